@@ -91,7 +91,7 @@ format: setup ## let ruff format and repair
 	$(PYTHON) -m ruff format .
 
 docs: setup ## build the documentation into site/ (`.venv/bin/mkdocs serve` shows it as you write)
-	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict  # --quiet would hide warnings from --strict
 	@echo "site/index.html"
 
 # The reference implementation, PyTorch, has an environment of its own: no test and no user needs it.

@@ -86,6 +86,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # config.json and 
     "8b-fp8-blocks": ({**COMMON, **SHAPES["8b"], "quantization_config": FP8_BLOCKS}, {}),
     "70b": ({**COMMON, **SHAPES["8b"], **LLAMA_70B}, {"tensor_parallel_size": 8}),
     "30b-a3b": (QWEN3_30B_A3B, {}),
+    "30b-a3b-on-2": (QWEN3_30B_A3B, {"tensor_parallel_size": 2}),
 }
 KEPT = ROOT / ".cache" / "estimates"
 TARGET, ROWS, CONTEXTS = "h200", (1, 8, 32, 128, 256), (1024, 8192, 32768)

@@ -21,7 +21,7 @@ ARMS = {
     "OpenVINO int8": "openvino int8",
 }
 PANELS = {
-    "later start": "seconds from the start of\nthe process to the first token",
+    "later start": "seconds from start to first token",
     "stream": "tokens/s, one stream",
     "batch": "tokens/s, 32 at once",
     "prefill": "tokens/s, prompt of 1,024",
@@ -53,10 +53,9 @@ def draw(axes: Axes, title: str, values: list[float]) -> None:
 
 def main() -> None:
     result = json.loads(SOURCE.read_text())
-    figure = Figure(figsize=(9.2, 1.9), layout="constrained")
-    for axes, (measured, title) in zip(
-        figure.subplots(1, len(PANELS), sharey=True), PANELS.items(), strict=True
-    ):
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")  # two in a row: legible on a phone
+    grid = figure.subplots(2, 2, sharey=True)
+    for axes, (measured, title) in zip(grid.flat, PANELS.items(), strict=True):
         draw(axes, title, [result["arms"][arm]["measured"][measured]["median"] for arm in ARMS.values()])
         axes.set_yticks(range(len(ARMS)), [*ARMS])
     axes.invert_yaxis()  # all of them, since they share the axis

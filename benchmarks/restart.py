@@ -26,6 +26,8 @@ def restart_scheduler(engine: Engine, **changes: Any) -> None:
         "num_states": 0 if blocks.states is None else blocks.states.pool.num_pages,
         "draft_states": 0 if blocks.states is None else len(blocks.states.spare),
         "prefix_caching": blocks.prefix_caching,
+        "stages": old.cohorts.stages,
+        "through_host": old.cohorts.through_host,
         "options": old.options,
         "costs": old.predictor.costs,
         "clock": old.clock,

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.groups import GRID, Groups, block_rows, out_per_block
+from pallas_kernels.groups import GRID, Groups, out_per_block
 from pallas_kernels.hopper import COLUMNS, ROWS, store_transposed, tiled
 from pallas_kernels.quantized import GROUP
 
@@ -61,7 +61,7 @@ def grouped_product(
     """
     out, block, dtype = (
         weight.shape[1],
-        block or block_rows(len(groups.place), len(weight)),
+        block or groups.block,
         jnp.dtype(dtype or x.dtype),
     )
     warpgroups = out_per_block(len(groups.group), out) // ROWS

@@ -19,12 +19,12 @@ class Groups(NamedTuple):
     GRID.
 
     Attributes:
-        place: int32 [rows], the place of each row.
+        place: int32 [rows], the place of each row; for rows of other groups, beyond all places.
         row: int32 [places], the row at each place; arbitrary for empty places. A whole block can be read from
             every start of a block.
         owner: int32 [places], the group at each place; arbitrary for empty places.
         size: int32 [groups], number of places of each group.
-        group: int32 [blocks], the group of each block of at most `block_rows` places.
+        group: int32 [blocks], the group of each block of at most `block` places.
         start, length: int32 [blocks], first place and number of places, in units of GRID; length 0 after the
             last block.
     """
@@ -36,6 +36,11 @@ class Groups(NamedTuple):
     group: jax.Array
     start: jax.Array
     length: jax.Array
+
+    @property
+    def block(self) -> int:
+        """Rows of a block, of those that `grouped` made."""
+        return len(self.row) - _most_places(len(self.place), len(self.size))
 
 
 def counted(chosen: jax.Array, groups: int) -> tuple[jax.Array, jax.Array]:
@@ -77,15 +82,26 @@ def one_group(rows: int) -> tuple[Groups, int]:
     ), block
 
 
-def grouped(chosen: jax.Array, groups: int) -> Groups:
-    """Groups rows that belong to groups `chosen`, int32 [rows]."""
-    rows, block = len(chosen), block_rows(len(chosen), groups)
+def _most_places(rows: int, groups: int) -> int:
+    """Maximum number of places that rows need."""
+    return -(-(rows + (GRID - 1) * min(groups, rows)) // GRID) * GRID
+
+
+def grouped(chosen: jax.Array, groups: int, among: int | None = None) -> Groups:
+    """Groups rows that belong to groups `chosen`, int32 [rows].
+
+    Args:
+        among: how many groups there are in all; rows of those that are not here have numbers of at least
+            `groups`, and get no place. None: all are here.
+    """
+    rows, block = len(chosen), block_rows(len(chosen), among or groups)
     sizes, rank = counted(chosen, groups)
     taken, per_block = -(-sizes // GRID), block // GRID
     ends, blocks = jnp.cumsum(taken), -(-taken // per_block)
     place = (ends - taken)[chosen] * GRID + rank
-    most = rows + (GRID - 1) * min(groups, rows)  # maximum number of places
-    nothing = jnp.zeros(-(-most // GRID) * GRID + block, jnp.int32)
+    nothing = jnp.zeros(_most_places(rows, groups) + block, jnp.int32)
+    if among is not None:
+        place = jnp.where(chosen < groups, place, len(nothing))
     row, owner = nothing.at[place].set(jnp.arange(rows, dtype=jnp.int32)), nothing.at[place].set(chosen)
     last = jnp.cumsum(blocks)
     index = jnp.arange(min(groups, rows) + rows // block, dtype=jnp.int32)  # maximum number of blocks

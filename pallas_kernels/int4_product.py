@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.groups import BLOCK, GRID, Groups, block_rows, one_group
+from pallas_kernels.groups import BLOCK, GRID, Groups, one_group
 from pallas_kernels.hopper import COLUMNS, ROWS, tiled
 from pallas_kernels.int4 import SCALES, TILE, WORDS, Int4
 from pallas_kernels.int4_kernel import Form, Inputs, Outputs, Scratch, run
@@ -100,8 +100,7 @@ def grouped_int4_product(
     Returns:
         [places, out], in x's dtype; undefined in places without a row.
     """
-    block = block_rows(len(groups.place), weight.shape[0])
-    return _products(x, weight, groups, block, 1, x.dtype, operand_in_registers, interpret)[0]
+    return _products(x, weight, groups, groups.block, 1, x.dtype, operand_in_registers, interpret)[0]
 
 
 def _products(

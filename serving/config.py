@@ -54,9 +54,6 @@ class ServerConfig:
         reasoning_parser: the format of the model's reasoning, for HTTP. auto detects it as for
             tool_call_parser.
         served_model_name: the name that clients see and may ask for. By default the model's.
-        data_parallel_size: replicas of the model: engine processes behind this server, each with its own
-            GPUs or a share of the CPUs. A prompt goes to the one that is predicted to give its first token
-            soonest. One that ends is replaced, and prompts that it had not begun go to others.
         prefill_engines: engine processes beside those of data_parallel_size that compute prompts for them, so
             that long prompts delay no output. The others fetch the prompts' pages, through host memory: needs
             swap_space. One that ends is replaced; meanwhile, the others compute prompts themselves.
@@ -144,7 +141,6 @@ class ServerConfig:
     tool_call_parser: ToolCallParser = "auto"
     reasoning_parser: ReasoningParser = "auto"
     served_model_name: str | None = None
-    data_parallel_size: int = 1
     prefill_engines: int = 0
     model_config: str | Path | None = None
     max_loaded_models: int | None = None
@@ -188,7 +184,6 @@ class ServerConfig:
         for name in ("metrics_port", "http_port"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0, 65535)
-        _whole("data_parallel_size", self.data_parallel_size, 1, 64)
         _whole("prefill_engines", self.prefill_engines, 0, 64)
         _whole("max_waiting", self.max_waiting, 0, None)
         _whole("max_streams_per_client", self.max_streams_per_client, 1, None)

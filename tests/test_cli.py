@@ -117,6 +117,7 @@ def test_every_field_has_a_flag(made: list[Any]) -> None:
         "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB",
         "gpu_memory_utilization": 0.5,
         "enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4,
+        "enable_expert_parallel": True, "data_parallel_size": 2,
         "lora_target_modules": ["q_proj", "experts"],
         "limit_mm_per_prompt": {"image": 3}, "mm_processor_kwargs": {"max_pixels": 9999},
         "image_pool_rows": 4096,
@@ -128,6 +129,7 @@ def test_every_field_has_a_flag(made: list[Any]) -> None:
         "overlap": False, "cache_dir": "somewhere", "cache_max_size": "2GiB", "compile_threads": 3,
         "cpu_threads": 1,
         # with 1 it would follow
+        "pipeline_parallel_size": 2, "pipeline_layers": "3,1",
         "tensor_parallel_size": 4, "coordinator": "host:7000", "num_processes": 2, "process_id": 0,
         "generation_config": "vllm", "programs": "compiled",
         "quantization": "int4", "quantization_group_size": 64, "calibration_data": "text",

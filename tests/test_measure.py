@@ -30,7 +30,7 @@ class ExactRunner:
         groups = tuple(CacheGroup("full" if window is None else "window", (0,), window) for window in windows)
         self.spec: Any = SimpleNamespace(
             table=TABLE, groups=groups, num_states=0, max_model_len=max_model_len, num_pages=num_pages,
-            page_size=4, host_pages=0,
+            page_size=4, host_pages=0, stages=(None,),
             max_slots=12, table_width=-(-max_model_len // 4), model=SimpleNamespace(config=config),
         )  # fmt: skip
         self.costs = StepCosts(

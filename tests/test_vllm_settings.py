@@ -89,7 +89,7 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
     ('--mm-processor-kwargs {"max_pixels":200704}', {"mm_processor_kwargs": {"max_pixels": 200704}}, ""),
     ('--http-port 0 --allowed-origins ["*"]', {"http_port": 0, "allowed_origins": '["*"]'}, ""),
     ("--no-enable-log-requests", NOTHING, ""),
-    ("--pipeline-parallel-size 1 -dp 1", NOTHING, ""),
+    ("-pp 2 -dp 1", {"pipeline_parallel_size": 2}, ""),
     ("--max-logprobs 20", NOTHING, ""),
     (
         '--speculative-config {"method":"suffix","suffix_decoding_max_tree_depth":64}',
@@ -108,15 +108,12 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
     ("-O3", NOTHING, "-O has no effect: a fixed table of programs"),
     ("--compilation-config.mode 3", NOTHING, "a fixed table of programs"),
     ("--disable-custom-all-reduce", NOTHING, "XLA performs all-reduces"),
-    ("--enable-expert-parallel", NOTHING, "experts are split over the devices"),
+    ("--enable-expert-parallel", {"enable_expert_parallel": True}, ""),
     ("--guided-decoding-backend outlines", NOTHING, "llguidance"),
     ("--uvicorn-log-level debug", NOTHING, "see log_level"),
 ]
 REFUSED: list[tuple[str, str]] = [
-    (
-        "--pipeline-parallel-size 2",
-        "must be 1: layers are not spread over devices; tensor_parallel_size splits each layer",
-    ),
+    ("--pipeline-parallel-size 2 --pipeline-layers 3", "pipeline_layers='3': must be 2 numbers of layers"),
     ("--max-cpu-loras 0", "max_cpu_loras=0: must be a whole number, at least 1"),
     ("--lora-modules a=b", "lora_modules=['a=b']: needs enable_lora (command line)"),
     ("--enable-lora --lora-modules a", "lora_modules='a': must be NAME=PATH, or {"),

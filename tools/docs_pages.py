@@ -1,7 +1,8 @@
 """Generates parts of the documentation from the code; each replaces a line `<!-- from the code: NAME -->` of
 a page.
 
-A hook in mkdocs.yml. Options, sampling parameters, metrics and figures are never copied by hand.
+A hook in mkdocs.yml. Options, sampling parameters, metrics and figures are never copied by hand;
+docs_figures.py makes the tables of figures.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import docs_figures
+from api_index import public_names, types_and_constants
 from prometheus_client.core import Metric
 
 from jengine import EngineConfig, Load, LoraLoad, SamplingParams, StoreLoad
@@ -26,7 +29,6 @@ from jengine.vllm.sampling_settings import CALLS, SAMPLING, STRUCTURED
 from jengine.vllm.setting import Setting
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 MARKER = re.compile(r"^<!-- from the code: (.+) -->$", re.MULTILINE)
 
 # The first field of each section of the engine's options, in the order of EngineConfig.
@@ -57,13 +59,6 @@ SAMPLING_SECTIONS = {
     "max_tokens": "Ending",
     "repetition_penalty": "Penalties and constraints",
     "include_stop_str_in_output": "Output",
-}
-ENGINES = {"jengine": "jengine", "vllm": "vLLM", "openvino": "OpenVINO GenAI"}
-MEASURES = {
-    "stream": "One stream, tokens/s",
-    "batch": "32 at once, tokens/s",
-    "prefill": "Prompt of 1,024, tokens/s",
-    "later start": "Start, s",
 }
 
 
@@ -196,168 +191,13 @@ def _accepted(setting: Setting) -> str:
     return f"only {', '.join(values)}: " if values else ""
 
 
-# --- figures -----------------------------------------------------------------------------------------
-
-
-def compare() -> str:
-    """Medians of jengine and other engines on one machine."""
-    found = json.loads((RESULTS / "compare_avx512_bf16.json").read_text())
-    rows = ["| | " + " | ".join(MEASURES.values()) + " |", "| --- |" + " ---: |" * len(MEASURES)]
-    for arm, result in found["arms"].items():
-        engine, _, numbers = arm.partition(" ")
-        if not result["failed"] and result["measured"].keys() >= MEASURES.keys():
-            medians = [result["measured"][name]["median"] for name in MEASURES]
-            rows.append(
-                f"| {ENGINES.get(engine, engine)}, {numbers} | " + " | ".join(map(_number, medians)) + " |"
-            )
-    return "\n".join([*rows, "", _machine(found)])
-
-
-def perplexity() -> str:
-    found = json.loads((RESULTS / "quantization_perplexity.json").read_text())
-    base = found["perplexity"]["bfloat16"]
-    rows = [
-        (
-            "| | English | / bfloat16 | Technical | / bfloat16 | Chats | / bfloat16 | Weights, MiB | Cache,"
-            " KiB a token |"
-        ),
-        "| --- |" + " ---: |" * 8,
-    ]
-    for name, row in found["perplexity"].items():
-        texts = " | ".join(_beside(row, base, text) for text in ("english", "technical", "chats"))
-        rows.append(f"| {name} | {texts} | {row['weights_mib']:.1f} | {row['cache_kib_a_token']:.2f} |")
-    return "\n".join([*rows, "", _machine(found)])
-
-
-def _beside(row: dict[str, float], base: dict[str, float], text: str) -> str:
-    """A text's perplexity, and its ratio to the base's with the standard error; empty cells where it was not
-    measured.
-    """
-    if text not in row:
-        return "|"
-    error = f" ± {row[f'{text}_ratio_error']:.3f}" if f"{text}_ratio_error" in row else ""
-    return f"{row[text]:.3f} | {row[text] / base[text]:.3f}{error}"
-
-
-def quantized_steps() -> str:
-    """Durations of decode steps, and of reading their weights, in milliseconds."""
-    found = json.loads((RESULTS / "quantized_steps.json").read_text())
-    forms = {name: row for name, row in found.items() if isinstance(row, dict) and "floor_ms" in row}
-    counts = list(next(iter(forms.values()))["ms"])
-    rows = [
-        "| | Weights, MiB | Reading them, ms | " + " | ".join(f"{n} rows, ms" for n in counts) + " |",
-        "| --- |" + " ---: |" * (len(counts) + 2),
-    ]
-    for name, row in forms.items():
-        times = " | ".join(f"{row['ms'][n]:.2f}" for n in counts)
-        rows.append(f"| {name} | {row['bytes'] / 2**20:.1f} | {row['floor_ms']:.2f} | {times} |")
-    return "\n".join([*rows, "", _machine(found)])
-
-
-def start_time() -> str:
-    found = json.loads((RESULTS / "start_time.json").read_text())
-    rows = ["| | First start, s | Later start, s |", "| --- | ---: | ---: |"]
-    rows += [
-        f"| {name} | {model['first']['seconds']:.1f} | {model['later']['seconds']:.1f} |"
-        for name, model in found["models"].items()
-    ]
-    return "\n".join([*rows, "", _machine(found)])
-
-
-def sharing() -> str:
-    found = json.loads((RESULTS / "sharing.json").read_text())
-    arrivals, chat, ratios = found["arrivals"], found["chat"], found["arrivals"]["ratios"]
-    rows = [
-        "| Requests | Quantity | Factor |",
-        "| --- | --- | ---: |",
-        (
-            f"| {arrivals['requests']} at once, with a common prefix | median time to first token |"
-            f" {ratios['first_token_median']} |"
-        ),
-        f"| the same | output tokens a second | {ratios['tokens_per_second']} |",
-        f"| turn {chat['turns']} of a conversation | time to first token | {chat['ratio_last_turn']} |",
-    ]
-    return "\n".join([*rows, "", _machine(found)])
-
-
-def targets() -> str:
-    """The share of requests within their targets, by load."""
-    found = json.loads((RESULTS / "scheduling.json").read_text())
-    loads = {name: load for name, load in found["latency"]["tight"].items() if name != "targets"}
-    arms = {
-        "best_fixed": "best of the fixed settings",
-        "throughput": "`throughput`",
-        "latency, serve": '`latency`, `on_late="serve"`',
-    }
-    arms |= {"latency, reject": '`latency`, `on_late="reject"`', "auto": "`auto`"}
-    rows = [
-        "| Strategy | " + " | ".join(map(str.capitalize, loads)) + " |",
-        "| --- |" + " ---: |" * len(loads),
-    ]
-    rows += [
-        f"| {title} | " + " | ".join(f"{load[arm]['in_target']:.2f}" for load in loads.values()) + " |"
-        for arm, title in arms.items()
-    ]
-    return "\n".join([*rows, "", _machine(found)])
-
-
-def executed_kernels() -> str:
-    found = json.loads((RESULTS / "executed_kernels.json").read_text())
-    titles = ("Kernel", "Case", "Blocks of threads", "Instructions", "Seconds", "Schedules", "Error", "Lines")
-    rows = ["| " + " | ".join(titles) + " |", "| --- | --- |" + " ---: |" * 6]
-    for one in found["kernels"]:
-        blocks = " x ".join(str(size) for size in one["grid"] if size > 1) or "1"
-        cells = (
-            f"`{one['kernel']}`" + (" (A100)" if one["target"] == "a100" else ""),
-            one["case"],
-            f"{blocks} of {one['threads']}",
-            f"{one['instructions']:,}",
-            one["seconds"],
-            one["schedules"],
-            f"{one['error']:.1g}",
-            f"{one['executed_lines']:,} of {one['lines']:,}",
-        )
-        rows.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join([*rows, "", _machine(found)])
-
-
-def planted_faults() -> str:
-    rows = ["| Kernel | Fault | Told by | Message | Where |", "| --- | --- | --- | --- | --- |"]
-    for one in json.loads((RESULTS / "executed_kernels.json").read_text())["faults"]:
-        where = f"`{one['source']}`, PTX line {one['line']}" if one["line"] else ""
-        rows.append(f"| {one['kernel']} | {one['fault']} | {one['told']} | {one['message']} | {where} |")
-    return "\n".join(rows)
-
-
-def simulation() -> str:
-    million = json.loads((RESULTS / "simulation.json").read_text())["million"]
-    return (
-        f"A million requests with the lengths of Azure's conversations, {million['output_tokens'] / 1e6:.0f}"
-        f" million output tokens, simulate in {million['seconds'] / 60:.0f} minutes on one core."
-    )
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 20 else f"{value:.1f}"
-
-
-def _machine(found: dict[str, Any]) -> str:
-    machine = found["machine"]
-    others = machine["used_by_others"]
-    busy = "" if others < 0.05 else f", while other work took {others:.0%} of the machine"
-    return (
-        f"*{machine['cpu']}, {machine['cores']} cores, JAX {machine['jax']}, {machine['date'][:10]}{busy}.*"
-    )
-
-
 # --- other files -------------------------------------------------------------------------------------
 
 
 def included(name: str) -> str:
-    """A file of the repository, without its title, since the page has its own. Its links to pages of design
-    are for a page beside these.
-    """
-    return (ROOT / name).read_text().partition("\n")[2].replace("](docs/design/", "](")
+    """A file of the repository for a page in docs/design, without its title, since the page has its own."""
+    text = (ROOT / name).read_text().partition("\n")[2]
+    return text.replace("](docs/design/", "](").replace("](docs/", "](../")
 
 
 def readme(block: str) -> str:
@@ -388,6 +228,8 @@ def _cells(cells: list[dict[str, Any]]) -> Iterator[str]:
 
 
 CONTENT: dict[str, Callable[[], str]] = {
+    "public names": public_names,
+    "types and constants": types_and_constants,
     "engine options": lambda: options(EngineConfig, ENGINE_SECTIONS),
     "server options": lambda: options(ServerConfig, SERVER_SECTIONS),
     "sampling parameters": lambda: options(SamplingParams, SAMPLING_SECTIONS),
@@ -399,15 +241,22 @@ CONTENT: dict[str, Callable[[], str]] = {
         "not supported", (*engine_settings.ENGINE, *server_settings.SERVER)
     ),
     "vllm: sampling": lambda: vllm_settings(None, (*SAMPLING, *STRUCTURED, *CALLS)),
-    "comparison": compare,
-    "perplexity": perplexity,
-    "quantized steps": quantized_steps,
-    "start time": start_time,
-    "sharing": sharing,
-    "targets": targets,
-    "simulation": simulation,
-    "executed kernels": executed_kernels,
-    "planted faults": planted_faults,
+    "comparison": docs_figures.compare,
+    "perplexity": docs_figures.perplexity,
+    "quantized steps": docs_figures.quantized_steps,
+    "start time": docs_figures.start_time,
+    "sharing": docs_figures.sharing,
+    "targets": docs_figures.targets,
+    "simulation": docs_figures.simulation,
+    "speculation": docs_figures.speculation,
+    "constraints": docs_figures.constraints,
+    "host tier": docs_figures.host_tier,
+    "batch invariance": docs_figures.batch_invariance,
+    "adapters": docs_figures.adapters,
+    "weight updates": docs_figures.weight_updates,
+    "replicas": docs_figures.replicas,
+    "executed kernels": docs_figures.executed_kernels,
+    "planted faults": docs_figures.planted_faults,
     "popular checkpoints": lambda: readme("popular checkpoints"),
     "ARCHITECTURE.md": lambda: included("ARCHITECTURE.md"),
     "CONTRIBUTING.md": lambda: included("CONTRIBUTING.md"),

@@ -94,8 +94,8 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
         *,
         stream_interval: int = 1,
     ) -> AsyncLLM:
-        """Wrap an engine that runs elsewhere. Requests without sampling parameters get the default ones; None
-        is SamplingParams().
+        """Wrap an engine that runs elsewhere. Requests without sampling parameters get
+        `default_sampling_params`, or else SamplingParams().
 
         Outputs' prompt_logprobs are sequences that describe a position when it is read, not lists.
         """

@@ -32,7 +32,7 @@ class EngineMethods(ABC):
     _shared: SharedEngine
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache; running requests keep their pages. Returns whether it was done.
+        """Empty the prefix cache; running requests keep their pages. Returns True, as in vLLM.
 
         Raises:
             EngineDead: as `generate`.
@@ -92,7 +92,7 @@ class AsyncEngineMethods(ABC):
         """Starts an operation, in any thread. Raises as `do`."""
 
     async def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache; running requests keep their pages. Returns whether it was done.
+        """Empty the prefix cache; running requests keep their pages. Returns True, as in vLLM.
 
         Raises:
             EngineDead: the engine has failed, or was closed.

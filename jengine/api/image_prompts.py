@@ -72,7 +72,7 @@ def with_data(
 
 
 def image_reader(tokenizer: Tokenizer, field: str) -> ImageReader:
-    """Raises InvalidArgument if there is none."""
+    """The reader of images. Raises InvalidArgument if the engine reads none."""
     if tokenizer.images is None:
         raise InvalidArgument(field, "an image", "this model, or this engine, reads no images")
     return tokenizer.images

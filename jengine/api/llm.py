@@ -31,7 +31,7 @@ from jengine.core.lora import LoRARequest
 from jengine.core.pooling import PoolingParams
 from jengine.core.request import Request, RequestOutput, SamplingParams
 from jengine.core.service_level import BatchLevelOptions, ServiceLevel, levels, one_each
-from jengine.engine.engine import Engine
+from jengine.engine.ranks import AnyEngine
 from jengine.engine.start import start_engine
 from jengine.parallel.mesh import with_mesh_size
 from jengine.scheduling.forecasts.forecast import Prediction
@@ -49,7 +49,8 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
     requests have ended. A process that is forked later cannot use the LLM.
 
     Args:
-        model: `demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id.
+        model: `demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id: owner/name, or
+            owner/name:Q4_K_M for one of its GGUF files.
         mesh: the devices to use, see `start_engine`; tensor_parallel_size is their number.
         params: weights in place of the folder's, see `start_engine`.
         progress: show bars while loading and compiling.
@@ -98,8 +99,8 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
 
         Args:
             prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these. A dict
-                may also have a "cache_salt": its prompt then shares cached pages only with prompts of the
-                same salt.
+                may also have images, as "multi_modal_data", and a "cache_salt": its prompt then shares cached
+                pages only with prompts of the same salt.
             sampling_params: one for all prompts, or one each; None is `get_default_sampling_params()`.
             lora_request: the adapter of all prompts, or one each: a LoRARequest, which is loaded at its first
                 use, or the name of a loaded one; None is the model alone.
@@ -234,7 +235,7 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
         self.close()
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> AnyEngine:
         """The underlying engine, for tests and tools; use it in one thread, while no call runs. Raises
         EngineDead after `close`.
         """

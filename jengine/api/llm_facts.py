@@ -6,13 +6,13 @@ from typing import Any
 
 from jengine.base.display import counted
 from jengine.core.updates import Load
-from jengine.engine.engine import Engine
+from jengine.engine.ranks import AnyEngine, ranks_of
 from jengine.engine.start import Started
 
 
-def stats_of(engine: Engine, started: Started) -> dict[str, Any]:
+def stats_of(engine: AnyEngine, started: Started) -> dict[str, Any]:
     """See LLM.stats."""
-    load, scheduler = engine.load, engine.scheduler
+    load, schedulers = engine.load, [rank.scheduler for rank in ranks_of(engine)]
     return {
         "programs_compiled": started.programs_compiled,
         "programs_loaded": started.programs_loaded,
@@ -20,9 +20,9 @@ def stats_of(engine: Engine, started: Started) -> dict[str, Any]:
         "programs": started.programs,
         "compiles_since_start": engine.compiles_since_start,
         "start_seconds": dict(started.seconds),
-        "preemptions": scheduler.registry.num_preemptions,
-        "prefix_cache_queries": scheduler.prefixes.queries,
-        "prefix_cache_hits": scheduler.prefixes.hits,
+        "preemptions": sum(one.registry.num_preemptions for one in schedulers),
+        "prefix_cache_queries": sum(one.prefixes.queries for one in schedulers),
+        "prefix_cache_hits": sum(one.prefixes.hits for one in schedulers),
         "external_prefix_cache_queries": load.host_queries,
         "external_prefix_cache_hits": load.host_hits,
         "swapped_out_pages": load.host_spilled,
@@ -34,17 +34,18 @@ def stats_of(engine: Engine, started: Started) -> dict[str, Any]:
     }
 
 
-def facts_of(model: str, engine: Engine, started: Started) -> tuple[tuple[str, str], ...]:
+def facts_of(model: str, engine: AnyEngine, started: Started) -> tuple[tuple[str, str], ...]:
     """Names and values for LLM.summary."""
-    scheduler = engine.scheduler
+    ranks = ranks_of(engine)
+    scheduler, each = ranks[0].scheduler, " of each rank" if len(ranks) > 1 else ""
     blocks, most = scheduler.blocks, scheduler.registry.max_num_seqs
     return (
         ("model", model),
         ("numbers", started.dtype),
         ("devices", started.devices),
         ("programs", _programs(engine.load)),
-        ("cache", f"{counted(blocks.capacity, 'page')} of {blocks.page_size} tokens"),
-        ("limits", f"{most} sequences at once, {scheduler.limits.max_model_len} tokens each"),
+        ("cache", f"{counted(blocks.capacity, 'page')} of {blocks.page_size} tokens{each}"),
+        ("limits", f"{most} sequences at once{each}, {scheduler.limits.max_model_len} tokens each"),
     )
 
 

@@ -33,8 +33,8 @@ class RequestHandle:
     """An iterator over the outputs of a request, made by AsyncLLM.submit. Use it in the event loop, with one
     reader at a time.
 
-    Closing it, or leaving its `async with`, aborts an unfinished request and frees its id. So does reading it
-    to its end.
+    Closing it, or leaving its `async with`, aborts an unfinished request and frees its id. Reading it to its
+    end frees the id, too.
 
     Attributes:
         request_id: for AsyncLLM.abort.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,8 @@ class RolloutMethods(LLMRequests):
             The version; `CompletionOutput.weights_versions` says which one made which token.
 
         Raises:
-            InvalidArgument: these are no arrays by name, or the version is invalid. Nothing has changed.
+            InvalidArgument: the weights are not arrays by name, or the version is invalid. Nothing has
+                changed.
             ModelError: a tensor, which the message names, is missing, unknown, or has another shape or dtype,
                 or is not finite. Nothing has changed.
         """
@@ -99,14 +101,15 @@ class RolloutMethods(LLMRequests):
         """Stop working on requests until `resume`. Requests that arrive meanwhile wait.
 
         Args:
-            mode: abort: requests end, with finish_reason "abort" and stop_reason "paused"; wait: they finish,
-                and this call returns then; keep: they wait too, and go on where they were.
+            mode: what becomes of running requests. abort: they end, with finish_reason "abort" and
+                stop_reason "paused"; wait: this call returns when they have finished; keep: they stop, and
+                go on where they were after `resume`.
 
         Raises:
             InvalidArgument: there is no such mode.
         """
         self._shared.do(Pause(mode))
-        self._shared.step_until(lambda: idle(self._shared.engine))
+        self._shared.step_until(partial(_idle, self._shared))
 
     def resume(self) -> None:
         """End a pause. Raises InvalidArgument if the engine sleeps, or has no weights."""
@@ -131,7 +134,7 @@ class RolloutMethods(LLMRequests):
         """
         operation = Sleep(level, mode, tuple(tags))
         while not self._shared.do(operation):
-            self._shared.step_until(lambda: idle(self._shared.engine))
+            self._shared.step_until(partial(_idle, self._shared))
 
     def wake_up(self, tags: Iterable[Tag] | None = None) -> None:
         """Take back what `sleep` has freed, or some of it. The engine goes on when it has everything, unless
@@ -193,3 +196,9 @@ class AsyncRolloutMethods(ABC):
 def _update(weights: Any) -> type[UpdateWeights | LoadWeights]:
     """The operation for arrays, or for a folder."""
     return LoadWeights if isinstance(weights, str | Path) else UpdateWeights
+
+
+def _idle(shared: SharedEngine) -> bool:
+    from jengine.engine.ranks import ranks_of  # imports jax
+
+    return all(map(idle, ranks_of(shared.engine)))

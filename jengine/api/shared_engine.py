@@ -21,9 +21,9 @@ from jengine.base.interrupts import uninterrupted
 from jengine.base.process import check_process, return_memory
 from jengine.core.request import Request, RequestOutput
 from jengine.core.updates import Update
-from jengine.engine.engine import Engine
 from jengine.engine.limits import Limits
 from jengine.engine.operations import Operation
+from jengine.engine.ranks import AnyEngine
 from jengine.text.tokenizer import Tokenizer
 
 POLL_SECONDS = 0.005  # between two looks at what another thread's steps have changed
@@ -77,9 +77,9 @@ class SharedEngine:
     later, gets EngineDead.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+    def __init__(self, engine: AnyEngine, tokenizer: Tokenizer) -> None:
         self.limits: Limits = engine.limits
-        self._engine: Engine | None = engine
+        self._engine: AnyEngine | None = engine
         self._live = LiveOutputs(tokenizer)
         self._pid = os.getpid()
         self._error: BaseException | None = None
@@ -94,7 +94,7 @@ class SharedEngine:
         self._given_up: deque[ThreadCall] = deque()  # to be closed at the end of the change
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> AnyEngine:
         """Raises EngineDead after `quit`."""
         if self._engine is None:
             raise EngineDead("this LLM has been closed")

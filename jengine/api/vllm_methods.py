@@ -39,7 +39,7 @@ class VllmMethods(ABC):
         """Create it with these options.
 
         Raises:
-            InvalidArgument: a further argument that asks for something, or as the constructor.
+            InvalidArgument: `more` asks for something, or an option is invalid, as for the constructor.
         """
         for name, value in more.items():
             if value is not None and name not in LEFT_OUT:
@@ -69,7 +69,7 @@ class AsyncVllmMethods(VllmMethods):
         `close` aborts them.
 
         Args:
-            timeout: accepted as in vLLM; a step ends sooner.
+            timeout: accepted as in vLLM, and not used: the thread ends after its current step.
         """
         self._closing = True
         self.backend.quit()

@@ -217,11 +217,12 @@ def read(path: Path, model: Model, given: Tensors | None = None) -> dict[str, Te
         ModelError: as in load.
     """
     pieces: list[Piece] = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
+    names = [*(piece.name for piece in pieces), *sorted(model.elsewhere)]
     if is_gguf(path):
         from jengine.checkpoints.gguf import read_gguf
 
         config = model.config
-        tensors = read_gguf(path, [piece.name for piece in pieces], (config.num_heads, config.num_kv_heads))
+        tensors = read_gguf(path, names, (config.num_heads, config.num_kv_heads))
     else:
         tensors, fields = found_tensors(path, given), read_json(path / "config.json")
         if (quantization := quantization_config({**(fields.get("text_config") or {}), **fields})) is not None:
@@ -239,8 +240,10 @@ def read(path: Path, model: Model, given: Tensors | None = None) -> dict[str, Te
         if f"{model.config.family}_mtp" in DRAFT_HEADS:
             why = "method mtp of speculative_config uses them"
         tensors = _without(tensors, model.skipped, why)
-        tensors = each_expert(_named(tensors, model.prefix), {piece.name for piece in pieces})
+        tensors = each_expert(_named(tensors, model.prefix), {*names})
         tensors = {name: tensor for name, tensor in tensors.items() if name not in model.unread}
+    if model.elsewhere:
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in model.elsewhere}
     place = path if given is None else PLACE
     check_tensors(place, tensors, pieces, model.config.tie_embeddings, _of_integers(model))
     return tensors

@@ -28,6 +28,7 @@ SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "max_tok
 METAVARS = {str: "TEXT", float: "NUMBER", int: "N"}
 SHORT = {  # as in vLLM
     "tensor_parallel_size": "-tp",
+    "pipeline_parallel_size": "-pp",
     "data_parallel_size": "-dp",
     "quantization": "-q",
     "speculative_config": "-sc",

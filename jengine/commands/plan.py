@@ -4,14 +4,27 @@ costs here."""
 from __future__ import annotations
 
 import argparse
+import json
 import os
+from pathlib import Path
 
 from jengine import EngineConfig, InvalidArgument, JengineError
 from jengine.commands.arguments import add_vllm_flags
 from jengine.commands.compile import SKIPS, add_target, config_for
 from jengine.commands.flags import add_fields, add_model
+from jengine.commands.layout_flags import (
+    add_devices,
+    add_targets,
+    cluster_from_flags,
+    given_layout,
+    traffic_from_flags,
+)
 from jengine.commands.terminal import note, write
 from jengine.vllm.engine_settings import ENGINE
+
+TRAFFIC = "1024/1024"
+# flags that need --devices
+OF_LAYOUTS = ("hosts", "link", "network", "traffic", "target_ttft_ms", "target_tpot_ms", "json", "plot")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -21,8 +34,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         description=(
             "Print a model's use of a GPU's memory, the number of sequences that fit, and bounds on its"
             " speed:\nfrom config.json and the device's data sheet alone. The exit code is 1 if it does not"
-            " fit. With --costs, print step costs\nthat engines with the same options have measured on this"
-            " machine; the exit code is 1 if there are none."
+            " fit. With --devices, compare\nlayouts of several devices. With --costs, print step costs that"
+            " engines with the same options have measured on\nthis machine; the exit code is 1 if there are"
+            " none."
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -49,6 +63,25 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         help="compile the largest programs to get their exact memory (needs the extra aot)",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_devices(
+        parser,
+        "With --devices, print what each layout of these devices serves at most, and which is best: pipeline"
+        " stages, data-parallel attention, experts that lie whole, tensor parallelism, replicas. The exit"
+        " code is 1 if none meets the targets. With --tensor-parallel-size, only that layout.",
+    )
+    parser.add_argument(
+        "--traffic",
+        metavar="PROMPT/OUTPUT",
+        help="with --devices: tokens of prompts and outputs, or a trace (default: 1024/1024)",
+    )
+    add_targets(parser)
+    parser.add_argument("--json", action="store_true", help="with --devices: print one JSON object")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        help="with --devices: plot throughput against time per token (needs the extra bench)",
+    )
     add_fields(parser.add_argument_group("engine"), EngineConfig, skip=SKIPS)
     add_vllm_flags(parser, ENGINE, note)
     parser.set_defaults(run=_plan)
@@ -58,10 +91,15 @@ def _plan(options: argparse.Namespace) -> int:
     if options.costs:
         return _costs(options)
     figures = [options.memory, options.bandwidth, options.compute]
+    if options.devices is not None:
+        return _layouts(options, figures)
+    for name in OF_LAYOUTS:
+        if getattr(options, name):
+            raise InvalidArgument(name, getattr(options, name), "needs --devices")
     if options.target is None and not any(figures):
         raise JengineError(
             "plan needs --target NAME, such as --target h100; or --memory, --bandwidth and --compute; or"
-            " --costs"
+            " --devices; or --costs"
         )
     config = config_for(options)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a plan needs no local GPU
@@ -76,8 +114,27 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if plan.fits else 1
 
 
+def _layouts(options: argparse.Namespace, figures: list[str | None]) -> int:
+    for name in ("target", "exact"):
+        if getattr(options, name):
+            raise InvalidArgument(name, getattr(options, name), "cannot be combined with --devices")
+    config = config_for(options)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from jengine.capacity.layouts.choice import choose
+    from jengine.capacity.layouts.report import plain, report, save_plot
+
+    cluster = cluster_from_flags(options, *figures)
+    options.traffic = options.traffic or TRAFFIC
+    only = given_layout(config, vars(options))
+    choice = choose(config, options.model, cluster, traffic_from_flags(options), only=only)
+    write((json.dumps(plain(choice)) if options.json else report(choice)) + "\n")
+    if options.plot is not None:
+        save_plot(options.plot, choice)
+    return 0 if choice.best else 1
+
+
 def _costs(options: argparse.Namespace) -> int:
-    for name in ("target", "exact", "memory", "bandwidth", "compute"):
+    for name in ("target", "exact", "memory", "bandwidth", "compute", "devices", *OF_LAYOUTS):
         if getattr(options, name):
             raise InvalidArgument(
                 name,

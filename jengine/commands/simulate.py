@@ -10,25 +10,16 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jengine import EngineConfig, InvalidArgument, SamplingParams
+from jengine import EngineConfig, InvalidArgument
 from jengine.base.display import counted
 from jengine.commands.flags import add_engine, add_model, engine_fields
+from jengine.commands.layout_flags import add_devices
+from jengine.commands.simulate_layouts import OF_LAYOUTS, simulate_layouts
 from jengine.commands.terminal import note, write
+from jengine.commands.trace_flags import TRACES, add_trace, params, targets_from_flags, trace_from_flags
 
 if TYPE_CHECKING:
-    from jengine.capacity.simulation.summary import Targets
-    from jengine.capacity.simulation.trace import RequestTrace
-
-SAMPLERS: dict[str, dict[str, Any]] = {  # sampling parameters of all requests, by the sampler that they need
-    "greedy": {"temperature": 0.0},
-    "sample": {"temperature": 1.0},
-    "truncated": {"temperature": 0.8, "top_p": 0.95},
-    "full": {"temperature": 0.8, "top_p": 0.95, "logprobs": 1},
-}
-TRACES = """\
-A trace is a recording by jengine (--record-trace of other commands), Azure's LLM inference CSV, BurstGPT's
-CSV, or Mooncake's JSONL. Requests have the trace's lengths. No model is loaded, compiled or run.
-"""
+    pass
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,8 +39,18 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--replicas",
         metavar="N",
-        default="1",
-        help="engines that take turns; auto: the fewest that meet the targets (default: 1)",
+        help="engines that take turns; auto: the fewest that meet the targets (default: 1; with --devices: as"
+        " many as they are enough for)",
+    )
+    add_devices(
+        parser,
+        "With --devices, steps cost what `jengine plan --devices` says, at best, instead of what was"
+        " measured. Without --layouts, the engine's options say how the model is spread.",
+    )
+    parser.add_argument(
+        "--layouts",
+        metavar="N",
+        help="with --devices: compare the N best layouts of `jengine plan`; auto: 3",
     )
     parser.add_argument(
         "--plot", metavar="FILE", type=Path, help="save a plot, such as a PNG (needs the extra bench)"
@@ -60,82 +61,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.set_defaults(run=_simulate)
 
 
-def add_trace(parser: argparse.ArgumentParser) -> None:
-    """Adds options for the trace, its requests, their targets, and step costs."""
-    parser.add_argument("trace", metavar="TRACE", type=Path, help="a file of requests, see below")
-    parser.add_argument(
-        "--rate-scale",
-        metavar="NUMBER",
-        type=float,
-        default=1.0,
-        help="factor on the arrival rate (default: 1)",
-    )
-    parser.add_argument("--requests", metavar="N", type=int, help="use only the first N requests")
-    parser.add_argument(
-        "--sampler",
-        choices=SAMPLERS,
-        default="greedy",
-        help="the sampler that all requests need (default: greedy)",
-    )
-    parser.add_argument(
-        "--costs",
-        metavar="FILE",
-        type=Path,
-        help="step costs: a file from the folder `costs` of any machine's cache",
-    )
-    parser.add_argument(
-        "--drafts-right",
-        metavar="SHARE",
-        type=float,
-        default=0.0,
-        help="share of drafted tokens that are right, such as the metrics of an engine tell; 0: no drafts"
-        " (default: 0)",
-    )
-    text = "milliseconds to the first token, for goodput (default: ttft_ms)"
-    parser.add_argument("--target-ttft-ms", metavar="NUMBER", type=float, help=text)
-    parser.add_argument(
-        "--target-tpot-ms",
-        metavar="NUMBER",
-        type=float,
-        help="mean milliseconds for each further output token (default: tpot_ms)",
-    )
-    parser.add_argument(
-        "--target-share",
-        metavar="NUMBER",
-        type=float,
-        default=0.95,
-        help="share of requests that should meet them (default: 0.95)",
-    )
-
-
-def trace_from_flags(options: argparse.Namespace) -> RequestTrace:
-    """The trace, with the given changes."""
-    import numpy as np
-
-    from jengine.capacity.simulation.formats import read_trace
-
-    trace = read_trace(options.trace).scaled(options.rate_scale)
-    if options.requests is None:
-        return trace
-    if options.requests < 1:
-        raise InvalidArgument("requests", options.requests, "must be at least 1")
-    return trace.take(np.arange(min(options.requests, len(trace))))
-
-
-def targets_from_flags(options: argparse.Namespace, config: EngineConfig) -> Targets:
-    """Targets given to the command, or else the engine's."""
-    from jengine.capacity.simulation.summary import Targets
-
-    ttft, tpot = options.target_ttft_ms or config.ttft_ms, options.target_tpot_ms or config.tpot_ms
-    return Targets(ttft_ms=ttft, tpot_ms=tpot, share=options.target_share)
-
-
-def params(options: argparse.Namespace) -> SamplingParams:
-    """Sampling parameters of all requests, except their lengths."""
-    return SamplingParams(ignore_eos=True, **SAMPLERS[options.sampler])
-
-
 def _simulate(options: argparse.Namespace) -> int:
+    if options.devices is not None:
+        return simulate_layouts(options)
+    for name in OF_LAYOUTS:
+        if getattr(options, name) is not None:
+            raise InvalidArgument(name, getattr(options, name), "needs --devices")
+    options.replicas = options.replicas or "1"
     if options.replicas != "auto" and not (options.replicas.isdecimal() and int(options.replicas) > 0):
         raise InvalidArgument("replicas", options.replicas, "must be auto or a whole number, at least 1")
     config = EngineConfig.of(options.model, engine_fields(options))

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from jengine import EngineConfig, __version__
 from jengine.base.progress import progress_bar
 from jengine.commands.flags import add_engine, add_model, engine_fields
-from jengine.commands.simulate import TRACES, add_trace, params, targets_from_flags, trace_from_flags
 from jengine.commands.terminal import note, write
+from jengine.commands.trace_flags import TRACES, add_trace, params, targets_from_flags, trace_from_flags
 
 if TYPE_CHECKING:
     from jengine.capacity.simulation.tune import Objective, Tuned

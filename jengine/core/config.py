@@ -10,10 +10,12 @@ from typing import Any, Literal, get_args
 
 from jengine.base.checks import check_number, check_targets, check_whole, parse_bytes
 from jengine.base.errors import InvalidArgument
+from jengine.core.four_bits import check_four_bits
 from jengine.core.image_options import IMAGE_ROWS, image_limit, processing_options
 from jengine.core.kv_transfer import KvTransfer
 from jengine.core.lora import LoraLimits, check_lora_options, target_modules
 from jengine.core.page_events import PageEvents
+from jengine.core.pipeline import layer_numbers
 from jengine.core.scheduling_options import Batching, OnLate, Policy, StrategyName
 from jengine.core.speculation import Speculation
 from jengine.parallel.layout import Layout
@@ -26,14 +28,14 @@ CheckpointFormat = Literal["awq", "awq_marlin", "gptq", "gptq_marlin", "compress
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 AttentionBackend = Literal["auto", "mosaic", "flashinfer"]
 BURST_STEPS = 8
-FOUR_BITS = ("int4", "int4_mixed", "w4a8")  # values of the option quantization
+PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
 
 
 @takes({**ENGINE_SETTINGS, **LIBRARY_SETTINGS})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """An engine's options. None lets the engine choose for the model and the device. Options of vLLM are
-    taken too, where jengine does the same under another name, or in any case.
+    """An engine's options. None lets the engine choose for the model and the device. vLLM's names work too,
+    for options that jengine has under another name and for those that need none.
 
     Args:
         model: `demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id.
@@ -70,15 +72,15 @@ class EngineConfig:
             sentence-transformers' files, which say how the model computes embeddings.
         enable_lora: serve LoRA adapters. Steps without adapters run the same programs as without this option;
             the others have programs of their own, which also compute the adapters.
-        max_loras: adapters that requests of one step may use, so many have a place on the device. A request
-            whose adapter has none waits until it was written to a place that no running request uses.
+        max_loras: the number of adapters that requests of one step may use. Each has a place on the device. A
+            request whose adapter has none waits for a place that no running request uses.
         max_lora_rank: the largest rank of an adapter. Larger ranks make steps with adapters slower, whatever
             the adapters' own ranks are.
         max_cpu_loras: the most adapters that are loaded at once, each with a copy in host memory; at least
-            max_loras. By default, as many as are loaded.
+            max_loras. By default there is no limit.
         lora_target_modules: what adapters may change, by names of modules or parts of names, such as q_proj
-            or experts; several with commas between them, or as a list. All else has no places for adapters on
-            the device. By default all linear layers but those of experts.
+            or experts; several with commas between them, or as a list. Adapters that change anything else are
+            rejected. By default all linear layers but those of experts.
         limit_mm_per_prompt: the most images of a prompt, as {"image": 4}; by default 999. With {"image": 0},
             a model with images serves text alone, and its encoder of images is not loaded.
         mm_processor_kwargs: fields that replace those of the model's preprocessor_config.json. Qwen's models
@@ -182,9 +184,22 @@ class EngineConfig:
             created before JAX starts.
         tensor_parallel_size: devices that share the model. If there are fewer kv heads than devices, they are
             repeated, which takes proportionally more cache.
+        data_parallel_size: ranks that compute different sequences, each with a cache of its own on
+            tensor_parallel_size devices. With enable_expert_parallel, they are parts of one engine and share
+            its experts; max_num_seqs and other limits are those of each. Otherwise they are replicas: engine
+            processes behind a server, each with its own GPUs or a share of the CPUs. A prompt goes to the one
+            that is predicted to give its first token soonest. A replica that ends is replaced, and prompts
+            that it had not begun go to others.
+        enable_expert_parallel: divides whole experts among the devices, instead of dividing each expert.
+            Devices then multiply with larger matrices, for fewer tokens each.
+        pipeline_parallel_size: stages that the model's layers are divided into, each with
+            tensor_parallel_size devices. As many steps run at once, each with a part of the sequences.
+        pipeline_layers: numbers of layers of the stages, as 20,21,21,18. By default stages of equal cost; the
+            last one has the output head as well.
         coordinator: host:port where process 0 listens, if several processes share the model, on one machine
             or on many. Start all with the same options except process_id; only process 0 takes requests.
-        num_processes: processes that share the model. Together they have tensor_parallel_size devices.
+        num_processes: processes that share the model. Together they have tensor_parallel_size devices for
+            each stage.
         process_id: index of this process, from 0.
     """
 
@@ -244,6 +259,10 @@ class EngineConfig:
     compile_threads: int | None = None
     cpu_threads: int | None = None
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    pipeline_parallel_size: int = 1
+    pipeline_layers: str | None = None
     coordinator: str | None = None
     num_processes: int = 1
     process_id: int = 0
@@ -267,7 +286,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("dtype", "kv_cache_dtype"):
             object.__setattr__(self, name, value_of(name, getattr(self, name)))
-        for name in ("tile_size", "stream_interval", "tensor_parallel_size", "num_processes"):
+        check_whole("data_parallel_size", self.data_parallel_size, 1, 64)
+        for name in ("tile_size", "stream_interval", "num_processes", *PARALLEL):
             check_whole(name, getattr(self, name), 1, None)
         for name in (
             "max_model_len",
@@ -296,7 +316,10 @@ class EngineConfig:
                 raise InvalidArgument(name, getattr(self, name), "must be text or a path")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InvalidArgument("seed", self.seed, "must be a whole number")
-        for name in ("weight_updates", "enable_prefix_caching", "batch_invariant", "overlap", "enable_lora"):
+        for name in (
+            *("weight_updates", "enable_prefix_caching", "batch_invariant", "overlap", "enable_lora"),
+            "enable_expert_parallel",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, getattr(self, name), "must be True or False")
         targets = target_modules(self.lora_target_modules)
@@ -316,7 +339,7 @@ class EngineConfig:
         if self.quantization not in (None, *get_args(Quantization), *get_args(CheckpointFormat)):
             limit = f"must be None, {', '.join(get_args(Quantization))}{HINTS['quantization']}"
             raise InvalidArgument("quantization", self.quantization, limit)
-        _check_four_bits(self.quantization, self.quantization_group_size, self.calibration_data)
+        check_four_bits(self.quantization, self.quantization_group_size, self.calibration_data)
         if self.logprobs_mode not in get_args(LogprobsMode):
             limit = f"must be one of {', '.join(get_args(LogprobsMode))}"
             raise InvalidArgument("logprobs_mode", self.logprobs_mode, limit)
@@ -367,6 +390,9 @@ class EngineConfig:
             limit = f"at least {BURST_STEPS} with num_scheduler_steps={self.num_scheduler_steps}"
             raise InvalidArgument("tile_size", self.tile_size, limit)
         self._check_speculation()
+        layers = layer_numbers(self.pipeline_parallel_size, self.pipeline_layers)
+        if not isinstance(self.pipeline_layers, str):
+            object.__setattr__(self, "pipeline_layers", layers)  # hashable
         if self.page_events is not None and not self.enable_prefix_caching:
             limit = "must be True with kv_events_config: without it, no page is kept"
             raise InvalidArgument("enable_prefix_caching", False, limit)
@@ -398,7 +424,10 @@ class EngineConfig:
     @property
     def layout(self) -> Layout:
         """How the model lies over the devices."""
-        return Layout(tensor=self.tensor_parallel_size)
+        ranks = self.data_parallel_size if self.enable_expert_parallel else 1
+        tensor, experts = self.tensor_parallel_size, self.enable_expert_parallel
+        stages = self.pipeline_parallel_size
+        return Layout(stages=stages, data=ranks, tensor=tensor, expert_parallel=experts)
 
     @property
     def max_images(self) -> int:
@@ -442,7 +471,7 @@ class EngineConfig:
     @property
     def burst_steps(self) -> int:
         """The number of decode steps in a burst; 1: there are no bursts."""
-        return 1 if self.num_scheduler_steps == 1 else BURST_STEPS
+        return 1 if self.num_scheduler_steps == 1 or self.pipeline_parallel_size > 1 else BURST_STEPS
 
 
 def check_budget(max_num_seqs: int, max_num_batched_tokens: int, tile_size: int) -> None:
@@ -458,17 +487,3 @@ def check_budget(max_num_seqs: int, max_num_batched_tokens: int, tile_size: int)
             max_num_batched_tokens,
             f"must be at least max_num_seqs + tile_size = {need}",
         )
-
-
-def _check_four_bits(quantization: str | None, group_size: int, calibration_data: object) -> None:
-    """Raises InvalidArgument unless these options of EngineConfig fit together."""
-    if group_size not in (32, 64, 128):
-        raise InvalidArgument("quantization_group_size", group_size, "must be 32, 64 or 128")
-    for name, value, default in (
-        ("quantization_group_size", group_size, 128),
-        ("calibration_data", calibration_data, None),
-    ):
-        if value != default and quantization not in FOUR_BITS:
-            raise InvalidArgument(
-                name, value, f"needs quantization={', '.join(FOUR_BITS[:-1])} or {FOUR_BITS[-1]}"
-            )

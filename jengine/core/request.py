@@ -85,8 +85,8 @@ class SamplingParams(_Shown):
             most MAX_TEXTS texts, with MAX_TEXTS_CHARACTERS characters in total.
         structured_outputs: a constraint on the output: an object with exactly one of the fields json, regex,
             choice and grammar, such as {"regex": "[0-9]+"}. In Python, also a StructuredOutputs.
-        thinking_token_budget: of a model that thinks between <think> and </think>: the most tokens of a
-            thought. Then its end is forced. By default, and with -1, there is no limit.
+        thinking_token_budget: for a model that thinks between <think> and </think>, the most tokens of a
+            thought; after that, its end is forced. By default, and with -1, there is no limit.
         include_stop_str_in_output: keep the stop string, or the stop token's text, at the end of the text.
         skip_special_tokens: omit special tokens from the text.
         detokenize: turn tokens into text. Stop strings need it.

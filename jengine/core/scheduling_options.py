@@ -4,7 +4,7 @@ needs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 Policy = Literal["fcfs", "priority", "fair"]
@@ -30,20 +30,23 @@ class SchedulingOptions:
     batch_invariant: bool = False
     num_scheduler_steps: int | str = 1
     speculative_config: dict[str, Any] | str | None = None
+    pipeline_parallel_size: int = 1
 
     @property
     def strategies(self) -> tuple[StrategyName, ...]:
         """Strategies that work with the batching mode.
 
-        Targets cannot be met if requests wait for a batch, or if prompts and rows take turns.
+        Targets cannot be met if requests wait for a batch, or if prompts and rows take turns. With several
+        stages, times between tokens are not predicted.
         """
         return (
             STRATEGIES
-            if self.batching == "continuous" and not self.batch_invariant
+            if self.batching == "continuous" and not self.batch_invariant and self.pipeline_parallel_size == 1
             else ("throughput", "memory")
         )
 
     @classmethod
     def of(cls, config: object) -> SchedulingOptions:
-        """Copies the fields of an EngineConfig."""
-        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+        """Copies the fields of an EngineConfig. A pipeline drafts nothing."""
+        options = cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+        return options if options.pipeline_parallel_size == 1 else replace(options, speculative_config=None)

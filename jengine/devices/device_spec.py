@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tomllib
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class DeviceSpec:
         rates: operations a second of dense matrix products, by dtype.
         link: bytes a second that it can send to other devices of its host.
         cores: number of multiprocessors.
+        network: bytes a second that it can send to other hosts; 0: unknown.
         target: the name under which programs can be compiled for it without one; "" if they cannot.
     """
 
@@ -40,6 +42,8 @@ class DeviceSpec:
     link: float
     link_name: str
     cores: int
+    network: float = 0.0
+    network_name: str = ""
     target: str = ""
 
 
@@ -98,15 +102,13 @@ def custom_device(
     if given == dict.fromkeys(given):
         return known
     faster = 1.0 if operations is None else operations / known.rates["float16"]
-    return DeviceSpec(
-        f"{known.name}, changed",
-        known.capability,
-        bytes_ or known.memory,
-        moved or known.bandwidth,
-        {dtype: rate * faster for dtype, rate in known.rates.items()},
-        known.link,
-        known.link_name,
-        known.cores,
+    return dataclasses.replace(
+        known,
+        name=f"{known.name}, changed",
+        memory=bytes_ or known.memory,
+        bandwidth=moved or known.bandwidth,
+        rates={dtype: rate * faster for dtype, rate in known.rates.items()},
+        target="",
     )
 
 

@@ -17,7 +17,7 @@ from jengine.execution.cache_folders import cache_root
 from jengine.execution.kernel_objects import keep_kernels
 from jengine.execution.memory import claim_gpu_memory
 from jengine.parallel.link import Follower, Leader, Link, SingleProcess, host_of, join
-from jengine.parallel.mesh import make_mesh, one_axis
+from jengine.parallel.mesh import make_mesh, one_axis, stage_meshes
 from pallas_kernels.devices import cpu_refused
 
 
@@ -27,11 +27,13 @@ class Devices:
 
     Attributes:
         root: this process's root folder of the cache.
+        stages: the mesh of each stage of a pipeline, or `mesh` alone, which is the first one's.
     """
 
     mesh: Mesh
     link: Link
     root: Path
+    stages: tuple[Mesh, ...]
 
     @classmethod
     def take(cls, config: EngineConfig, link: Link, mesh: Mesh | None = None) -> Devices:
@@ -40,21 +42,39 @@ class Devices:
         Raises:
             InvalidArgument: there are too few, or the mesh does not fit the options or an engine.
         """
-        mesh = make_mesh(config.tensor_parallel_size) if mesh is None else one_axis(mesh)
-        if mesh.size != config.tensor_parallel_size:
+        count = config.pipeline_parallel_size
+        if mesh is not None and count > 1:
+            raise InvalidArgument(
+                "mesh", mesh.devices.shape, f"must be None with pipeline_parallel_size={count}"
+            )
+        stages = _meshes(config) if mesh is None else [one_axis(mesh)]
+        mesh = stages[0]
+        if mesh.size != config.layout.stage_devices:
             raise InvalidArgument(
                 "tensor_parallel_size",
                 config.tensor_parallel_size,
                 f"must be {mesh.size}, the devices of mesh",
             )
         root = process_root(config)
-        if mesh.local_devices[0].platform == "cpu" and cpu_refused() is None:
+        if mesh.devices.flat[0].platform == "cpu" and cpu_refused() is None:
             keep_kernels(root)
-        return cls(mesh, link, root)
+        return cls(mesh, link, root, tuple(stages))
+
+    @property
+    def local(self) -> jax.Device:
+        """One of this process's devices."""
+        mine = jax.process_index()
+        return next(one for mesh in self.stages for one in mesh.devices.flat if one.process_index == mine)
 
     def agree(self, value: Any) -> Any:
         """Process 0's value."""
         return self.link.agree(value, lambda values: values[0])
+
+
+def _meshes(config: EngineConfig) -> list[Mesh]:
+    """That of each stage."""
+    layout = config.layout
+    return [make_mesh(layout.tensor)] if layout.devices == layout.tensor else stage_meshes(layout)
 
 
 def connect(config: EngineConfig) -> Link:
@@ -69,8 +89,10 @@ def connect(config: EngineConfig) -> Link:
     assert config.coordinator is not None  # as EngineConfig checks
     claim_gpu_memory(config.gpu_memory_utilization)
     join(config.coordinator, config.num_processes, config.process_id)
-    if jax.device_count() != config.tensor_parallel_size:
+    if (stages := config.pipeline_parallel_size) * config.tensor_parallel_size != jax.device_count():
         limit = f"must be {jax.device_count()}, all devices of the {config.num_processes} processes"
+        if stages > 1:
+            limit = f"times pipeline_parallel_size={stages} {limit}"
         raise InvalidArgument("tensor_parallel_size", config.tensor_parallel_size, limit)
     host = host_of(config.coordinator)
     link = Leader(host, config.num_processes) if config.process_id == 0 else Follower(host, config.process_id)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as List
 from functools import partial
+from typing import cast
 
 import numpy as np
 
@@ -35,12 +36,13 @@ from jengine.engine.step_clock import StepClock
 from jengine.engine.step_updates import (
     add_pooled,
     beam_candidates,
-    pooled_update,
     prompt_scores,
     several_updates,
+    single_updates,
 )
+from jengine.engine.turns import Turn, Wanted, ended
 from jengine.execution.logits import ALL_ALLOWED, mask_words
-from jengine.execution.runner import InFlight, StepResult
+from jengine.execution.runner import InFlight, PendingSample, StepResult
 from jengine.insight.recording.cost_report import CostReport, cost_report
 from jengine.insight.recording.engines import note_engine
 from jengine.insight.recording.recorder import TraceRecorder
@@ -103,6 +105,7 @@ class Engine:
         pages: PageTransfer | None = None,
     ) -> None:
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, overlap
+        self._stages = scheduler.cohorts.stages  # as many steps run at once
         self._embedder, self._reranker = embedder, reranker
         self.weights, self.gate = weights or FixedWeights(), Gate(scheduler.registry.adapters)
         self._early: list[Update] = []  # of steps that were read between two calls of `step`
@@ -113,7 +116,7 @@ class Engine:
         self._seeds = random.Random(seed)
         # the flag says whether the step's duration may update costs
         self._in_flight: deque[tuple[StepRecord, bool, InFlight]] = deque()
-        self._clock = StepClock()
+        self._clock = StepClock(self._stages)
         self._programs = programs
         self._taken = -1  # number of these programs in use
         self._num_programs = num_programs
@@ -287,23 +290,33 @@ class Engine:
             self.pages.save_all(self)
         if self._programs is not None:
             self._programs.stop()
-        if self._save_costs is not None:
-            self._save_costs()
-        if self._recorder is not None:
-            self._recorder.close()
-        for close in (self._page_events, self._pages):
+        recorder = None if self._recorder is None else self._recorder.close
+        for close in (self._save_costs, recorder, self._page_events, self._pages):
             if close is not None:
                 close()
 
     def step(self) -> list[Update]:
         """Dispatches the next step, then reads the previous one. Returns its updates."""
+        turn, begun = self.turn(), None
+        wanted = next(turn)
+        if wanted is not None:
+            begun = (self.runner.begin if wanted.masked else self.runner.dispatch)(wanted.plan)
+        return ended(turn, begun)
+
+    def turn(self, *, waits: bool = True) -> Turn:
+        """The same, where the caller dispatches the step.
+
+        Args:
+            waits: whether it may sleep if nothing is to be done.
+        """
         if self._programs is not None and self._taken < self._programs.ready:
             self._take_programs(self._programs)
         awaited = self.scheduler.searches.awaited or self.scheduler.speculation.awaited
         updates, self._early = self._early, []
         if not (self.gate.plans and (self.scheduler.has_work or not self.gate.mode)):
+            yield None
             updates += self._read_all_but(0)
-            if not updates:  # a thread waits for outputs of a paused engine
+            if not updates and waits:  # a thread waits for outputs of a paused engine
                 time.sleep(BATCH_POLL_SECONDS)
             return updates
         if awaited:
@@ -316,14 +329,17 @@ class Engine:
         self.records.planned()
         updates += self._rejected()
         if plan is None:
-            updates += self._read_all_but(0)
-            if not updates:
+            yield None
+            updates += self._read_all_but(max(len(self._in_flight) - 1, 0))
+            if not updates and waits:
                 wait_for_work(self.scheduler, self.runner, self.pages)
             return updates
         masked = plan.sampler.variant == "full" and bool(self._masked(plan))
+        begun = yield Wanted(plan, masked)
         if masked:
-            begun = self.runner.begin(plan)
-            updates += self._read_all_but(0)  # a mask depends on the previous token; the trunk runs meanwhile
+            begun = cast(PendingSample, begun)
+            # a mask depends on the previous token; the trunk runs meanwhile
+            updates += self._read_all_but(plan.overtakes)
             self.runner.learn_drafts(begun)  # which masks depend on, too
             unmasked = time.perf_counter()
             mask, failed = self._mask(plan)
@@ -333,14 +349,15 @@ class Engine:
             now = time.perf_counter()
             self._clock.pause()  # computing masks does not count as collecting a step
         else:
-            masking = 0.0
-            step = self.runner.dispatch(plan)
+            masking, step = 0.0, cast(InFlight, begun)
             now = time.perf_counter()
             self._clock.dispatched(plan, now, self.scheduler.predictor.costs)
         record = self.records.dispatched(plan, planned, step.started, now, masking)
         counted = any([reset.counted is not None for reset in plan.resets])
-        self._in_flight.append((record, not masked and not counted and not beside, step))
-        updates += self._read_all_but(1 if self.overlap else 0)
+        full = len(self._in_flight) >= self._stages  # the others say nothing about one stage's seconds
+        alone = not masked and not counted and not beside and (full or self._stages == 1)
+        self._in_flight.append((record, alone, step))
+        updates += self._read_all_but(self._stages if self.overlap else self._stages - 1)
         self.records.turned(time.perf_counter())
         return updates
 
@@ -456,22 +473,7 @@ class Engine:
             self._accept(collected)
         if got is not None or step.plan.steps > 1 or step.plan.guesses:
             return several_updates(collected, got, version)
-        return [
-            TokenUpdate(
-                s.request_id,
-                token,
-                s.finish_reason,
-                s.stop_reason,
-                None,
-                s.num_preemptions,
-                s.scheduled,
-                s.num_cached,
-                version,
-            )
-            if s.pooled is None
-            else pooled_update(s, version)
-            for s, token in zip(collected.sequences, collected.tokens, strict=True)
-        ]
+        return single_updates(collected, version)
 
     def _until_unmasked(self, collected: Collected) -> Collected:
         """Drops tokens from rows whose masks failed on, and fails their requests.

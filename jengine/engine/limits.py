@@ -16,7 +16,7 @@ from jengine.scheduling.requests.sequence_limits import SequenceLimits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Plain data that can be sent to other threads and processes.
+    """What an engine accepts: plain data, by which requests are checked in other threads and processes.
 
     Attributes:
         sequence: the limits of one sequence.

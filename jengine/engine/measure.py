@@ -90,6 +90,7 @@ class Bench:
     def __init__(self, runner: Runner, ready: ReadyPrograms) -> None:
         self._runner, self._ready, self._spec = runner, ready, runner.spec
         spec = self._spec
+        self._stages = len(spec.stages)
         self._groups = paged(spec.groups)
         self._windows = tuple(group.window for group in self._groups)
         # maximum context of a sequence
@@ -202,7 +203,15 @@ class Bench:
 
     def seconds(self, plan: StepPlan) -> float:
         """Seconds of a step among equal ones."""
-        again = StepPlan(plan.trunk, plan.sampler, plan.spans, plan.samples, work=plan.work, steps=plan.steps)
+        again = StepPlan(
+            plan.trunk,
+            plan.sampler,
+            plan.spans,
+            plan.samples,
+            work=plan.work,
+            steps=plan.steps,
+            overtakes=plan.overtakes,
+        )
         return self._typical(self._runner.dispatch(plan), lambda: self._runner.dispatch(again))
 
     def cost(self, plan: StepPlan, costs: StepCosts) -> Cost:
@@ -230,23 +239,24 @@ class Bench:
         return SwapCosts(*[sorted(column)[(RUNS - 1) // 2] for column in zip(*times[1:], strict=True)])
 
     def _typical(self, first: InFlight, dispatch: Callable[[], InFlight]) -> float:
-        """Typical seconds of a step. Each is dispatched before the previous one is read, as the engine
-        does.
+        """Typical seconds of a step. Each is dispatched before the previous one is read, as the engine does.
+        In a pipeline, as many are under way as there are stages: these are seconds of the slowest stage.
         """
         begun = time.perf_counter()
-        running, times = deque([first, dispatch()]), [begun]
+        stages = self._stages
+        running, times = deque([first, *[dispatch() for _ in range(stages)]]), [begun]
         while running:
             self._runner.read(running.popleft())
             times.append(time.perf_counter())
-            if len(times) + len(running) < RUNS + 2 and times[-1] - begun < ENOUGH:
+            if len(times) + len(running) < RUNS + 1 + stages and times[-1] - begun < ENOUGH:
                 running.append(dispatch())
-        seconds = sorted(after - earlier for earlier, after in pairwise(times[1:]))
+        seconds = sorted(after - earlier for earlier, after in pairwise(times[stages:]))
         return seconds[(len(seconds) - 1) // 2]
 
     def _plan(self, key: TrunkKey, spans: list[Span], variant: Variant, work: Work) -> StepPlan:
         samples = [Sample(i, span.length - 1, span.seq, span.slot) for i, span in enumerate(spans)]
         sampler = self._ready.sampler(key, variant)
-        plan = StepPlan(key, sampler, spans, samples[: sampler.rows], work=work)
+        plan = StepPlan(key, sampler, spans, samples[: sampler.rows], work=work, overtakes=self._stages)
         for span in spans:
             if self._params.get(span.slot) != variant:
                 self._params[span.slot] = variant

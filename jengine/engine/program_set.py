@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +14,9 @@ from jengine.engine.devices import process_root
 from jengine.engine.measure import measure
 from jengine.engine.saved_costs import CostsFile
 from jengine.execution.background import BackgroundPrograms
+from jengine.execution.kinds import Key, kind_of
 from jengine.execution.memory import check_room
+from jengine.execution.pipeline import StagePrograms
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.programs import Programs, first_keys, open_cache, program_keys, running
 from jengine.execution.runner import Runner
@@ -40,6 +42,8 @@ class ProgramSet:
     Args:
         given: programs that the user gave; None: those of the cache, and others are compiled.
         max_bytes: of the cache.
+        only: obtains these programs, all at the start; None: all of the table.
+        beside: sets with the others, for steps that run programs of several sets.
 
     Attributes:
         keys: of all programs, in the order in which they become ready.
@@ -56,20 +60,35 @@ class ProgramSet:
         given: PrebuiltPrograms | None,
         max_bytes: int,
         progress: Progress,
+        *,
+        only: Sequence[Key] | None = None,
+        beside: Sequence[ProgramSet] = (),
     ) -> None:
         self._root = process_root(config)
         self._threads = sizes(config, spec.mesh.devices.flat[0].platform).compile_threads
         self.keys = program_keys(spec)
-        store = given or open_cache(spec, self._root, max_bytes, wait=config.num_processes == 1)
-        first = first_keys(spec) if config.warm_up == "progressive" and given is None else None
-        self.programs = Programs(spec, store, threads=self._threads, progress=progress, first=first)
-        self.compiled, self.loaded = self.programs.compiled, self.programs.loaded  # at the start
+        if only is None and config.warm_up == "progressive" and given is None:
+            only = first_keys(spec)
+        stages = [
+            Programs(
+                stage,
+                given or open_cache(stage, self._root, max_bytes, wait=config.num_processes == 1),
+                threads=self._threads,
+                progress=progress,
+                first=None if only is None else _of_stage(stage, only),
+            )
+            for stage in spec.local_stages
+        ]
+        self.programs = StagePrograms(stages, only or self.keys) if spec.pipeline else stages[0]
+        self.compiled: int = self.programs.compiled + sum(one.compiled for one in beside)  # at the start
+        self.loaded: int = self.programs.loaded + sum(one.loaded for one in beside)
+        self._sets = [self.programs, *(one.programs for one in beside)]
         if given is not None:
             check_room(spec, running(self.programs.memory))
 
     def obtain_others(self, link: Link) -> BackgroundPrograms | None:
         """Obtains the programs that are not ready yet, in the background. None: all are."""
-        if len(self.keys) <= self.compiled + self.loaded:
+        if all(key in self.programs for key in self.keys):
             return None
         return BackgroundPrograms(self.programs, self.keys, link, threads=max(self._threads // 2, 1))
 
@@ -79,7 +98,12 @@ class ProgramSet:
         """
         spec = runner.spec
         ready = ReadyPrograms(
-            spec.table, [key for key in self.keys if key in self.programs and not isinstance(key, str)]
+            spec.table,
+            [
+                key
+                for key in self.keys
+                if not isinstance(key, str) and any(key in programs for programs in self._sets)
+            ],
         )
         saved = CostsFile(self._root, spec.fingerprint())
         costs = saved.load(spec.table) or StepCosts(spec.table)
@@ -92,6 +116,11 @@ class ProgramSet:
         else:
             runner.check(ready)
         return WarmedUp(ready, costs, partial(saved.update, costs))
+
+
+def _of_stage(spec: ExecutionSpec, keys: Sequence[Key]) -> list[Key]:
+    """Those of these keys whose programs a stage has."""
+    return [key for key in keys if spec.stage.last or kind_of(key).everywhere]
 
 
 def given_programs(config: EngineConfig) -> tuple[PrebuiltPrograms | None, EngineConfig]:

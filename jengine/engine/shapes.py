@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 from jengine.base.errors import InvalidArgument
 from jengine.checkpoints.calibration import check_stateless, check_unconverted
 from jengine.core.config import EngineConfig
+from jengine.core.pipeline import check_pipeline
 from jengine.core.speculation import AUTO, Speculation
 from jengine.devices.cpu_threads import limit_cpu_threads
 from jengine.devices.device_defaults import PROMPT_TOKENS, Sizes, sizes
@@ -21,6 +23,7 @@ from jengine.engine.devices import Devices
 from jengine.engine.draft_model import build_draft, with_draft
 from jengine.engine.image_shapes import with_images
 from jengine.engine.model_source import ModelSource
+from jengine.engine.pipeline_shapes import with_stages
 from jengine.engine.precision import CACHE_DTYPES, check_formats, choose_dtype
 from jengine.engine.program_set import given_programs
 from jengine.execution.batch_invariance import check_batch_invariant
@@ -30,7 +33,7 @@ from jengine.execution.memory import pages_that_fit, pages_to_use
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.product_forms import product_forms, with_forms
 from jengine.execution.spec import ExecutionSpec
-from jengine.models import Model, build
+from jengine.models import FAMILIES, Model, build
 from jengine.models.config import ModelConfig
 from jengine.parallel.collectives import TENSOR
 from jengine.parallel.link import SingleProcess
@@ -64,7 +67,10 @@ def spec_of(
     Args:
         given: programs that the user gave.
     """
-    device, config = devices.mesh.local_devices[0], source.complete(config)
+    if config.pipeline_parallel_size > 1:
+        check_pipeline(config)
+        config = dataclasses.replace(config, speculative_config="none")
+    device, config = devices.local, source.complete(config)
     dtype: Any = devices.agree(
         str(jnp.dtype(choose_dtype(config.dtype, source.config, device, devices.root)))
     )
@@ -72,17 +78,20 @@ def spec_of(
     shapes = describe(
         config, source.config, devices.mesh, devices.root, source.draft_config, vision=source.vision
     )
+    shapes = with_stages(config, shapes, devices.stages)
     forms = devices.agree(product_forms(shapes, devices.root) if given is None else given.product_forms)
     return config, with_forms(shapes, dict(forms))
 
 
 def with_pages(config: EngineConfig, spec: ExecutionSpec, devices: Devices) -> ExecutionSpec:
     """The spec with the number of pages that fit on the devices."""
-    fit = pages_that_fit(config, spec)
+    stages = [stage for stage in spec.local_stages if stage.page_bytes]
+    fit = min([pages_that_fit(config, stage) for stage in stages] or [sys.maxsize])
     chosen = (
         config.num_pages is not None
         or config.kv_cache_memory is not None
         or spec.mesh.devices.flat[0].platform == "cpu"
+        or len(spec.stages) > 1
     )
     wanted = fit if chosen else pages_to_use(fit, saved_page_counts(devices.root, spec.fingerprint()))
     return dataclasses.replace(spec, num_pages=devices.link.agree(wanted, min))
@@ -130,6 +139,7 @@ def describe(
         group_size=config.quantization_group_size,
         calibrated=config.calibration_data is not None,
     )
+    _check_experts(config, declared)
     if config.calibration_data is not None:
         check_stateless(declared, config.calibration_data)
     spec = ExecutionSpec(
@@ -166,6 +176,12 @@ def describe(
     return dataclasses.replace(
         spec, table=dataclasses.replace(table, page_buckets=pages, paged_rows=paged_rows)
     )
+
+
+def _check_experts(config: EngineConfig, model: Model) -> None:
+    if config.enable_expert_parallel and not model.elements.experts:
+        limit = f"must be False: {FAMILIES[model.config.family].title} has no experts"
+        raise InvalidArgument("enable_expert_parallel", True, limit)
 
 
 def make_table(config: EngineConfig, chosen: Sizes, platform: str) -> ProgramTable:

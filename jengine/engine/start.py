@@ -17,6 +17,7 @@ from jengine.base.display import counted
 from jengine.base.errors import InvalidArgument, OutOfMemory
 from jengine.base.progress import Progress, begin
 from jengine.checkpoints import read_reranker, read_sampling_defaults, read_text, resolve
+from jengine.checkpoints.converted import is_converted
 from jengine.checkpoints.own_tree import own_names
 from jengine.core.config import EngineConfig
 from jengine.core.pooling import Embedder, Reranker
@@ -33,11 +34,19 @@ from jengine.engine.page_events import EventMaker, Group
 from jengine.engine.page_names import PageNames
 from jengine.engine.page_stores import check_transfer, make_stores, weights_digest
 from jengine.engine.page_transfer import PageTransfer
+from jengine.engine.pipeline_shapes import refuse_stages
 from jengine.engine.program_set import ProgramSet, WarmedUp, given_programs
+from jengine.engine.rank_start import check_ranks, check_spec, prepare_ranks
+from jengine.engine.ranks import AnyEngine, RankedEngine
 from jengine.engine.shapes import spec_of, with_pages
+from jengine.execution.background import BackgroundPrograms
 from jengine.execution.cache_folders import cache_limit
+from jengine.execution.executor import make_worker
 from jengine.execution.host_store import check_host_memory
 from jengine.execution.memory import claim_gpu_memory
+from jengine.execution.pipeline import Pipeline, answers
+from jengine.execution.ranks import RanksRunner
+from jengine.execution.results import ResultSender
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker, decode
@@ -45,7 +54,7 @@ from jengine.insight.recording.engines import engines
 from jengine.insight.recording.recorder import TraceRecorder
 from jengine.models.cache import paged
 from jengine.models.config import ModelConfig
-from jengine.parallel.link import Follower, Leader, Link
+from jengine.parallel.link import END, Follower, Leader, Link
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.requests.images import Images
 from jengine.scheduling.scheduler import Scheduler
@@ -102,9 +111,9 @@ def start_engine(
     mesh: Mesh | None = None,
     params: Any = None,
     progress: Progress = True,
-) -> tuple[Engine, Started]:
-    """Does everything that comes before the first request. Adds the tokenizer's end-of-sequence token to the
-    model's.
+) -> tuple[AnyEngine, Started]:
+    """Does everything that comes before the first request. The tokenizer's end-of-sequence token ends
+    sequences too, beside those that the model's files name.
 
     Args:
         mesh: the devices to use, tensor_parallel_size of them: at most one axis may have more than one. None:
@@ -152,15 +161,19 @@ def follow(config: EngineConfig, *, progress: Progress = True) -> None:
         raise InvalidArgument("process_id", config.process_id, "process 0 takes requests and cannot follow")
     link = connect(config)
     assert isinstance(link, Follower)
-    worker, programs, *_ = _prepare(config, link, None, None, progress)
+    runner, programs, *_ = _prepare(config, link, None, None, progress)
     programs.obtain_others(link)
-    while frame := link.heard():
-        worker.execute(decode(frame))
+    worker, sender = runner.worker, ResultSender(link.send_result)
+    for number, frame in enumerate(iter(link.heard, END), 1):
+        call = decode(frame)
+        result = worker.execute(call)
+        if isinstance(worker, Pipeline) and worker.sends_results and answers(call):
+            sender.put(number, result)
 
 
 def _start(
     config: EngineConfig, mesh: Mesh | None, params: Any, progress: Progress
-) -> tuple[Engine, Started]:
+) -> tuple[AnyEngine, Started]:
     if config.process_id > 0:
         raise InvalidArgument(
             "process_id", config.process_id, "only process 0 takes requests; the others call jengine.follow"
@@ -170,28 +183,52 @@ def _start(
             raise InvalidArgument(
                 name, type(given).__name__, f"must be None with num_processes={config.num_processes}"
             )
+    check_ranks(config, mesh)
     link = connect(config)
-    worker, programs, started, shared, names = _prepare(config, link, mesh, params, progress)
+    runner, programs, started, shared, names = _prepare(config, link, mesh, params, progress)
+    worker, spec = runner.worker, runner.spec
     weights = (
-        LiveWeights(started.folder, worker.spec, worker.state, shared=shared)
-        if config.weight_updates
-        else FixedWeights(worker.spec.params, shared=shared)
+        LiveWeights(started.folder, spec, worker.state, shared=shared)
+        if config.weight_updates and isinstance(worker, Worker)
+        else FixedWeights(spec.params, shared=shared)
     )
-    runner = Runner(worker, link)
     clock = time.perf_counter()
     warmed_up = programs.warm_up(runner, progress)
     started.seconds["warm-up"] = time.perf_counter() - clock
     started.longest_step = warmed_up.costs.longest_step
-    spec, scheduler = worker.spec, _scheduler(config, worker.spec, warmed_up)
-    engine = Engine(
-        _with_eos_token(worker.spec.model.config, started.tokenizer),
+    begin_engine = partial(_engine, config, started, warmed_up, weights, names, programs.obtain_others(link))
+    if isinstance(runner, RanksRunner):
+        return RankedEngine(
+            [begin_engine(one, rank) for rank, one in enumerate(runner.runners)], runner
+        ), started
+    return begin_engine(runner), started
+
+
+def _engine(
+    config: EngineConfig,
+    started: Started,
+    warmed_up: WarmedUp,
+    weights: FixedWeights,
+    names: PageNames | None,
+    others: BackgroundPrograms | None,
+    runner: Runner,
+    rank: int = 0,
+) -> Engine:
+    """The engine of a rank, or of all devices.
+
+    Args:
+        others: programs that are not ready yet.
+    """
+    spec, scheduler = runner.spec, _scheduler(config, runner.spec, warmed_up)
+    return Engine(
+        _with_eos_token(spec.model.config, started.tokenizer),
         runner,
         scheduler,
         overlap=config.overlap,
-        seed=config.seed,
+        seed=config.seed + rank,
         num_programs=started.programs,
-        programs=programs.obtain_others(link),
-        save_costs=warmed_up.save_costs,
+        programs=others,
+        save_costs=warmed_up.save_costs if rank == 0 else None,
         recorder=None if config.record_trace is None else TraceRecorder(config.record_trace),
         embedder=started.embedder,
         reranker=started.reranker,
@@ -199,15 +236,14 @@ def _start(
         adapters=None
         if spec.adapters is None or spec.lora is None
         else AdapterStore(spec.adapters, spec.lora, scheduler.registry.adapters),
-        page_events=_page_events(config, worker.spec, scheduler, started.tokenizer),
+        page_events=_page_events(config, spec, scheduler, started.tokenizer),
         pages=_page_transfer(config, names, runner, scheduler, weights),
     )
-    return engine, started
 
 
 def _prepare(
     config: EngineConfig, link: Link, mesh: Mesh | None, params: Any, progress: Progress
-) -> tuple[Worker, ProgramSet, Started, bool, PageNames | None]:
+) -> tuple[Runner, ProgramSet, Started, bool, PageNames | None]:
     """Prepares weights and programs on this process's devices. Returns also whether the caller may hold the
     same arrays, and names of pages if these travel.
     """
@@ -223,9 +259,12 @@ def _prepare(
     begin(progress, "reading the configuration")
     given, config = given_programs(config)
     source, limit = ModelSource.find(config, params), cache_limit(config.cache_max_size)
+    if params is not None or is_converted(source.folder):
+        refuse_stages(config, "params" if params is not None else "a converted folder")
     claim_gpu_memory(config.gpu_memory_utilization)
     devices = Devices.take(config, link, mesh)
     config, shapes = spec_of(config, source, devices, given)
+    check_spec(config, shapes)
     started = _facts(config, source, shapes, seconds)
     if given is not None:
         # before reading the weights, which may take minutes
@@ -245,8 +284,8 @@ def _prepare(
         if config.calibration_data is None
         else read_text(config.calibration_data, started.require_tokenizer())
     )
-    weights = source.load(shapes, text, progress)
-    draft, encoder = source.load_draft(shapes, weights, progress), source.load_encoder(shapes)
+    weights = [source.load(stage, text, progress) for stage in shapes.local_stages]
+    draft, encoder = source.load_draft(shapes, weights[0], progress), source.load_encoder(shapes)
     if config.weight_updates:
         why = why_not_updatable(shapes.model, source, config.num_processes)
         if why is not None:
@@ -256,7 +295,11 @@ def _prepare(
     begin(progress, "loading programs")
     spec = with_pages(config, shapes, devices)
     link.agree(f"{spec.fingerprint()} {spec.host_pages}", _same)
-    programs = ProgramSet(config, spec, given, limit, progress)
+    ranks: RanksRunner | None = None
+    if spec.ranks > 1:
+        ranks, programs = prepare_ranks(config, spec, weights[0], limit, progress)
+    else:
+        programs = ProgramSet(config, spec, given, limit, progress)
     started.programs, started.programs_compiled, started.programs_loaded = (
         len(programs.keys),
         programs.compiled,
@@ -268,13 +311,14 @@ def _prepare(
         check_transfer(config, config.kv_transfer, source, spec)
         names = PageNames(spec, weights_digest(config, source))
     if spec.host_pages:
-        check_host_memory(config.swap_space, spec)
-    worker = Worker(spec, programs.programs, weights, draft, encoder)
+        for stage in spec.local_stages:
+            check_host_memory(config.swap_space, stage)
+    runner = ranks or Runner(make_worker(spec, programs.programs, weights, draft, encoder), link)
     devices.agree(None)  # wait until all are ready
     if isinstance(link, Leader):
         link.watch()
     shared = source.params is not None and own_names(spec.model, source.params)
-    return worker, programs, started, shared, names
+    return runner, programs, started, shared, names
 
 
 def _same(values: list[str]) -> str:
@@ -298,7 +342,8 @@ def _facts(
     if config.generation_config == "auto":
         started.default_sampling_params = read_sampling_defaults(source.folder)
     started.reranker, started.embedder = read_reranker(source.folder), source.embedder
-    started.devices = f"{spec.mesh.devices.size} {spec.mesh.devices.flat[0].device_kind}"
+    count = sum(stage.mesh.size for stage in spec.stages)
+    started.devices = f"{count} {spec.mesh.devices.flat[0].device_kind}"
     started.kernels = dict(spec.product_forms)
     started.dtype, started.quantization = str(spec.model.dtype), spec.model.quantized
     return started
@@ -318,6 +363,8 @@ def _scheduler(config: EngineConfig, spec: ExecutionSpec, warmed_up: WarmedUp) -
         prefix_caching=config.enable_prefix_caching,
         host_pages=spec.host_pages,
         staged=spec.staged,
+        stages=len(spec.stages),
+        through_host=config.num_processes > 1,
         max_loras=0 if spec.lora is None else spec.lora.max_loras,
         images=None
         if spec.images is None

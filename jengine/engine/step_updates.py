@@ -12,7 +12,28 @@ from jengine.execution.runner import StepResult
 from jengine.execution.sampler import SampledLogprobs
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
+from jengine.scheduling.step.collected import Collected
 from jengine.scheduling.step_plan import StepPlan
+
+
+def single_updates(collected: Collected, version: Version) -> list[TokenUpdate | Pooled | BeamsFound]:
+    """The updates of a step in which each sequence has one token, or a pooled result."""
+    return [
+        TokenUpdate(
+            s.request_id,
+            token,
+            s.finish_reason,
+            s.stop_reason,
+            None,
+            s.num_preemptions,
+            s.scheduled,
+            s.num_cached,
+            version,
+        )
+        if s.pooled is None
+        else pooled_update(s, version)
+        for s, token in zip(collected.sequences, collected.tokens, strict=True)
+    ]
 
 
 def several_updates(

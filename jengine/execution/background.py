@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from jengine.execution.kinds import Key
-from jengine.execution.programs import Programs
 
 log = logging.getLogger("jengine")
 
@@ -21,6 +20,14 @@ class ReportLink(Protocol):
     def report(self, count: int) -> None: ...
 
     def reported(self) -> int | None: ...
+
+
+class Obtained(Protocol):
+    """The part of Programs that is needed here."""
+
+    def obtain(self, keys: Sequence[Key], *, background: bool = False) -> None: ...
+
+    def __contains__(self, key: Key) -> bool: ...
 
 
 class BackgroundPrograms:
@@ -34,7 +41,7 @@ class BackgroundPrograms:
         keys: all keys of the table, in order. Those that `programs` already has come first.
     """
 
-    def __init__(self, programs: Programs, keys: Sequence[Key], link: ReportLink, *, threads: int) -> None:
+    def __init__(self, programs: Obtained, keys: Sequence[Key], link: ReportLink, *, threads: int) -> None:
         self.keys = [*keys]
         self._programs, self._link, self._threads = programs, link, threads
         self._count = next((at for at, key in enumerate(self.keys) if key not in programs), len(self.keys))

@@ -37,6 +37,7 @@ class DeviceState:
         encoder_leaves: those of the parameters of the images' encoder.
         counts: see ExecutionSpec.counts; None: not allocated.
         to_sample, tiles: results of the last trunk, for the programs that follow it.
+        entering, leaving: hidden states from the stage before, and for the one behind, in a pipeline.
         store: pages in host memory; None: there is no host tier.
     """
 
@@ -51,18 +52,24 @@ class DeviceState:
         self.spec, self.programs = spec, programs
         self._shared = _shared_leaves(spec)
         self.put_leaves(jax.tree.leaves(params), self.only_of_draft(jax.tree.leaves(draft)))
-        self.cache: Any
-        self.slots: Any
-        self.cache, self.slots = programs[ALLOCATE]()
+        self.cache: Any = None
+        self.slots: Any = None
+        self.allocate()
         self.stacks: Stacks = programs[ALLOCATE_ADAPTERS]() if spec.stacks else ()
         self.pool: jax.Array | None = programs[ALLOCATE_POOL]() if spec.images else None
         self.encoder_leaves: tuple[jax.Array, ...] = tuple(jax.tree.leaves(encoder))
         self.counts: jax.Array | None = None
         self.to_sample: ToSample | None = None
         self.tiles: jax.Array | None = None
+        self.entering: jax.Array | None = None
+        self.leaving: jax.Array | None = None
         self.store = HostStore(spec) if spec.host_pages else None
         self._local = spec.replicated.is_fully_addressable
         self._all_allowed: dict[int, jax.Array] = {}  # by rows
+
+    def allocate(self) -> None:
+        """Allocates the cache and the slots."""
+        self.cache, self.slots = self.programs[ALLOCATE]()
 
     def put_leaves(self, leaves: Sequence[jax.Array], draft: Sequence[jax.Array] | None = None) -> None:
         """Sets the model's parameters, of which there may be none for a while, and those that only the draft
@@ -100,6 +107,7 @@ class DeviceState:
     def free_cache(self) -> None:
         """Frees all that steps write. No step may be in flight, no sequence may own a page or a slot."""
         self.cache = self.slots = self.counts = self.to_sample = self.tiles = None
+        self.entering = self.leaving = None
         if self.store is not None:
             self.store.clear()
 

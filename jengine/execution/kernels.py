@@ -24,6 +24,8 @@ def prepare(spec: ExecutionSpec) -> None:
     weights = jax.tree.leaves(spec.params, is_leaf=is_weight)
     device = spec.mesh.devices.flat[0]
     for group in paged(spec.groups):
+        if not group.layers:  # other stages have them
+            continue
         q, (k_pages, _) = _queries(spec, group, 1), _pages(spec, group)
         dispatch.prepare(weights, q, k_pages, ahead=spec.ahead, device=device)
         flashinfer.prepare(spec.attention_backend, q, k_pages, _options(group), device)

@@ -5,6 +5,7 @@ place.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -160,6 +161,7 @@ def _by_kind(pool: list[Place]) -> list[list[tuple[int, int, Pages]]]:
     return [*kinds.values()]
 
 
+@functools.lru_cache(maxsize=256)  # layers are alike, and tracing takes milliseconds
 def _abstract(array: PageArray, pages: int, page_size: int, dtype: np.dtype) -> Pages:
     shape, own = (pages, *array.page(page_size)), np.dtype(array.dtype) if array.dtype else dtype
     if own not in LARGEST:

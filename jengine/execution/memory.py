@@ -213,7 +213,13 @@ def sampler_temporaries(spec: ExecutionSpec, rows: int) -> int:
     model = spec.model.config
     own_rows, vocab = -(-rows // model.shards), model.padded(model.vocab_size)
     adapters = 0 if spec.adapters is None else _adapter_bytes(spec, rows, logits=True)
-    return adapters + _fixed(spec) + 4 * own_rows * 8 * vocab + 4 * rows * 16 * model.hidden_size + (1 << 16)
+    return (
+        adapters
+        + fixed_temporaries(spec)
+        + 4 * own_rows * 8 * vocab
+        + 4 * rows * 16 * model.hidden_size
+        + (1 << 16)
+    )
 
 
 def trunk_temporaries(spec: ExecutionSpec, key: TrunkKey) -> int:
@@ -236,7 +242,7 @@ def trunk_temporaries(spec: ExecutionSpec, key: TrunkKey) -> int:
     caches = max(_attention_bytes(spec, group, key, on_cpu) for group in paged(spec.groups))
     working = each * tokens * channels + layer.bytes + beside.bytes
     adapters = _adapter_bytes(spec, tokens, logits=False) if key.adapted else 0
-    return _fixed(spec) + working + caches + _state_bytes(spec, key) + adapters + (1 << 20)
+    return fixed_temporaries(spec) + working + caches + _state_bytes(spec, key) + adapters + (1 << 20)
 
 
 def _adapter_bytes(spec: ExecutionSpec, tokens: int, *, logits: bool) -> int:
@@ -302,7 +308,7 @@ def _state_bytes(spec: ExecutionSpec, key: TrunkKey) -> int:
     return 4 * (min(key.rows * each, ROWS_BYTES) + 2 * each)
 
 
-def _fixed(spec: ExecutionSpec) -> int:
+def fixed_temporaries(spec: ExecutionSpec) -> int:
     """Of any program with products: one converted weight at a time, and the workspace of libraries."""
     parameters = jax.tree.leaves(spec.params, is_leaf=is_weight)
     axes = jax.tree.leaves(spec.model.axes, is_leaf=lambda axes: isinstance(axes, tuple))

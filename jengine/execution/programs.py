@@ -210,13 +210,15 @@ def open_cache(spec: ExecutionSpec, root: Path, max_bytes: int, *, wait: bool = 
 def program_keys(spec: ExecutionSpec) -> list[Key]:
     """All keys, in the order in which a table becomes ready; see first_needed and by_use."""
     every = [key for kind in KINDS for key in kind.keys(spec)]
-    return [*dict.fromkeys([*first_keys(spec), *by_use(spec.table), *every])]
+    keys = dict.fromkeys([*first_keys(spec), *by_use(spec.table), *every])
+    return [key for key in keys if spec.stage.last or kind_of(key).everywhere]
 
 
 def first_keys(spec: ExecutionSpec) -> list[Key]:
     """The first keys, whose programs can serve any request."""
     single: list[Key] = [key for kind in KINDS if kind.key is str for key in kind.keys(spec)]
-    return [*single, *first_needed(spec.table)]
+    keys = [*single, *first_needed(spec.table)]
+    return [key for key in keys if spec.stage.last or kind_of(key).everywhere]
 
 
 def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:

@@ -18,6 +18,7 @@ from jengine.execution.batch import BatchLayout
 from jengine.execution.burst import pack_burst
 from jengine.execution.device_state import ALLOCATE
 from jengine.execution.draft import pack_drafts
+from jengine.execution.executor import Executor
 from jengine.execution.host_store import HostStore
 from jengine.execution.kinds import (
     AFTER,
@@ -35,12 +36,23 @@ from jengine.execution.kinds.adapters import write_call
 from jengine.execution.kinds.encoder import encode_call
 from jengine.execution.kinds.swaps import swap_call
 from jengine.execution.kv_cache import Page
+from jengine.execution.pipeline import Pipeline, answers
+from jengine.execution.results import Remote, on_host
 from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.execution.worker import Worker, encode
 from jengine.parallel.link import Link, SingleProcess
 from jengine.scheduling.step_plan import Encoding, StepPlan, Swaps, Tokens
 from jengine.table.pages import SWAPS
 from jengine.table.ready_programs import ReadyPrograms
+
+
+class Prepared(NamedTuple):
+    """A step's buffer, when the calls before its trunk have been made."""
+
+    layout: BatchLayout
+    packed: np.ndarray
+    drafts: Sampled | None
+    started: float
 
 
 @dataclass(slots=True)
@@ -103,11 +115,12 @@ class UnderWay(NamedTuple):
 class Runner:
     """Turns plans into calls of a worker, here and in the other processes of the link."""
 
-    def __init__(self, worker: Worker, link: Link | None = None) -> None:
+    def __init__(self, worker: Executor, link: Link | None = None) -> None:
         self.worker, self._link = worker, SingleProcess() if link is None else link
         self.spec, self.programs = worker.spec, worker.programs
         self._spilling, self._staging = deque[UnderWay](), deque[UnderWay]()
         self._adapters: Mapping[int, np.ndarray] = {}
+        self._calls = 0  # number of calls so far, which all processes count
         self._layouts = {key: self.spec.layout(key) for key in self.spec.table.trunks()}
 
     def use_adapters(self, packed: Mapping[int, np.ndarray]) -> None:
@@ -124,12 +137,22 @@ class Runner:
 
     def begin(self, plan: StepPlan) -> PendingSample:
         """Starts a step's drafts and its trunk, and the programs that belong to it."""
+        prepared = self.prepare(plan)
+        self.call(DeviceCall(plan.trunk, prepared.packed, plan.overtakes))
+        return self.after_trunk(plan, prepared)
+
+    def prepare(self, plan: StepPlan) -> Prepared:
+        """Starts what comes before a step's trunk."""
         layout = self._prepare(plan)
         packed = layout.pack(plan)
         started, drafts = time.perf_counter(), None
         if plan.draft is not None:
             drafts = self.call(DeviceCall(plan.draft, pack_drafts(plan.draft, self.spec.page_size, plan)))
-        self.call(DeviceCall(plan.trunk, packed))
+        return Prepared(layout, packed, drafts, started)
+
+    def after_trunk(self, plan: StepPlan, prepared: Prepared) -> PendingSample:
+        """Starts the programs that read a trunk's results, without the sampler."""
+        layout, _, drafts, started = prepared
         tiles = {kind.name: self.call(call) for kind in AFTER for call in kind.calls(self.spec, layout, plan)}
         return PendingSample(plan, tiles, drafts, started)
 
@@ -167,7 +190,7 @@ class Runner:
         waited = not all([array.is_ready() for array in arrays])
         self._link.wait(lambda: all(array.is_ready() for array in arrays))
         with self._explained():
-            sampled, tiles = jax.tree.map(np.asarray, given)
+            sampled, tiles = jax.tree.map(on_host, given)
         self.learn_drafts(step)
         if step.plan.steps == 1:
             tokens: Tokens = sampled.tokens[: len(step.plan.samples)].tolist()
@@ -206,13 +229,14 @@ class Runner:
 
     @property
     def _host(self) -> HostStore:
+        assert isinstance(self.worker, Worker), "stages have host tiers of their own"
         assert self.worker.state.store is not None, "there is no host tier"
         return self.worker.state.store
 
     @property
     def moving(self) -> list[Any]:
         """Arrays that are ready when all pages in transfer have arrived."""
-        return [self.worker.state.cache, *(one.arrays for one in (*self._spilling, *self._staging))]
+        return [*self.worker.caches, *(one.arrays for one in (*self._spilling, *self._staging))]
 
     def wait_for_staged(self) -> None:
         """Waits for the oldest pages in transfer to the device, if any."""
@@ -225,8 +249,11 @@ class Runner:
         """Makes a call in all processes. Returns its result without waiting for it."""
         if not isinstance(self._link, SingleProcess):
             self._link.broadcast(encode(call))
+        self._calls += 1
         with self._explained():
-            return self.worker.execute(call)
+            result = self.worker.execute(call)
+        awaited = isinstance(self.worker, Pipeline) and self.worker.awaits_results
+        return Remote(self._calls, self._link.results) if awaited and answers(call) else result
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

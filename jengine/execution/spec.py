@@ -28,7 +28,9 @@ from jengine.execution.slots import SlotState, abstract_slots
 from jengine.execution.sources import source_digest
 from jengine.models import Model, Params
 from jengine.models.cache import CacheGroup, paged
-from jengine.parallel.collectives import TENSOR
+from jengine.models.stages import Stage, part_of
+from jengine.parallel.collectives import DATA, TENSOR
+from jengine.parallel.mesh import rank_mesh
 from jengine.table.pages import SWAPS, most_pages, pages_of
 from jengine.table.program_table import ProgramTable, TrunkKey
 from jengine.version import __version__
@@ -43,6 +45,9 @@ STAGING = 256 << 20
 @dataclass(frozen=True, kw_only=True)
 class ExecutionSpec:
     """A model, its cache and its table on a mesh: the inputs from which programs are compiled. No arrays.
+
+    On a mesh with several ranks, which is one with the axis data, arrays of sequences are those of all ranks,
+    one after the other along their first axis.
 
     Attributes:
         max_model_len: maximum tokens of a sequence.
@@ -60,6 +65,7 @@ class ExecutionSpec:
         draft: a model or head that drafts on the device; its one cache group is apart. None: there is none.
         lora: limits of adapters; None: there are no programs for them.
         images: the encoder of images; None: there are no programs for it.
+        pipeline: the stages, each with its mesh; `mesh` is then the first one's. Empty: there are none.
     """
 
     model: Model
@@ -79,6 +85,7 @@ class ExecutionSpec:
     draft: Model | None = None
     lora: LoraLimits | None = None
     images: ImageShapes | None = None
+    pipeline: tuple[tuple[Stage, Mesh], ...] = ()
 
     @functools.cached_property
     def adapters(self) -> AdapterShapes | None:
@@ -102,10 +109,61 @@ class ExecutionSpec:
             else dataclasses.replace(self, model=self.draft, draft=None, lora=None, images=None)
         )
 
+    @functools.cached_property
+    def stages(self) -> tuple[ExecutionSpec, ...]:
+        """The same for each stage of the pipeline, with its part of the model; if there is none, this."""
+        if not self.pipeline:
+            return (self,)
+        return tuple(
+            dataclasses.replace(self, model=part_of(self.model, stage), mesh=mesh, pipeline=())
+            for stage, mesh in self.pipeline
+        )
+
+    @property
+    def local_stages(self) -> tuple[ExecutionSpec, ...]:
+        """Those of which this process has devices."""
+        return tuple(stage for stage in self.stages if stage.here)
+
+    @property
+    def here(self) -> bool:
+        """Whether this process has some of the devices."""
+        return any(device.process_index == jax.process_index() for device in self.mesh.devices.flat)
+
+    @property
+    def stage(self) -> Stage:
+        """The stage of a pipeline that it describes; without a pipeline, the first and last one."""
+        return self.model.stage or Stage()
+
     @property
     def shards(self) -> int:
         """Devices that share each matrix and each page."""
         return int(self.mesh.shape[TENSOR])
+
+    @property
+    def ranks(self) -> int:
+        """Groups of devices with sequences of their own."""
+        return int(self.mesh.shape.get(DATA, 1))
+
+    def rank(self, number: int) -> ExecutionSpec:
+        """The same for one rank's part of everything."""
+        return dataclasses.replace(self, mesh=rank_mesh(self.mesh, number))
+
+    @property
+    def by_rank(self) -> PartitionSpec:
+        """How arrays lie that each rank has for itself, whole on each of its devices."""
+        return PartitionSpec(DATA) if self.ranks > 1 else PartitionSpec()
+
+    def of_ranks[T](self, tree: T) -> T:
+        """Abstract arrays of one rank, for all ranks."""
+        if self.ranks == 1:
+            return tree
+
+        def stacked(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(self.mesh, PartitionSpec(DATA, *x.sharding.spec[1:]))
+            return jax.ShapeDtypeStruct((self.ranks * x.shape[0], *x.shape[1:]), x.dtype, sharding=sharding)
+
+        of_all: T = jax.tree.map(stacked, tree)
+        return of_all
 
     @property
     def cache_dtype(self) -> np.dtype:
@@ -221,7 +279,9 @@ class ExecutionSpec:
 
     @functools.cached_property
     def cache(self) -> Cache:
-        return abstract_cache(self.cached, self.pool_pages, self.page_size, self.cache_dtype, self.mesh)
+        return self.of_ranks(
+            abstract_cache(self.cached, self.pool_pages, self.page_size, self.cache_dtype, self.mesh)
+        )
 
     @property
     def page(self) -> Page:
@@ -233,10 +293,18 @@ class ExecutionSpec:
         groups, drafts, state = len(paged(self.groups)), self.table.drafts, None
         if self.draft is not None and self.draft.reads is not None:
             state = jax.ShapeDtypeStruct((self.draft.config.hidden_size,), self.draft.dtype)
-        return abstract_slots(self.max_slots + 1, groups, self.table_width, self.replicated, drafts, state)
+        return self.of_ranks(
+            abstract_slots(self.max_slots + 1, groups, self.table_width, self.replicated, drafts, state)
+        )
 
     def packed(self, key: TrunkKey) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.layout(key).size,), np.int32, sharding=self.replicated)
+        packed = jax.ShapeDtypeStruct((self.layout(key).size,), np.int32, sharding=self.replicated)
+        return self.of_ranks(packed)
+
+    def entering(self, key: TrunkKey) -> jax.ShapeDtypeStruct:
+        """Hidden states of a step's tokens, as a stage gets them from the one before."""
+        shape = self.table.tokens(key), self.model.config.hidden_size
+        return jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=self.replicated)
 
     @property
     def counts(self) -> jax.ShapeDtypeStruct:
@@ -278,6 +346,8 @@ class ExecutionSpec:
             "dtype": str(np.dtype(self.model.dtype)),
             "quantization": self.model.weights,
             "draft": None if self.draft is None else _facts(self.draft),
+            **({} if self.model.stage is None else {"stage": dataclasses.asdict(self.model.stage)}),
+            **({} if not self.pipeline else {"pipeline": [one.identity() for one in self.stages]}),
             "processed_logprobs": self.processed_logprobs,
             "adapters": None if self.adapters is None else [self.adapters.places, self.adapters.columns],
             **({} if self.images is None else {"images": self.images.facts}),

@@ -18,15 +18,16 @@ from jengine.models import Params
 def encode(call: DeviceCall) -> bytes:
     """A call for other processes."""
     array = None if call.array is None else (call.array.dtype.str, call.array.shape, call.array.tobytes())
-    return msgspec.msgpack.encode((call_kind(call.key).name, call.key, array))
+    return msgspec.msgpack.encode((call_kind(call.key).name, call.key, array, call.overtakes))
 
 
 def decode(frame: bytes) -> DeviceCall:
     """The call of a frame."""
-    name, key, array = msgspec.msgpack.decode(frame)
+    name, key, array, overtakes = msgspec.msgpack.decode(frame)
     return DeviceCall(
         msgspec.convert(key, named(name).key),
         None if array is None else np.frombuffer(array[2], array[0]).reshape(array[1]),
+        overtakes,
     )
 
 
@@ -52,6 +53,11 @@ class Worker:
     def execute(self, call: DeviceCall) -> Any:
         """Executes a call without waiting for its result; see `CallKind.run`."""
         return call_kind(call.key).run(self.state, call.key, call.array)
+
+    @property
+    def caches(self) -> list[Any]:
+        """The cache's arrays."""
+        return [self.state.cache]
 
     def memory_parts(self) -> dict[str, int]:
         """Bytes on this process's devices, by use."""

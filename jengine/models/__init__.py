@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jengine.base.errors import InvalidArgument, ModelError
-from jengine.core.config import FOUR_BITS
+from jengine.core.four_bits import FOUR_BITS
 from jengine.models import facts
 from jengine.models.cache import CacheEntry, CacheGroup, cache_groups
 from jengine.models.config import ModelConfig
@@ -30,6 +30,7 @@ from jengine.models.family import Decoder, Family, Head, TextPart
 from jengine.models.layers import Matrix
 from jengine.models.llama import Llama
 from jengine.models.pieces import Piece
+from jengine.models.stages import Stage, completed
 from jengine.parallel.mesh import rules_of, with_shardings
 from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.hadamard import block_of
@@ -80,6 +81,9 @@ class Model:
         groups: the cache's groups of layers.
         elements: how many elements its matrices have.
         module: declares all of this; its parameters are abstract.
+        stage: the stage of a pipeline that has these parameters and groups; None: there is no pipeline.
+        elsewhere: names of the tensors that only other stages have.
+        absent: abstract parameters of all stages, if there are several.
     """
 
     config: ModelConfig
@@ -104,6 +108,9 @@ class Model:
     elements: facts.Elements
     graph: nnx.GraphDef[Any] = field(repr=False)
     module: Decoder = field(repr=False, compare=False)
+    stage: Stage | None = None
+    elsewhere: frozenset[str] = frozenset()
+    absent: Params = field(default=None, repr=False, compare=False)
 
     @property
     def quantized(self) -> str:
@@ -116,7 +123,7 @@ class Model:
 
     def placed(self, mesh: Mesh) -> Params:
         """The abstract parameters with shardings on this mesh."""
-        return with_shardings(mesh, self.params, self.axes, expert_parallel=self.config.expert_shards > 1)
+        return with_shardings(mesh, self.params, self.axes, expert_shards=self.config.expert_shards)
 
     @property
     def weights(self) -> str | None:
@@ -165,7 +172,8 @@ class Model:
 
     def bind(self, params: Params) -> Decoder:
         """The module with these parameters. It works inside and outside of traced functions."""
-        module: Decoder = nnx.merge(self.graph, params)
+        whole = params if self.absent is None else completed(params, self.absent)
+        module: Decoder = nnx.merge(self.graph, whole)
         return module
 
     def head(self, params: Params) -> Head | None:
@@ -175,7 +183,7 @@ class Model:
     @property
     def gives_states(self) -> bool:
         """Whether an EAGLE-3 head may read its layers' inputs: they have none but the residual stream."""
-        return isinstance(self.module, Llama) and type(self.module).hidden is Llama.hidden
+        return isinstance(self.module, Llama) and type(self.module).through is Llama.through
 
     @property
     def reads(self) -> tuple[int, ...] | None:

@@ -93,8 +93,8 @@ class Site:
 
     @property
     def first(self) -> tuple[int, ...]:
-        """The axis of experts, if there is one."""
-        return () if self.experts is None else (self.experts,)
+        """The axis of experts, if there is one, with padding."""
+        return () if self.experts is None else (self.shape[0],)
 
     def a_shape(self, columns: int) -> tuple[int, ...]:
         """Of `adapted.Stack.a`, for this many columns."""
@@ -123,7 +123,7 @@ class Site:
 
     @property
     def a_axes(self) -> Axes:
-        return *[None] * len(self.first), None, None, self.axes[-1]
+        return *self.axes[: len(self.first)], None, None, self.axes[-1]
 
     @property
     def b_axes(self) -> Axes:
@@ -154,7 +154,7 @@ def sites(model: Model, targets: Sequence[str] | None = None) -> tuple[Site, ...
     ):
         every = _modules(model.prefix, len(parameter.shape), source) if adaptable else ()
         for role, modules in _roles(model, path[0].key, axes, every):
-            experts = parameter.shape[0] if role == "experts" else None
+            experts = model.config.part(MixtureOfExperts).count if role == "experts" else None
             segments = _segments(modules, parameter.shape, experts) if modules else ()
             if not segments:
                 continue

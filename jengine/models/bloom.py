@@ -29,6 +29,7 @@ class BloomAttention(GptNeoXAttention):
 
 class Bloom(Llama):
     prefix = "transformer."
+    entry: tuple[str, ...] = ("embed", "embedding_norm")
     embed_name, layers_name, norm_name = "word_embeddings", "h", "ln_f"
     norm_type = LayerNorm
 
@@ -49,7 +50,7 @@ class Bloom(Llama):
     def embedded(self, tokens: jax.Array) -> jax.Array:
         return self.embedding_norm(super().embedded(tokens))
 
-    def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+    def attending(self, positions: jax.Array, attend: Attend) -> Attend:
         every, heads = (
             jnp.asarray(laid_slopes(self.config)),
             self.config.num_kv_heads_padded // self.config.shards,
@@ -64,7 +65,7 @@ class Bloom(Llama):
         ) -> jax.Array:
             return attend(layer, qkv, rotation, replace(options, slopes=own))
 
-        return super().hidden(tokens, positions, with_slopes)
+        return with_slopes
 
 
 def laid_slopes(config: ModelConfig) -> np.ndarray:

@@ -129,10 +129,14 @@ class CacheGroup:
         return len(self.layers) * sum(sizes) * itemsize
 
 
-def cache_groups(entries: Sequence[CacheEntry]) -> tuple[CacheGroup, ...]:
+def cache_groups(entries: Sequence[CacheEntry], *, spread: bool = False) -> tuple[CacheGroup, ...]:
     """The groups of a model's layers, full attention first, states last.
 
     Layers of a kind are split into groups about as large as the rarest kind.
+
+    Args:
+        spread: whether each group has layers from the whole model, rather than neighbours. So each stage of a
+            pipeline has few layers of each group, and needs as few places.
     """
     kinds: dict[tuple[Kind, int | None], list[int]] = {}
     for layer, entry in enumerate(entries):
@@ -150,7 +154,10 @@ def cache_groups(entries: Sequence[CacheEntry]) -> tuple[CacheGroup, ...]:
         number = -(-len(layers) // (size * share))
         cuts = [len(layers) * i // number for i in range(number + 1)]  # as even as possible
         one = CacheGroup(kind, (), window, entry.arrays, parts=share, queries=entry.queries)
-        groups += [dataclasses.replace(one, layers=tuple(layers[a:b])) for a, b in pairwise(cuts)]
+        parted = (
+            [layers[i::number] for i in range(number)] if spread else [layers[a:b] for a, b in pairwise(cuts)]
+        )
+        groups += [dataclasses.replace(one, layers=tuple(some)) for some in parted]
     if states:
         groups.append(CacheGroup("state", tuple(states), arrays=entries[states[0]].arrays, pool=1))
     return tuple(groups)

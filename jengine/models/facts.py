@@ -6,7 +6,8 @@ A module, such as attention or an MLP, declares what others must know of it:
 - `working(tokens)`: arrays that are live at once while it computes so many tokens. The model itself may have
   it, too.
 - `batch_dependent(device)`: what in a row's result depends on the other rows of a program, or None.
-- `experts_per_token`: how many of the entries of axes named "experts" each token uses.
+- `num_experts`, `experts_per_token`: how many entries of axes named "experts" are no padding, and how many of
+  them each token uses.
 - `parallel`, of a layer: its attention and MLP read the same input.
 """
 
@@ -76,7 +77,8 @@ def cache_entries(module: Any) -> tuple[CacheEntry, ...]:
 
 def elements(module: Any, parameters: Iterable[tuple[Any, Any]]) -> Elements:
     """Counts the matrices among declared parameters, given with their paths."""
-    layers, head, tables, expert, experts = 0, 0, dict[str, int](), 0, 0
+    layers, head, tables, expert = 0, 0, dict[str, int](), 0
+    experts = max(_declared(module, "num_experts"), default=0)
     for path, parameter in parameters:
         if not parameter.get_metadata("multiplies") or parameter.get_metadata("axes")[0] == "positions":
             continue
@@ -87,7 +89,6 @@ def elements(module: Any, parameters: Iterable[tuple[Any, Any]]) -> Elements:
         elif axes[0] == "vocab":
             tables[path[0]] = count
         elif axes[0] == "experts":
-            experts = len(parameter.get_value())
             expert += count // experts
         else:
             layers += count

@@ -41,7 +41,6 @@ from jengine.models.layers import (
     unit,
     value,
     vocabulary,
-    with_images,
 )
 from jengine.models.llama import Llama
 from jengine.models.moe import Experts, MixtureOfExperts, has_experts
@@ -97,22 +96,21 @@ class Gemma4Experts(Experts):
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         config, experts, ffn = self.config, self.sizes.count, self.sizes.size
         hidden = config.hidden_size
-        laid, real, both = config.padded(ffn), slice(0, ffn), (experts, 2 * ffn, hidden)
+        every, real, both = self.real, slice(0, ffn), (experts, 2 * ffn, hidden)
         halves = (
             Piece(
-                f"{name}.experts.gate_up_proj", both, (EVERY, real, i), (EVERY, slice(i * ffn, (i + 1) * ffn))
+                f"{name}.experts.gate_up_proj", both, (every, real, i), (EVERY, slice(i * ffn, (i + 1) * ffn))
             )
             for i in range(2)
         )
-        down = Piece(f"{name}.experts.down_proj", (experts, hidden, ffn), (EVERY, EVERY, real))
+        down = Piece(f"{name}.experts.down_proj", (experts, hidden, ffn), (every, EVERY, real))
         self.router = exact_matrix(
             (experts, hidden), dtype, (None, None), Piece(f"{name}.router.proj.weight", (experts, hidden))
         )
         self.router_scale = param((hidden,), dtype, (None,), Piece(f"{name}.router.scale", (hidden,)))
         self.scale = param((experts,), dtype, (None,), Piece(f"{name}.router.per_expert_scale", (experts,)))
         self.norm = RMSNorm(hidden, config, dtype, f"{name}.pre_feedforward_layernorm_2")
-        self.gate_up = matrix((experts, laid, 2, hidden), dtype, ("experts", "ffn", None, None), *halves)
-        self.down = matrix((experts, hidden, laid), dtype, ("experts", None, "ffn"), down)
+        self.hold(dtype, halves, [down])
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         config = self.config
@@ -190,7 +188,10 @@ class Gemma4(Llama):
             local_rope(config, max_model_len),
         )
         inputs = config.find(LayerInputs)
+        if config.find(SharedKeysValues) is not None:
+            self.indivisible = "its last layers read the keys and values of earlier ones"
         if inputs is not None:
+            self.indivisible = "each of its layers reads an embedding of the tokens"
             size, hidden, table = (
                 config.num_layers * inputs.size,
                 config.hidden_size,
@@ -207,14 +208,29 @@ class Gemma4(Llama):
         return Gemma4Layer(config, dtype, name, index)
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        x = with_images(self.embedded(tokens), attend)
-        own = self.layer_inputs(tokens, x)
+        x = self.enter(tokens, positions, attend)
+        layers, own = range(len(self.layers)), self.layer_inputs(tokens, x)
+        return self.leave(self._through(x, positions, attend, layers, own))
+
+    def through(
+        self,
+        x: Any,
+        positions: jax.Array,
+        attend: Attend,
+        layers: range,
+        states: dict[int, Any] | None = None,
+    ) -> jax.Array:
+        return self._through(x, positions, attend, layers, None)
+
+    def _through(
+        self, x: jax.Array, positions: jax.Array, attend: Attend, layers: range, own: jax.Array | None
+    ) -> jax.Array:
         everywhere, nearby = self.rope.cos_sin(positions), self.local_rope.cos_sin(positions)
-        layers: Sequence[Gemma4Layer] = self.layers  # type: ignore[assignment]
-        for i, layer in enumerate(layers):
+        every: Sequence[Gemma4Layer] = self.layers  # type: ignore[assignment]
+        for i in layers:
             rotation = everywhere if self.config.window(i) is None else nearby
-            x = layer(i, x, rotation, attend, None if own is None else own[:, i])
-        return self.norm(x)
+            x = every[i](i, x, rotation, attend, None if own is None else own[:, i])
+        return x
 
     def working(self, tokens: int) -> Working:
         inputs = self.config.find(LayerInputs)

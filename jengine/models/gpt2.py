@@ -11,6 +11,7 @@ from flax import nnx
 
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
+from jengine.models.layered import whole_pass
 from jengine.models.layers import (
     Attend,
     Attention,
@@ -37,6 +38,8 @@ class Gpt2Attention(Attention):
 
 class Gpt2(nnx.Module):
     prefix = "transformer."
+    indivisible = ""
+    entry: tuple[str, ...] = ("embed", "positions")
     head: tuple[str, ...] = ("lm_head",)
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
@@ -60,9 +63,25 @@ class Gpt2(nnx.Module):
         self.lm_head = None if config.tie_embeddings else vocabulary(config, hidden, dtype, "lm_head.weight")
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        x = embed(self.embed[...], tokens) + lookup(self.positions[...], positions)
-        for i, layer in enumerate(self.layers):
-            x = array_of(layer(i, x, None, attend))
+        return whole_pass(self, tokens, positions, attend)
+
+    def enter(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        return embed(self.embed[...], tokens) + lookup(self.positions[...], positions)
+
+    def through(
+        self,
+        x: Any,
+        positions: jax.Array,
+        attend: Attend,
+        layers: range,
+        states: dict[int, Any] | None = None,
+    ) -> jax.Array:
+        hidden: jax.Array = x
+        for i in layers:
+            hidden = array_of(self.layers[i](i, hidden, None, attend))
+        return hidden
+
+    def leave(self, x: jax.Array) -> jax.Array:
         return self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

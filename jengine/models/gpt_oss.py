@@ -14,7 +14,7 @@ from jax import lax
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, windows_by_layer_types
-from jengine.models.layers import Attention, Block, dense, exact_matrix, matrix, param
+from jengine.models.layers import Attention, Block, dense, exact_matrix, param
 from jengine.models.llama import Llama
 from jengine.models.moe import Experts, MixtureOfExperts
 from jengine.models.pieces import EVERY, Piece, heads, qkv_parts
@@ -53,25 +53,23 @@ class GptOssExperts(Experts):
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         config, experts, ffn = self.config, self.sizes.count, self.sizes.size
         hidden = config.hidden_size
-        least = config.shards * (1 if config.stored is None else GROUP)
-        laid, real = -(-ffn // least) * least, slice(0, ffn)
+        group = 1 if config.stored is None else GROUP
+        (laid, size), every, real = self.laid(group), self.real, slice(0, ffn)
         gates = Piece(
-            f"{name}.experts.gate_up_proj", (experts, hidden, 2 * ffn), (EVERY, real), transposed=True
+            f"{name}.experts.gate_up_proj", (experts, hidden, 2 * ffn), (every, real), transposed=True
         )
         downs = Piece(
-            f"{name}.experts.down_proj", (experts, ffn, hidden), (EVERY, EVERY, real), transposed=True
+            f"{name}.experts.down_proj", (experts, ffn, hidden), (every, EVERY, real), transposed=True
         )
         self.router = exact_matrix(
             (experts, hidden), dtype, (None, None), Piece(f"{name}.router.weight", (experts, hidden))
         )
         self.router_bias = param((experts,), dtype, (None,), Piece(f"{name}.router.bias", (experts,)))
-        self.gate_up = matrix((experts, laid, 2, hidden), dtype, ("experts", "ffn", None, None), gates)
-        self.down = matrix((experts, hidden, laid), dtype, ("experts", None, "ffn"), downs)
-        gate_bias = Piece(f"{name}.experts.gate_up_proj_bias", (experts, 2 * ffn), (EVERY, real))
-        self.gate_up_bias = param((experts, laid, 2), dtype, (None, "ffn", None), gate_bias)
-        self.down_bias = param(
-            (experts, hidden), dtype, (None, None), Piece(f"{name}.experts.down_proj_bias", (experts, hidden))
-        )
+        self.hold(dtype, [gates], [downs], group)
+        gate_bias = Piece(f"{name}.experts.gate_up_proj_bias", (experts, 2 * ffn), (every, real))
+        self.gate_up_bias = param((laid, size, 2), dtype, ("experts", "ffn", None), gate_bias)
+        down_bias = Piece(f"{name}.experts.down_proj_bias", (experts, hidden), (every,))
+        self.down_bias = param((laid, hidden), dtype, ("experts", None), down_bias)
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         scores = dense(x, self.router[...], self.router_bias[...], jnp.float32)

@@ -11,7 +11,7 @@ import jax
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.granite import Granite, ResidualMultiplier, read_granite
-from jengine.models.layers import Block, exact_matrix, matrix
+from jengine.models.layers import Block, exact_matrix
 from jengine.models.moe import Experts, MixtureOfExperts
 from jengine.models.pieces import EVERY, Piece
 
@@ -20,18 +20,17 @@ class GraniteExperts(Experts):
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         config, experts, ffn = self.config, self.sizes.count, self.sizes.size
         hidden = config.hidden_size
-        laid, real = config.padded(ffn), slice(0, ffn)
+        every, real = self.real, slice(0, ffn)
         both = Piece(f"{name}.input_linear.weight", (experts, 2 * ffn, hidden))
         halves = (
-            both._replace(part=(EVERY, real, i), rows=(EVERY, slice(i * ffn, (i + 1) * ffn)))
+            both._replace(part=(every, real, i), rows=(EVERY, slice(i * ffn, (i + 1) * ffn)))
             for i in range(2)
         )
-        down = Piece(f"{name}.output_linear.weight", (experts, hidden, ffn), (EVERY, EVERY, real))
+        down = Piece(f"{name}.output_linear.weight", (experts, hidden, ffn), (every, EVERY, real))
         self.router = exact_matrix(
             (experts, hidden), dtype, (None, None), Piece(f"{name}.router.layer.weight", (experts, hidden))
         )
-        self.gate_up = matrix((experts, laid, 2, hidden), dtype, ("experts", "ffn", None, None), *halves)
-        self.down = matrix((experts, hidden, laid), dtype, ("experts", None, "ffn"), down)
+        self.hold(dtype, halves, [down])
 
 
 class GraniteMoe(Granite):

@@ -12,6 +12,7 @@ from flax import nnx
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, windows_by_layer_types
+from jengine.models.layered import whole_pass
 from jengine.models.layers import (
     Attend,
     Attention,
@@ -30,7 +31,7 @@ from jengine.models.layers import (
 from jengine.models.pieces import Piece
 from jengine.models.rope import local_rope, rope
 from jengine.models.visual import with_deeper_images
-from pallas_kernels.rows import Sum, array_of
+from pallas_kernels.rows import array_of
 
 
 class Llama(nnx.Module):
@@ -42,6 +43,8 @@ class Llama(nnx.Module):
 
     prefix = "model."
     head: tuple[str, ...] = ("lm_head",)
+    entry: tuple[str, ...] = ("embed",)  # see Layered
+    indivisible = ""
     # names in the checkpoint
     embed_name, layers_name, norm_name, head_name = "embed_tokens", "layers", "norm", "lm_head"
     attention: type[Attention] = Attention
@@ -87,9 +90,9 @@ class Llama(nnx.Module):
             else x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
         )
 
-    def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        """tokens and positions int32[N] -> [N, hidden], after the final norm."""
-        return self.hidden_and_states(tokens, positions, attend)[0]
+    def attending(self, positions: jax.Array, attend: Attend) -> Attend:
+        """A family's change to what its layers attend with."""
+        return attend
 
     def hidden_and_states(
         self,
@@ -98,25 +101,43 @@ class Llama(nnx.Module):
         attend: Attend,
         before: Sequence[int] = (),
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """The same, and the residual stream [N, hidden] before each of these layers; the number of layers
-        stands for the end.
-
-        Args:
-            positions: int32[3, N] for images in a model with mrope.
+        """The same as `hidden`, and the residual stream [N, hidden] before each of these layers; the number
+        of layers stands for the end.
         """
-        x: jax.Array | Sum = with_images(self.embedded(tokens), attend)
-        states = dict[int, jax.Array]()
+        states: dict[int, Any] = dict.fromkeys(before)
+        x = self.enter(tokens, positions, attend)
+        x = self.through(x, positions, attend, range(len(self.layers)), states)
+        states[len(self.layers)] = x
+        return self.leave(x), [states[i] for i in before]
+
+    def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        return whole_pass(self, tokens, positions, attend)
+
+    def enter(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        return with_images(self.embedded(tokens), attend)
+
+    def through(
+        self,
+        x: Any,
+        positions: jax.Array,
+        attend: Attend,
+        layers: range,
+        states: dict[int, Any] | None = None,
+    ) -> jax.Array:
+        attend = self.attending(positions, attend)
         everywhere = nearby = self.rope.cos_sin(positions)
         if self.local_rope != self.rope:
             nearby = self.local_rope.cos_sin(positions)
-        for i, layer in enumerate(self.layers):
-            if i in before:
+        for i in layers:
+            if states is not None and i in states:
                 x = states[i] = array_of(x)
             rotation = everywhere if self.config.window(i) is None else nearby
-            x = layer(i, x, None if i in self.config.rope.unrotated else rotation, attend)
+            x = self.layers[i](i, x, None if i in self.config.rope.unrotated else rotation, attend)
             x = with_deeper_images(x, attend, i)
-        x = states[len(self.layers)] = array_of(x)
-        return self.norm(x), [states[i] for i in before]
+        return array_of(x)
+
+    def leave(self, x: jax.Array) -> jax.Array:
+        return self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[N, hidden] -> float32[N, vocab]."""

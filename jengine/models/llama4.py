@@ -17,7 +17,7 @@ from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.glm import GlmAttention
 from jengine.models.hf_config import attention_biases, decoder
-from jengine.models.layers import Attend, Block, GatedMlp, Layer, RMSNorm, dense, exact_matrix, matrix, unit
+from jengine.models.layers import Attend, Block, GatedMlp, Layer, RMSNorm, dense, exact_matrix, unit
 from jengine.models.llama import Llama
 from jengine.models.moe import Experts, MixtureOfExperts, has_experts
 from jengine.models.pieces import EVERY, Piece
@@ -52,20 +52,19 @@ class Llama4Experts(Experts):
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         config, experts, ffn = self.config, self.sizes.count, self.sizes.size
         hidden = config.hidden_size
-        laid, real, both = config.padded(ffn), slice(0, ffn), (experts, hidden, 2 * ffn)
+        every, real, both = self.real, slice(0, ffn), (experts, hidden, 2 * ffn)
         stacked = Piece(f"{name}.experts.gate_up_proj", both, transposed=True)
         halves = (
-            stacked._replace(part=(EVERY, real, i), rows=(EVERY, slice(i * ffn, (i + 1) * ffn)))
+            stacked._replace(part=(every, real, i), rows=(EVERY, slice(i * ffn, (i + 1) * ffn)))
             for i in range(2)
         )
         down = Piece(
-            f"{name}.experts.down_proj", (experts, ffn, hidden), (EVERY, EVERY, real), transposed=True
+            f"{name}.experts.down_proj", (experts, ffn, hidden), (every, EVERY, real), transposed=True
         )
         self.router = exact_matrix(
             (experts, hidden), dtype, (None, None), Piece(f"{name}.router.weight", (experts, hidden))
         )
-        self.gate_up = matrix((experts, laid, 2, hidden), dtype, ("experts", "ffn", None, None), *halves)
-        self.down = matrix((experts, hidden, laid), dtype, ("experts", None, "ffn"), down)
+        self.hold(dtype, halves, [down])
         self.shared = GatedMlp(
             dataclasses.replace(config, intermediate_size=ffn), dtype, f"{name}.shared_expert"
         )
@@ -99,11 +98,11 @@ class Llama4(Llama):
         kind = Llama4Experts if has_experts(config, index) else GatedMlp
         return kind(config, dtype, f"{name}.feed_forward")
 
-    def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+    def attending(self, positions: jax.Array, attend: Attend) -> Attend:
         config = self.config
         scaling = config.find(UnrotatedQueryScaling)
         if scaling is None:
-            return super().hidden(tokens, positions, attend)
+            return attend
         scales = (1 + scaling.beta * jnp.log1p((positions + 1) // scaling.step))[:, None, None]
 
         def scaled(
@@ -118,7 +117,7 @@ class Llama4(Llama):
                 qkv = Qkv(q * scales.astype(q.dtype), k, v)
             return attend(layer, qkv, rotation, options)
 
-        return super().hidden(tokens, positions, scaled)
+        return scaled
 
 
 def read_llama4(hf: Fields) -> dict[str, Any]:

@@ -26,10 +26,10 @@ class QueryScaling:
 
 
 class Ministral3(Llama):
-    def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+    def attending(self, positions: jax.Array, attend: Attend) -> Attend:
         queries, scaling = self.config.find(QueryScaling), self.config.rope.scaling
         if queries is None or scaling is None:
-            return super().hidden(tokens, positions, attend)
+            return attend
         scales = (1 + queries.beta * jnp.log(1.0 + positions // scaling.original_max_position))[:, None, None]
 
         def scaled(
@@ -42,7 +42,7 @@ class Ministral3(Llama):
             q, k, v = qkv.split()
             return attend(layer, Qkv(q * scales.astype(q.dtype), k, v), rotation, options)
 
-        return super().hidden(tokens, positions, scaled)
+        return scaled
 
 
 def read_mistral(hf: Fields) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from jengine.models.layers import Block, dense, exact_matrix, matrix, value
 from jengine.models.llama import Llama
 from jengine.models.pieces import EVERY, Piece
 from jengine.models.qwen3 import Qwen3
-from jengine.parallel.collectives import all_reduce, shard_index
+from jengine.parallel.collectives import DATA, TENSOR, all_reduce, gather_rows, reduce_scatter, shard_index
 from pallas_kernels.activations import gated
 from pallas_kernels.devices import traced_for
 from pallas_kernels.groups import counted, grouped
@@ -28,6 +29,7 @@ from pallas_kernels.product_support import why_sizes_unsupported
 from pallas_kernels.products import Weight
 
 MAX_BLOCK = 64  # maximum rows per block
+EXPERTS = DATA, TENSOR  # axes over which whole experts are divided
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +79,13 @@ class Experts(nnx.Module):
     ) -> None:
         """`parts` are the checkpoint's names of gate, up and down."""
         self.config, self.sizes, self.parts = config, config.part(MixtureOfExperts), parts
-        self.experts_per_token, self.dtype = self.sizes.per_token, dtype
+        self.experts_per_token, self.num_experts, self.dtype = self.sizes.per_token, self.sizes.count, dtype
         self.declare(dtype, name)
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         """Declares the parameters and their checkpoint tensors."""
         config, experts, ffn = self.config, self.sizes.count, self.sizes.size
-        hidden = config.hidden_size
-        laid, real = config.padded(ffn), slice(0, ffn)
+        hidden, real = config.hidden_size, slice(0, ffn)
         gate_up, down = self.parts[:2], self.parts[2]
 
         def piece(expert: int, part: str, shape: tuple[int, int], *place: int | slice) -> Piece:
@@ -96,8 +97,38 @@ class Experts(nnx.Module):
         self.router = exact_matrix(
             (experts, hidden), dtype, (None, None), Piece(f"{name}.gate.weight", (experts, hidden))
         )
-        self.gate_up = matrix((experts, laid, 2, hidden), dtype, ("experts", "ffn", None, None), *gates)
-        self.down = matrix((experts, hidden, laid), dtype, ("experts", None, "ffn"), *downs)
+        self.hold(dtype, gates, downs)
+
+    def laid(self, group: int = 1) -> tuple[int, int]:
+        """The number of experts and their intermediate size in this layout, over all devices.
+
+        Args:
+            group: intermediate results that a device keeps together.
+        """
+        config, sizes = self.config, self.sizes
+        if config.expert_shards > 1:
+            return -(-sizes.count // config.expert_shards) * config.expert_shards, -(
+                -sizes.size // group
+            ) * group
+        least = config.shards * group
+        return sizes.count, -(-sizes.size // least) * least
+
+    @property
+    def real(self) -> slice:
+        """The experts that are no padding."""
+        return EVERY if self.laid()[0] == self.sizes.count else slice(0, self.sizes.count)
+
+    def own_size(self) -> int:
+        """Intermediate size of this device's part of an expert."""
+        return self.laid()[1] // (1 if self.config.expert_shards > 1 else self.config.shards)
+
+    def hold(
+        self, dtype: jax.typing.DTypeLike, gate_up: Iterable[Piece], down: Iterable[Piece], group: int = 1
+    ) -> None:
+        """Declares the matrices of experts, from these checkpoint tensors."""
+        (experts, size), hidden = self.laid(group), self.config.hidden_size
+        self.gate_up = matrix((experts, size, 2, hidden), dtype, ("experts", "ffn", None, None), *gate_up)
+        self.down = matrix((experts, hidden, size), dtype, ("experts", None, "ffn"), *down)
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The weights of each token's experts, float32 [N, k], and the experts, int32 [N, k]."""
@@ -123,7 +154,7 @@ class Experts(nnx.Module):
         """A GPU's own kernel multiplies blocks of one size, whatever an expert's number of rows."""
         if device.platform == "cpu":
             return None
-        own = self.config.padded(self.sizes.size) // self.config.shards
+        own = self.own_size()
         x: Any = jax.ShapeDtypeStruct((1, self.config.hidden_size), self.dtype)
         weights = self.gate_up[...], self.down[...]
         each = [why_grouped_product_unsupported(x, weight, device=device) for weight in weights]
@@ -135,34 +166,53 @@ class Experts(nnx.Module):
         as an MLP.
         """
         config, sizes = self.config, self.sizes
+        tokens *= max(config.expert_shards // config.shards, 1)  # of all ranks
         rows = 8 * min(sizes.count, tokens) + tokens * sizes.per_token
-        each = 2 * config.hidden_size + 3 * config.padded(sizes.size) // config.shards + 3 * sizes.count
+        each = 2 * config.hidden_size + 3 * self.own_size() + 3 * sizes.count
         return Working(
             channels=4 * config.padded(config.intermediate_size) // config.shards, bytes=4 * rows * each
         )
 
     def own_part(self, x: jax.Array) -> jax.Array:
-        """The partial result of this device's part of each expert. The sum over devices is the result."""
+        """The partial result of this device's experts, or its part of each. The sum over the devices of
+        `tensor` is the result. Ranks of `data` compute the rows of all with their experts.
+        """
+        x = gather_rows(x, DATA)
         weights, chosen = self.route(x)
         x = self.entering(x)
+        own, apart = self.held(chosen)
         params = self.gate_up[...], self.down[...], value(self.gate_up_bias)
         y = _weighted(
-            lax.platform_dependent(x, chosen, *params, cpu=self.by_block, default=self.by_group), weights
+            lax.platform_dependent(x, own, *params, cpu=self.by_block, default=self.by_group), weights
         )
-        if self.down_bias is not None:  # added on one device, because results are summed
-            bias = _weighted(self.down_bias[...][chosen], weights)
-            y += jnp.where(jnp.equal(shard_index(), 0), bias, 0)
-        return y.astype(x.dtype)
+        if self.down_bias is not None:
+            bias = _weighted(self.down_bias.at[own].get(mode="fill", fill_value=0), weights)
+            y += bias if apart else jnp.where(jnp.equal(shard_index(), 0), bias, 0)  # results are summed
+        return reduce_scatter(y.astype(x.dtype), DATA)
+
+    def held(self, chosen: jax.Array) -> tuple[jax.Array, bool]:
+        """The numbers of chosen experts among those that this device has, or a number beyond them; and
+        whether other devices have other experts.
+        """
+        if self.config.expert_shards == 1:
+            return chosen, False
+        own = self.laid()[0] // self.config.expert_shards
+        number = chosen - shard_index(EXPERTS) * own
+        return jnp.where((number >= 0) & (number < own), number, own), True
 
     def by_group(
         self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight, bias: jax.Array | None = None
     ) -> jax.Array:
-        """Applies experts chosen [rows, k] to x [rows, hidden] -> [rows, k, hidden]. Sorts rows by expert."""
+        """Applies experts chosen [rows, k] to x [rows, hidden] -> [rows, k, hidden], zeros from experts
+        beyond this device's. Sorts rows by expert.
+        """
         k, device = chosen.shape[1], traced_for()
-        groups = grouped(chosen.reshape(-1), self.sizes.count)
+        among = self.sizes.count if self.config.expert_shards > 1 else None
+        groups = grouped(chosen.reshape(-1), gate_up.shape[0], among)
         y = grouped_product(x[groups.row // k], gate_up, groups, device=device)
         inner = self.gate(y if bias is None else y + bias[groups.owner].astype(y.dtype))
-        return grouped_product(inner, down, groups, device=device)[groups.place].reshape(*chosen.shape, -1)
+        out = grouped_product(inner, down, groups, device=device)
+        return self._placed(out, groups.place).reshape(*chosen.shape, -1)
 
     def by_block(
         self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight, bias: jax.Array | None = None
@@ -170,14 +220,16 @@ class Experts(nnx.Module):
         """The same in blocks of rows that share an expert. On a CPU, ragged_dot copies all weights and
         multiplies by all of them.
         """
-        experts, (rows, k), hidden = self.sizes.count, chosen.shape, x.shape[1]
+        experts, (rows, k), hidden = gate_up.shape[0], chosen.shape, x.shape[1]
         rows *= k
-        block = min(8 * -(-rows // (8 * experts)), MAX_BLOCK)
+        block = min(8 * -(-rows // (8 * self.sizes.count)), MAX_BLOCK)
         sizes, rank = counted(chosen.reshape(-1), experts)
         blocks = -(-sizes // block)
         ends = jnp.cumsum(blocks)
         count = min(experts, rows) + rows // block  # maximum number of blocks
         place = (ends - blocks)[chosen.reshape(-1)] * block + rank
+        if self.config.expert_shards > 1:
+            place = jnp.where(chosen.reshape(-1) < experts, place, count * block)
         padded = jnp.zeros((count * block, hidden), x.dtype).at[place].set(jnp.repeat(x, k, axis=0))
         tokens = jnp.zeros(count * block, jnp.int32).at[place].set(jnp.arange(rows, dtype=jnp.int32) // k)
 
@@ -186,10 +238,25 @@ class Experts(nnx.Module):
             y = dense(rows, gate_up.of_expert(expert, tokens), None if bias is None else bias[expert])
             return dense(self.gate(y), down.of_expert(expert, tokens))
 
-        owners = jnp.minimum(jnp.searchsorted(ends, jnp.arange(count), side="right"), experts - 1)
+        def if_used(args: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
+            """Most blocks are empty where other devices have most experts."""
+            used, *block = args
+            y: jax.Array = lax.cond(used, one, lambda block: jnp.zeros_like(block[1]), tuple(block))
+            return y
+
+        index = jnp.arange(count)
+        owners = jnp.minimum(jnp.searchsorted(ends, index, side="right"), experts - 1)
         each = owners, padded.reshape(count, block, hidden), tokens.reshape(count, block)
-        y: jax.Array = lax.map(one, each)
-        return y.reshape(-1, hidden)[place].reshape(*chosen.shape, hidden)
+        apart = self.config.expert_shards > 1
+        y: jax.Array = lax.map(if_used, (index < ends[-1], *each)) if apart else lax.map(one, each)
+        return self._placed(y.reshape(-1, hidden), place).reshape(*chosen.shape, hidden)
+
+    def _placed(self, y: jax.Array, place: jax.Array) -> jax.Array:
+        """The rows at these places; zeros where a place is beyond all."""
+        if self.config.expert_shards == 1:
+            return y[place]
+        found: jax.Array = y.at[place].get(mode="fill", fill_value=0)
+        return found
 
 
 def _weighted(y: jax.Array, weights: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
+from jengine.models.layered import whole_pass
 from jengine.models.layers import (
     Attend,
     Attention,
@@ -62,6 +63,8 @@ class PostNormLayer(Layer):
 
 class Opt(nnx.Module):
     prefix = "model."
+    indivisible = ""
+    entry: tuple[str, ...] = ("embed", "positions", "project_in")
     head: tuple[str, ...] = ("lm_head", "project_out")
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
@@ -99,12 +102,28 @@ class Opt(nnx.Module):
         self.lm_head = None if config.tie_embeddings else vocabulary(config, size, dtype, "lm_head.weight")
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        return whole_pass(self, tokens, positions, attend)
+
+    def enter(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         x = embed(self.embed[...], tokens)
         if self.project_in is not None:
             x = dense(x, self.project_in[...])
-        x = x + lookup(self.positions[...], positions + OFFSET)
-        for i, layer in enumerate(self.layers):
-            x = array_of(layer(i, x, None, attend))
+        return x + lookup(self.positions[...], positions + OFFSET)
+
+    def through(
+        self,
+        x: Any,
+        positions: jax.Array,
+        attend: Attend,
+        layers: range,
+        states: dict[int, Any] | None = None,
+    ) -> jax.Array:
+        hidden: jax.Array = x
+        for i in layers:
+            hidden = array_of(self.layers[i](i, hidden, None, attend))
+        return hidden
+
+    def leave(self, x: jax.Array) -> jax.Array:
         return x if self.norm is None else self.norm(x)
 
     def logits(self, hidden: jax.Array) -> jax.Array:

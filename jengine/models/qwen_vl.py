@@ -12,7 +12,7 @@ import jax
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import interleaved
-from jengine.models.layers import Block, exact_matrix, matrix
+from jengine.models.layers import Block, exact_matrix
 from jengine.models.llama import Llama, read_qwen2
 from jengine.models.moe import Experts, MixtureOfExperts, has_experts, read_qwen3_moe
 from jengine.models.pieces import EVERY, Piece
@@ -24,19 +24,18 @@ class StackedExperts(Experts):
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         config, experts, ffn = self.config, self.sizes.count, self.sizes.size
-        hidden, laid, real = config.hidden_size, config.padded(ffn), slice(0, ffn)
+        hidden, every, real = config.hidden_size, self.real, slice(0, ffn)
         both = Piece(f"{name}.experts.gate_up_proj", (experts, hidden, 2 * ffn), transposed=True)
         halves = (
-            both._replace(part=(EVERY, real, i), rows=(EVERY, slice(i * ffn, (i + 1) * ffn)))
+            both._replace(part=(every, real, i), rows=(EVERY, slice(i * ffn, (i + 1) * ffn)))
             for i in range(2)
         )
         down = Piece(
-            f"{name}.experts.down_proj", (experts, ffn, hidden), (EVERY, EVERY, real), transposed=True
+            f"{name}.experts.down_proj", (experts, ffn, hidden), (every, EVERY, real), transposed=True
         )
         router = Piece(f"{name}.gate.weight", (experts, hidden))
         self.router = exact_matrix((experts, hidden), dtype, (None, None), router)
-        self.gate_up = matrix((experts, laid, 2, hidden), dtype, ("experts", "ffn", None, None), *halves)
-        self.down = matrix((experts, hidden, laid), dtype, ("experts", None, "ffn"), down)
+        self.hold(dtype, halves, [down])
 
 
 class Qwen3VlMoe(Qwen3):

@@ -51,6 +51,32 @@ def all_reduce(x: jax.Array, axes: Axes = TENSOR) -> jax.Array:
     return total
 
 
+def gather_rows(x: jax.Array, axes: Axes) -> jax.Array:
+    """The rows of all devices of the axes, from [rows, ...], in their order: one all-gather."""
+    if shards(axes) == 1:
+        return x
+    every: jax.Array = lax.all_gather(x, _present(axes), tiled=True)
+    return every
+
+
+def reduce_scatter(x: jax.Array, axes: Axes) -> jax.Array:
+    """The sum over all devices of the axes of this device's share of the rows: one reduce-scatter.
+
+    In a fixed order where bits must not depend on a row's place, as `all_reduce`: one all-to-all.
+    """
+    count, names = shards(axes), _present(axes)
+    if count == 1:
+        return x
+    if count == 2 or not traced_batch_invariant():
+        share: jax.Array = lax.psum_scatter(x, names, tiled=True)
+        return share
+    every = lax.all_to_all(x.reshape(count, -1, *x.shape[1:]), names, split_axis=0, concat_axis=0)
+    share = every[0]
+    for i in range(1, count):
+        share += every[i]
+    return share
+
+
 def all_to_all(x: jax.Array, axes: Axes = TENSOR) -> jax.Array:
     """Exchanges this device's columns of all rows for all columns of its share of the rows: one all-to-all.
 

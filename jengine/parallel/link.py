@@ -29,6 +29,7 @@ TOKEN = 32  # bytes
 PATIENCE = 300.0  # maximum seconds until all processes have connected
 POLL = 0.0001  # seconds between checks of a running step
 SETTLE = 1.0  # after a failed exchange, seconds until the end of the process that caused it is known
+REPORT, NUMBER = 4, 8  # bytes of a report, and of a result's number, which precedes it
 END = b""  # the last frame of process 0
 
 
@@ -59,6 +60,10 @@ class Link(Protocol):
     def reported(self) -> int | None:
         """Process 0: how many of them all other processes have; None if there are no others."""
 
+    @property
+    def results(self) -> dict[int, bytes]:
+        """Process 0: results that others have sent, by number. Whoever uses one removes it."""
+
 
 class SingleProcess:
     """The only process."""
@@ -81,6 +86,10 @@ class SingleProcess:
     def reported(self) -> int | None:
         return None
 
+    @property
+    def results(self) -> dict[int, bytes]:
+        return {}
+
 
 class Leader:
     """The link in process 0."""
@@ -88,6 +97,7 @@ class Leader:
     def __init__(self, host: str, processes: int) -> None:
         self._lost: int | None = None  # the process that has ended
         self._reported: dict[int, int] = {}  # by process
+        self.results: dict[int, bytes] = {}
         token = secrets.token_bytes(TOKEN)
         with socket.create_server((host, 0)) as server:
             server.settimeout(PATIENCE)
@@ -125,7 +135,10 @@ class Leader:
     def _watch(self, process: int, other: socket.socket) -> None:
         other.settimeout(None)
         while (frame := _receive(other)) is not None:
-            self._reported[process] = int.from_bytes(frame, "big")
+            if len(frame) == REPORT:
+                self._reported[process] = int.from_bytes(frame, "big")
+            else:
+                self.results[int.from_bytes(frame[:NUMBER], "big")] = frame[NUMBER:]
         self._lost = process
 
     def report(self, count: int) -> None:
@@ -170,6 +183,7 @@ class Follower:
     """The link in any other process."""
 
     def __init__(self, host: str, process: int) -> None:
+        self._sending = threading.Lock()  # threads send reports and results
         word = _broadcast(np.zeros(TOKEN + 2, np.uint8)).tobytes()
         self._leader = socket.create_connection((host, int.from_bytes(word[TOKEN:], "big")), timeout=PATIENCE)
         _ready(self._leader)
@@ -178,7 +192,8 @@ class Follower:
         self._lost = False
 
     def _send(self, frame: bytes) -> None:
-        self._leader.sendall(len(frame).to_bytes(4, "big") + frame)
+        with self._sending:
+            self._leader.sendall(len(frame).to_bytes(4, "big") + frame)
 
     def agree(self, value: Any, choose: Callable[[list[Any]], Any]) -> Any:
         with contextlib.suppress(OSError):  # `heard` reports the failure
@@ -204,13 +219,22 @@ class Follower:
 
     def report(self, count: int) -> None:
         with contextlib.suppress(OSError):  # `heard` reports the failure
-            self._send(count.to_bytes(4, "big"))
+            self._send(count.to_bytes(REPORT, "big"))
+
+    def send_result(self, number: int, frame: bytes) -> None:
+        """Sends a result to process 0, which is longer than a report."""
+        with contextlib.suppress(OSError):  # `heard` reports the failure
+            self._send(number.to_bytes(NUMBER, "big") + frame)
 
     def broadcast(self, frame: bytes) -> None:
         raise AssertionError("only process 0 sends")
 
     def reported(self) -> None:
         raise AssertionError("only process 0 receives reports")
+
+    @property
+    def results(self) -> dict[int, bytes]:
+        raise AssertionError("only process 0 receives results")
 
     def wait(self, ready: Callable[[], bool]) -> None:
         raise AssertionError("only process 0 waits")

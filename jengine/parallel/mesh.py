@@ -65,6 +65,11 @@ def _hint(devices: Sequence[jax.Device], count: int) -> str:
     return f"; with the environment variable JAX_NUM_CPU_DEVICES={count}, the CPU counts as so many"
 
 
+def rank_mesh(mesh: Mesh, rank: int) -> Mesh:
+    """The mesh of one of a mesh's ranks, which are the places along the axis data."""
+    return Mesh(mesh.devices[rank], (TENSOR,), axis_types=(AxisType.Auto,))
+
+
 def one_axis(mesh: Mesh) -> Mesh:
     """The devices of a caller's mesh, as a mesh with one axis: tensor.
 
@@ -128,12 +133,19 @@ def partition(names: Sequence[str | None], mesh: Mesh, *, expert_parallel: bool 
     return PartitionSpec(*map(over, names))
 
 
-def with_shardings(mesh: Mesh, params: Any, axes: Any, *, expert_parallel: bool = False) -> Any:
-    """Adds shardings to abstract parameters, given a tree of tuples of logical axis names."""
+def with_shardings(mesh: Mesh, params: Any, axes: Any, *, expert_shards: int = 1) -> Any:
+    """Adds shardings to abstract parameters, given a tree of tuples of logical axis names.
+
+    Args:
+        expert_shards: see ModelConfig. If the mesh has fewer devices, these are one rank's, and so are the
+            experts.
+    """
 
     def place(array: Any, names: tuple[str | None, ...]) -> jax.ShapeDtypeStruct:
-        spec = partition(names, mesh, expert_parallel=expert_parallel)
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, spec))
+        spec, shape = partition(names, mesh, expert_parallel=expert_shards > 1), array.shape
+        if expert_shards > 1 and names[:1] == ("experts",):
+            shape = shape[0] * mesh.size // expert_shards, *shape[1:]
+        return jax.ShapeDtypeStruct(shape, array.dtype, sharding=NamedSharding(mesh, spec))
 
     def placed(parameter: Any, names: tuple[str | None, ...]) -> Any:
         return jax.tree.map(place, parameter, stored(parameter).axes(names))

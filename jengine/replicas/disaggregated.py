@@ -12,13 +12,13 @@ from typing import Any
 
 from jengine.api.backend import Backend, Done, Updates
 from jengine.base.errors import EngineDead, InvalidArgument
+from jengine.core.loads import combined
 from jengine.core.request import FinishReason, Request, SamplingParams
 from jengine.core.updates import Ended, Load, PromptScores, Update
 from jengine.engine.limits import Limits
 from jengine.engine.operations import Operation
 from jengine.insight.recording.totals import StepTotals
 from jengine.replicas.answers import Answers
-from jengine.replicas.loads import combined
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
 

@@ -12,13 +12,13 @@ from typing import Any
 
 from jengine.api.backend import Backend, Done, Updates
 from jengine.base.errors import EngineDead, InvalidArgument
+from jengine.core.loads import combined
 from jengine.core.request import FinishReason, Request
 from jengine.core.updates import Ended, Load, PromptScores, TokenUpdate, Update
 from jengine.engine.limits import Limits
 from jengine.engine.operations import Operation, ResetPrefixCache
 from jengine.insight.recording.totals import StepTotals
 from jengine.replicas.answers import Answers
-from jengine.replicas.loads import combined
 from jengine.replicas.routing import BLOCK, PrefixBlocks, Rate, first_token_seconds, names_of
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from types import MappingProxyType
 
@@ -34,11 +34,12 @@ from jengine.scheduling.rules.prompt_rows import PromptRows
 from jengine.scheduling.rules.repeats import Repeats
 from jengine.scheduling.rules.rule import Rule
 from jengine.scheduling.rules.speculation import Speculation
-from jengine.scheduling.step.collected import Collected
+from jengine.scheduling.step.cohorts import Cohorts
+from jengine.scheduling.step.collected import Collected, given
 from jengine.scheduling.step.plan_builder import PlanBuilder
 from jengine.scheduling.step.rows import Rows
 from jengine.scheduling.step.timeline import Timeline
-from jengine.scheduling.step_plan import Sample, StepPlan, Swaps, Tokens
+from jengine.scheduling.step_plan import StepPlan, Swaps, Tokens
 from jengine.scheduling.work import Work, rows_work
 from jengine.table.pages import SWAPS
 from jengine.table.program_table import VARIANTS, EncoderKey, ProgramTable
@@ -72,6 +73,8 @@ class Scheduler:
         host_pages: pages of host memory for evicted pages (see HostTier); 0: no host tier.
         staged: maximum number of pages in flight between device and host, in each direction.
         max_loras: places of adapters on the devices.
+        stages: steps that run at once in a pipeline, each in one of its stages.
+        through_host: see Cohorts.
         images: embeddings of images on the devices; None: there are none.
         options: order, batching and targets of requests.
         clock: monotonic seconds. Request.arrival uses the same clock. Simulations pass a virtual one.
@@ -111,6 +114,8 @@ class Scheduler:
         host_pages: int = 0,
         staged: int = SWAPS,
         max_loras: int = 0,
+        stages: int = 1,
+        through_host: bool = False,
         images: Images | None = None,
         options: SchedulingOptions = DEFAULTS,
         costs: StepCosts | None = None,
@@ -146,7 +151,7 @@ class Scheduler:
             whole=table.whole_tiles * table.tile_size,
             recurrent=num_states > 0,
         )
-        self.timeline = Timeline()
+        self.timeline, self.cohorts = Timeline(stages), Cohorts(stages, through_host)
         self.registry = Registry(
             self.blocks, self.composition, max_num_seqs, options=options, places=max_loras, images=images
         )
@@ -160,10 +165,16 @@ class Scheduler:
             self.predictor, self.limits.windows, 0 if in_tiles else table.tile_size - 1
         )
         self.admission = Admission(
-            self.registry, self.limits, self.predictor, self.acceptance, self.timeline, self.rows_or_tiles
+            self.registry,
+            self.limits,
+            self.predictor,
+            self.acceptance,
+            self.timeline,
+            self.rows_or_tiles,
+            self.cohorts.count,
         )
         self.prefixes = PrefixLookup(self.blocks, self.limits, self.composition, self.predictor)
-        self.rows = Rows(self.registry, self.limits)
+        self.rows = Rows(self.registry, self.limits, self.cohorts)
         self.searches, repeats = (
             BeamSearches(self.registry, self.rows),
             Repeats(self.registry, self.limits, self.predictor, several=num_states == 0),
@@ -190,7 +201,7 @@ class Scheduler:
             PromptRows(self.rows_or_tiles, table.tile_size),
             self.searches,
         )
-        self.registry.rememberers = self.rows, self.prompts, *self.rules
+        self.registry.rememberers = self.rows, self.cohorts, self.prompts, *self.rules
 
     # --- requests -------------------------------------------------------------------------------------
 
@@ -273,9 +284,9 @@ class Scheduler:
         """Plans the next step. Returns None if there is nothing to do until earlier steps are collected or
         requests added.
 
-        Every decoding sequence gets a row. Tiles of prompts follow: first sequences that have begun, then
-        waiting ones. The strategy decides the number of tiles. If rows and tiles may not share a step, the
-        plan holds one of the two; see `composition`.
+        Every decoding sequence gets a row; in a pipeline, every one of a cohort. Tiles of prompts follow:
+        first sequences that have begun, then waiting ones. The strategy decides the number of tiles. If rows
+        and tiles may not share a step, the plan holds one of the two; see `composition`.
         """
         plan, how = PlanBuilder(self.clock()), self.composition
         self.predictor.adapted = self.registry.adapters.highest
@@ -315,6 +326,8 @@ class Scheduler:
             )
             longest = max(plan.longest, pending.longest)
             budget = self.admission.tiles(plan.now, rows, work, pending, longest, prompts.admitting)
+            buckets = self.predictor.ready.tile_buckets
+            budget = self.cohorts.share(budget, pending, buckets, rows=len(plan.rows))
             plan.tiles = prompts.cut(plan, begun, budget)
 
     def _finished(self, plan: PlanBuilder) -> StepPlan:
@@ -357,6 +370,7 @@ class Scheduler:
                 rule.planned(plan)
         self.registry.images.turn(plan.spans, self.registry.by_number)
         built = plan.build(trunk, sampler)
+        built.overtakes = self.cohorts.planned(plan)
         built.loras = self.registry.adapters.take_writes()
         built.seconds = (
             costs.seconds(trunk, sampler, plan.work)
@@ -399,6 +413,7 @@ class Scheduler:
         """
         now = self.clock()
         self.timeline.collect(now)
+        self.cohorts.collected()
         beams = plan.sampler.variant == VARIANTS[-1]  # perhaps, also of preempted searches
         if beams or plan.guesses or (tokens and not isinstance(tokens[0], int)):
             return self._collect_any(plan, tokens, found, now)
@@ -437,7 +452,7 @@ class Scheduler:
         """`collect` for any step."""
         collected = Collected([], [], [])
         by_number, fair, prompts = self.registry.by_number, self.registry.fair, plan.prompts > 0
-        for i, sample, own in _given(plan, tokens):
+        for i, sample, own in given(plan, tokens):
             sequence, span = by_number.get(sample.seq), plan.spans[sample.span]
             if sequence is None:
                 continue
@@ -479,22 +494,6 @@ class Scheduler:
         """Raises AssertionError unless every page, slot and request is in exactly one place."""
         self.registry.check_integrity()
         self.rows.check_integrity()
+        self.cohorts.check_integrity()
         for rule in self.rules:
             rule.check_integrity()
-
-
-def _given(plan: StepPlan, tokens: Tokens) -> Iterator[tuple[int, Sample, list[int]]]:
-    """The tokens that each sequence gets, with the first of its samples and that sample's index."""
-    samples, i = plan.samples, 0
-    while i < len(samples):
-        own, span = tokens[i], plan.spans[samples[i].span]
-        given = [own] if isinstance(own, int) else own
-        if span.guesses:
-            for draft in span.following or ():
-                if draft != given[-1]:
-                    break
-                following = tokens[i + len(given)]
-                assert isinstance(following, int)
-                given.append(following)
-        yield i, samples[i], given
-        i += 1 + span.guesses

@@ -106,7 +106,8 @@ class StepPlan:
         guesses: number of drafts, over all spans.
         draft: the program of the draft model that runs before the trunk, if any.
         loras: (number of an adapter, place from 1) to write before the trunk.
-        seconds: predicted device time; 0 if it was not requested.
+        seconds: predicted device time; 0 if it was not requested. In a pipeline, that of one stage.
+        overtakes: number of the last planned steps whose samples no row reads, in a pipeline.
     """
 
     trunk: TrunkKey
@@ -123,6 +124,7 @@ class StepPlan:
     draft: DraftKey | None = None
     loras: list[tuple[int, int]] = field(default_factory=list)
     seconds: float = 0.0
+    overtakes: int = 0
 
     @property
     def burst(self) -> BurstKey:

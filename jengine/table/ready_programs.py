@@ -4,7 +4,7 @@ compiled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jengine.table.program_table import (
     VARIANTS,
@@ -79,6 +79,14 @@ class ReadyPrograms:
                 key=lambda key: (self.table.tokens(key), key.adapted),
             )
         return self._chosen[wanted]
+
+    def covering(self, trunks: Sequence[TrunkKey]) -> TrunkKey | None:
+        """The smallest ready trunk that can take the place of each of these; None: there is none."""
+        return min(
+            (key for key in self._trunks if all(self._holds(key, wanted) for wanted in trunks)),
+            key=lambda key: (self.table.tokens(key), key),
+            default=None,
+        )
 
     def _holds(self, key: TrunkKey, wanted: TrunkKey) -> bool:
         enough = key.rows >= wanted.rows and key.tiles >= wanted.tiles and key.pages >= wanted.pages

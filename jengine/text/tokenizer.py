@@ -35,9 +35,9 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 class Tokenizer:
     """A model's tokenizer: a `tokenizers.Tokenizer`, and the folder's special tokens.
 
-    `special_tokens` are those that the folder defines, by SPECIAL_TOKENS. `eos_token_id` is None if it
-    defines no end-of-sequence token. `images` reads the images of prompts, if the engine does; it is set when
-    that has started.
+    `special_tokens` maps names such as "eos_token" to the tokens that the folder defines.
+    `eos_token_id` is None if it defines no end-of-sequence token. `images` reads the images of prompts, if
+    the engine does; it is set when that has started.
     """
 
     images: ImageReader | None = None

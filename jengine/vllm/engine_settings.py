@@ -28,6 +28,9 @@ SAME: dict[str, str] = {
     "logprobs_mode": "`raw_logprobs` or `processed_logprobs`",
     "stream_interval": "",
     "tensor_parallel_size": "`-tp`",
+    "pipeline_parallel_size": "`-pp`; `pipeline_layers` takes the place of `VLLM_PP_LAYER_PARTITION`",
+    "data_parallel_size": "`-dp`; without `enable_expert_parallel`, of the service alone",
+    "enable_expert_parallel": "",
     "chat_template": "a file or the template itself",
     "swap_space": (
         "vLLM has removed it (0.18); here GiB of host memory for each device that hold evicted cached pages"
@@ -36,7 +39,7 @@ SAME: dict[str, str] = {
     "enable_lora": "",
     "max_loras": "",
     "max_lora_rank": "any up to 512",
-    "max_cpu_loras": "by default, as many as are loaded",
+    "max_cpu_loras": "by default, there is no limit",
     "lora_target_modules": "by default all linear layers but those of experts",
     "limit_mm_per_prompt": "for images; video and audio must be 0",
     "kv_events_config": "with publisher zmq or null; there is no snapshot_endpoint",
@@ -52,8 +55,8 @@ PROGRAMS = (
 )
 TEXT = "not supported for images: leave it out"
 SPECULATION = "see speculative_config, with method ngram, suffix, draft_model, mtp or eagle3"
-EXPERTS = "experts are split over the devices of tensor_parallel_size"
-REPLICAS = "run several engines: jengine.ray serves replicas behind one address"
+EXCHANGE = "devices exchange through collectives of XLA; see enable_expert_parallel"
+REPLICAS = "`jengine serve --data-parallel-size N` runs replicas on one machine, jengine.ray on several"
 PROCESSES = "start a process on each machine, with coordinator, num_processes and process_id"
 CODE = "code that comes with a model is never run; model families are part of jengine"
 FACTS = "is read from the model's config.json; edit the file in a copy of the folder"
@@ -121,9 +124,8 @@ ENGINE: tuple[Setting, ...] = (
     no_effect("disable_cascade_attn", "there is no cascade attention", False, True),
     no_effect("disable_custom_all_reduce", "XLA performs all-reduces", False),
     no_effect("disable_hybrid_kv_cache_manager", "layers with a window always keep the window only", False),
-    no_effect("enable_expert_parallel", EXPERTS, False),
-    no_effect("all2all_backend", EXPERTS),
-    no_effect("enable_eplb", EXPERTS, False),
+    no_effect("all2all_backend", EXCHANGE),
+    no_effect("enable_eplb", "each device keeps its experts", False),
     no_effect("enable_dbo", "steps are not split into two batches", False),
     no_effect("calculate_kv_scales", "kv_cache_dtype=fp8 has a scale for each token, computed from it",
         False),
@@ -177,8 +179,6 @@ ENGINE: tuple[Setting, ...] = (
         "LLM.embed takes pooling, normalize and dimensions; by default, the model's files decide"),
     unsupported("override_pooler_config", "LLM.embed takes pooling, normalize and dimensions"),
     unsupported("cpu_offload_gb", "weights are not offloaded; quantization makes them smaller", 0),
-    unsupported("pipeline_parallel_size",
-        "layers are not spread over devices; tensor_parallel_size splits each layer", 1, flags=("-pp",)),
     unsupported("data_parallel_size_local", REPLICAS, 1, flags=("-dpl",)),
     unsupported("data_parallel_rank", REPLICAS, 0, flags=("-dpn",)),
     unsupported("data_parallel_address", REPLICAS, flags=("-dpa",)),

@@ -9,7 +9,6 @@ SAME: dict[str, str] = {
     "host": "default 127.0.0.1",
     "port": "serves gRPC; `http_port` serves OpenAI's API",
     "served_model_name": "one name",
-    "data_parallel_size": "`-dp`; of the service alone",
     "lora_modules": "paths are folders or hub ids",
     "api_key": (
         "also the variable `JENGINE_API_KEY`; `api_keys` is a file with hashes and limits for each key"

@@ -55,7 +55,7 @@ def model_engine(report: Callable[[str, str, int, int], None] | None = None, **o
         dtype=started.dtype,
         quantization=started.quantization,
         devices=started.devices,
-        mesh={"tensor": config.tensor_parallel_size},
+        mesh=_mesh(config),
         programs_compiled=started.programs_compiled,
         programs_loaded=started.programs_loaded,
         seconds=started.seconds,
@@ -107,3 +107,10 @@ def mock_engine(
             devices="none",
         ),
     )
+
+
+def _mesh(config: EngineConfig) -> dict[str, int]:
+    """Devices by axis."""
+    layout = config.layout
+    others = {"stage": layout.stages, "data": layout.data}
+    return {"tensor": layout.tensor, **{axis: size for axis, size in others.items() if size > 1}}

@@ -25,7 +25,8 @@ def maker(server: ServerConfig, engine: EngineConfig) -> Callable[[OnEnd | None]
     Raises:
         InvalidArgument: the options do not go together, or there are not enough GPUs.
     """
-    count, prefill = server.data_parallel_size, server.prefill_engines
+    count = 1 if engine.enable_expert_parallel else engine.data_parallel_size
+    prefill = server.prefill_engines
     if count == 1 and not prefill:
         return lambda on_end: EngineProcess.of(engine, on_end, server.watchdog_seconds)
     name, given, wanted = ("prefill_engines", prefill, 0) if prefill else ("data_parallel_size", count, 1)
@@ -39,14 +40,16 @@ def maker(server: ServerConfig, engine: EngineConfig) -> Callable[[OnEnd | None]
         raise InvalidArgument(name, given, f"must be {wanted} with num_processes")
     if engine.kv_transfer is not None and engine.kv_transfer.connector == "sockets":
         raise InvalidArgument(name, given, f"must be {wanted} with kv_connector=sockets, which has one port")
-    where = places(count + prefill, engine.tensor_parallel_size)
+    if not engine.enable_expert_parallel:  # each is an engine by itself
+        engine = dataclasses.replace(engine, data_parallel_size=1)
+    where = places(count + prefill, engine.layout.devices)
     if prefill:
-        return _disaggregated(server, engine, where)
+        return _disaggregated(server, engine, count, where)
     return lambda on_end: ReplicatedEngine(_processes(server, engine, where), count, on_end)
 
 
 def _disaggregated(
-    server: ServerConfig, engine: EngineConfig, where: Sequence[Place]
+    server: ServerConfig, engine: EngineConfig, count: int, where: Sequence[Place]
 ) -> Callable[[OnEnd | None], EngineOfServer]:
     for option, limit in (("kv_transfer_config", "None"), ("enable_prefix_caching", "True")):
         if str(getattr(engine, option)) != limit:
@@ -61,7 +64,6 @@ def _disaggregated(
     generating = dataclasses.replace(engine, kv_transfer_config=common | consumer)
     token = {TOKEN: secrets.token_hex(32)}
     where = [place._replace(variables={**place.variables, **token}) for place in where]
-    count = server.data_parallel_size
 
     def prefill(on_sent: OnSent, on_end: OnEnd) -> ReplicatedEngine:
         make = _processes(server, computing, where[count:])

@@ -44,7 +44,7 @@ def places(count: int, devices: int) -> list[Place]:
         return [ANYWHERE]
     if gpus := _gpus():
         if len(gpus) < count * devices:
-            needed = f"with tensor_parallel_size={devices} it needs {count * devices} GPUs"
+            needed = f"with {devices} GPUs for each it needs {count * devices}"
             raise InvalidArgument("data_parallel_size", count, f"{needed}; {len(gpus)} are visible")
         each = [gpus[i * devices : (i + 1) * devices] for i in range(count)]
         return [Place({VISIBLE: ",".join(own)}) for own in each]

@@ -166,3 +166,10 @@ def test_the_table_of_programs(platform: str) -> None:
     if platform == "cpu":
         [loaded] = numbers("docs/service/index.md", r"0 programs compiled, (\d+) loaded")
         assert loaded == sum(counts) + sum(kind.key is str and kind.name not in OPTIONAL for kind in KINDS)
+
+
+def test_every_finding_is_described() -> None:
+    sources = "".join(path.read_text() for path in (ROOT / "jengine/insight/explanations").glob("*.py"))
+    page = (ROOT / "docs/design/insight.md").read_text()
+    described = {*re.findall(r"^\| (\w+) \|", page, re.M)} - {"finding"}
+    assert described == {*re.findall(r"\bFinding\(\s*\"(\w+)\"", sources)}

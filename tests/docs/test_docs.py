@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import api_index
 import docs_pages
 import openai
 import pytest
@@ -60,7 +61,8 @@ ids = {"ids": name_of}
 
 
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    # not --quiet, which hides warnings from --strict too
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True
     )
@@ -69,8 +71,43 @@ def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
 
 
 def test_the_api_has_every_public_name() -> None:
-    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("api*.md"))
-    assert set(re.findall(r"^::: jengine\.(\w+)$", pages, re.M)) == {*jengine.__all__} - ALIASES
+    pages = api_index.pages()
+    assert {*pages} == {*api_index.PAGES.glob("*.md")} - {api_index.PAGES / "index.md"}
+    found = [name for page in pages for name in api_index.entries(page)]
+    assert len({*found}) == len(found)
+    assert {name for name in found if "." not in name} == {*jengine.__all__} - ALIASES
+    assert max(len(api_index.entries(page)) for page in pages) <= 20
+    for of in (LLM, AsyncLLM):
+        text = "\n".join(page.read_text() for page in pages)
+        listed = re.findall(rf"^::: jengine\.{of.__name__}\n.*members: \[(.*)\]", text, re.M)[0].split(", ")
+        apart = [name.partition(".")[2] for name in found if name.startswith(f"{of.__name__}.")]
+        public = [name for name, _ in inspect.getmembers(of, _has_text) if not name.startswith("_")]
+        assert sorted([*listed, *apart]) == sorted(public)
+
+
+def _has_text(member: object) -> bool:
+    return inspect.isfunction(member) or inspect.ismethod(member) or isinstance(member, property)
+
+
+def test_the_newest_release_is_the_version_that_the_code_reports() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    releases = re.findall(r"^## (\d+)\.(\d+)\.(\d+), (\d{4}-\d\d-\d\d)$", text, re.M)
+    assert releases == sorted(releases, reverse=True)
+    assert ".".join(releases[0][:3]) == jengine.__version__
+    assert (
+        re.findall(r"^## (.*)$", text, re.M)[0] == "Unreleased" and text.count("\n## ") == len(releases) + 1
+    )
+    assert {*re.findall(r"^### (.*)$", text, re.M)} <= {
+        "Added",
+        "Changed",
+        "Deprecated",
+        "Removed",
+        "Fixed",
+        "Security",
+    }
+    for file in (ROOT / "serving" / "deploy").rglob("kustomization.yaml"):
+        for tag in re.findall(r"newTag: (\S+)", file.read_text()):
+            assert tag.removesuffix("-cuda") == jengine.__version__
 
 
 @pytest.mark.parametrize("of, sections", [

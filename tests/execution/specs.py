@@ -11,7 +11,8 @@ from jengine.execution.kinds import Key, kind_of
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import DRAFT_HEADS, build
 from jengine.models.config import ModelConfig
-from jengine.parallel.mesh import make_mesh
+from jengine.parallel.layout import Layout
+from jengine.parallel.mesh import make_mesh, stage_meshes
 from jengine.table.program_table import ProgramTable
 from tests.golden.weights import VARIANTS
 
@@ -33,14 +34,18 @@ def make_spec(
     host_pages: int = 0,
     num_states: int = 20,
     draft: str | None = None,
+    expert_parallel: bool = False,
+    ranks: int = 1,
 ) -> ExecutionSpec:
     """draft: variant of a draft model, or name of the variant's head; it proposes four tokens."""
     # one of each kind, all with samplers of 16 rows
     table = ProgramTable((16,), (8,), (1,), 32, page_buckets, drafts=4 if draft else 0)
-    model = build(model_config(VARIANTS[variant]), dtype, 192, quantization, devices)
+    layout = Layout(data=ranks, tensor=devices, expert_parallel=expert_parallel)
+    config = model_config(VARIANTS[variant])
+    model = build(config, dtype, 192, quantization, devices, expert_shards=layout.expert_shards)
     spec = ExecutionSpec(
         model=model,
-        mesh=make_mesh(devices),
+        mesh=make_mesh(devices) if ranks == 1 else stage_meshes(layout)[0],
         table=table,
         max_model_len=192,
         max_slots=16,

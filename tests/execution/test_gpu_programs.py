@@ -137,17 +137,15 @@ QWEN3_30B_A3B = {
 }
 
 
-def check_experts_on_hopper(quantization: str | None) -> None:
-    """The experts of a layer of Qwen3-30B-A3B. XLA's own form multiplied by all experts, and transposed their
-    weights.
-    """
-    options = {"max_num_batched_tokens": 136} | ({"quantization": quantization} if quantization else {})
-    spec = described("h200", model=QWEN3_30B_A3B, **options)
+def check_experts_on_hopper(quantization: str | None, devices: int = 1) -> None:
+    """A layer of Qwen3-30B-A3B. XLA's own form multiplied by all experts, and transposed their weights."""
+    how: Any = {"quantization": quantization, "enable_expert_parallel": devices > 1}
+    spec = described("h200", devices, QWEN3_30B_A3B, max_num_batched_tokens=136, **how)
     config, most = spec.model.config, spec.table.trunks()[-1]
     experts = config.part(MixtureOfExperts)
     assert most.tiles == 2
     for key in (TrunkKey(8, 0), most):
-        compiled, thunks = compiled_with_thunks(lower(spec, key), UNTUNED)
+        compiled, thunks = compiled_with_thunks(lower(spec, key), {**gpu_options(spec), **UNTUNED})
         text, memory = compiled.as_text(), compiled.memory_analysis()
         assert text is not None and memory is not None
         # attention's two weights are read as stored too; fp8 quantizes rows before each
@@ -161,19 +159,21 @@ def check_experts_on_hopper(quantization: str | None) -> None:
         # XLA converts eight-bit weights that all tokens share
         assert quantization or memory.temp_size_in_bytes <= 2 * activations
         assert len(thunks) == 1, "all of it in a command buffer"
-        moved = re.findall(
-            r"= \S*\[128,(?:768,2|1536|2048),\d+\]\S* (?!parameter|bitcast|get-tuple-element)(\S+)\(", text
-        )
+        shapes = rf"{128 // devices},(?:768,2|1536|2048),\d+"
+        moved = re.findall(rf"= \S*\[{shapes}\]\S* (?!parameter|bitcast|get-tuple-element)(\S+)\(", text)
         assert not moved, "expert weights are read as they lie"
 
 
+MORE = [("int8", 1), ("fp8", 1), (None, 4), ("int4", 4)]
+
+
 @pytest.mark.parametrize(
-    "quantization", [None, *(pytest.param(kind, marks=pytest.mark.full) for kind in ("int8", "fp8"))]
+    ("quantization", "devices"), [(None, 1), *(pytest.param(*one, marks=pytest.mark.full) for one in MORE)]
 )
 def test_on_hopper_experts_take_what_their_rows_take(
-    on_hopper: Callable[..., None], quantization: str | None
+    on_hopper: Callable[..., None], quantization: str | None, devices: int
 ) -> None:
-    on_hopper(check_experts_on_hopper, quantization)
+    on_hopper(check_experts_on_hopper, quantization, devices)
 
 
 def check_four_bit_experts_on_hopper() -> None:

@@ -28,6 +28,7 @@ def test_each_row_lies_once_in_a_block_of_its_group(count: int, rows: int, seed:
         jax.tree.map(np.asarray, jax.jit(grouped, static_argnums=1)(chosen, count)),
         block_rows(rows, count),
     )
+    assert groups.block == block
     assert groups.row[groups.place].tolist() == list(range(rows))
     assert groups.owner[groups.place].tolist() == chosen.tolist()
     covered: dict[int, int] = {}
@@ -41,6 +42,19 @@ def test_each_row_lies_once_in_a_block_of_its_group(count: int, rows: int, seed:
     assert (np.bincount(chosen, minlength=count) == 0).tolist() == (groups.size == 0).tolist(), (
         "nothing is read of other groups"
     )
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from([1, 3, 16]), st.sampled_from([1, 4, 40]), st.integers(0, 2**32))
+def test_rows_of_groups_that_are_not_here_have_no_place(count: int, rows: int, seed: int) -> None:
+    chosen = np.minimum(np.random.default_rng(seed).integers(0, 4 * count, rows), count)
+    groups = jax.tree.map(np.asarray, jax.jit(grouped, static_argnums=(1, 2))(chosen, count, 4 * count))
+    here = chosen < count
+    assert groups.block == block_rows(rows, 4 * count)
+    assert groups.row[groups.place[here]].tolist() == np.flatnonzero(here).tolist()
+    assert (groups.place[~here] == len(groups.row)).all()
+    assert groups.length.sum() * GRID == groups.size.sum() < here.sum() + GRID * count
+    assert (np.bincount(chosen[here], minlength=count) == 0).tolist() == (groups.size == 0).tolist()
 
 
 # kind, dtype, rows of each group, out, in

@@ -17,7 +17,8 @@ from jengine.checkpoints import load, read_config
 from jengine.execution.programs import CompilerOptions
 from jengine.models import FAMILIES, Params, build
 from jengine.parallel.collectives import TENSOR
-from jengine.parallel.mesh import make_mesh, shard_mapped
+from jengine.parallel.layout import Layout
+from jengine.parallel.mesh import shard_mapped, stage_meshes
 from tests.compiling import QUICK
 from tests.golden.weights import VARIANTS, Golden, max_model_len, write_model
 from tests.models.dense import DenseCausal
@@ -28,12 +29,24 @@ SHIPPED: CompilerOptions = {}  # XLA's defaults, as in execution/programs.py for
 
 
 def differences(
-    variant: str, folder: Path, tensor_parallel_size: int = 1, *, options: CompilerOptions = QUICK
+    variant: str,
+    folder: Path,
+    tensor_parallel_size: int = 1,
+    *,
+    options: CompilerOptions = QUICK,
+    expert_parallel: bool = False,
 ) -> list[float]:
     """Maximum difference of logits from the recorded ones, for each prompt. Also checks the greedy tokens."""
-    golden, mesh = Golden.read(variant), make_mesh(tensor_parallel_size)
+    layout = Layout(tensor=tensor_parallel_size, expert_parallel=expert_parallel)
+    golden, [mesh] = Golden.read(variant), stage_meshes(layout)
     write_model(folder, variant)
-    model = build(read_config(folder), "float32", max_model_len(variant), shards=tensor_parallel_size)
+    model = build(
+        read_config(folder),
+        "float32",
+        max_model_len(variant),
+        shards=layout.tensor,
+        expert_shards=layout.expert_shards,
+    )
     params = load(folder, model, mesh, progress=False)
     texts = [np.concatenate([case.prompt, case.tokens[:-1]]) for case in golden.cases]
     sequence = np.repeat(np.arange(len(texts)), [len(text) for text in texts])

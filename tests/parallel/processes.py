@@ -1,9 +1,12 @@
-"""One of two processes that share a model: python -m tests.parallel.processes FOLDER PORT PROCESS ACT.
+"""One of several processes that share a model: python -m tests.parallel.processes FOLDER PORT PROCESS ACT
+[OPTIONS], with a JSON object of options.
 
 ACT answers: process 0 prints a JSON line of what `answers` returns and ends. ACT wait: process 0 starts
 requests that are never done, prints a line once each has a token, and a JSON line of how they ended. ACT
 widen:FILE: process 1 compiles nothing in the background until there is such a file, which process 0 makes
-once it has all programs itself; it prints a JSON line of what `widened` returns.
+once it has all programs itself; it prints a JSON line of what `widened` returns. ACT
+experts:N,VARIANT: one of N processes that share experts; process 0 prints a JSON line of what `greedy`
+returns.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jengine import LLM, AsyncLLM, EngineConfig, EngineDead, SamplingParams, follow
+from jengine import LLM, AsyncLLM, EngineConfig, EngineDead, SamplingParams, follow, start_engine
 from jengine.execution import programs
 from jengine.execution.kinds import DeviceCall, call_kind
 from jengine.scheduling.costs.step_costs import SwapCosts
-from tests.engine.running import limit_pages
+from tests.engine.running import SMALL, limit_pages, run
+from tests.golden.weights import Golden, max_model_len
 
 PROMPTS = [[1, 2, 3], list(range(4, 90)), [7] * 20]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, detokenize=False)
@@ -122,21 +126,35 @@ def hold_back(file: Path) -> None:
     programs.compile_all = held_back
 
 
-def main(model: str, port: str, process: str, act: str) -> None:
+def greedy(config: EngineConfig, variant: str) -> list[list[int]]:
+    """The tokens that follow a variant's prompts."""
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
+    engine, _ = start_engine(config, progress=False)
+    cases = Golden.read(variant).cases
+    return [answer.tokens for answer in run(engine, [(case.prompt.tolist(), params) for case in cases])]
+
+
+def main(model: str, port: str, process: str, act: str, more: str = "{}") -> None:
     shared = {
         "tensor_parallel_size": 4,
         "coordinator": f"127.0.0.1:{port}",
         "num_processes": 2,
         "process_id": int(process),
     }
-    options = {**OPTIONS, **shared}
+    options = {**OPTIONS, **shared, **json.loads(more)}
     act, _, file = act.partition(":")
+    if act == "experts":
+        count, variant = file.split(",")
+        how = {"num_processes": int(count), "enable_expert_parallel": True, "dtype": "float32"}
+        options = {**SMALL, **shared, **how, "max_model_len": max_model_len(variant)}
     if act == "widen":
         options |= {"max_num_seqs": 16, "max_num_batched_tokens": 80, "cache_dir": str(Path(file).parent)}
         if options["process_id"]:
             hold_back(Path(file))
     if options["process_id"]:
         follow(EngineConfig.of(model, options), progress=False)
+    elif act == "experts":
+        print(json.dumps(greedy(EngineConfig.of(model, options), variant)), flush=True)
     elif act == "answers":
         llm = LLM(model, progress=False, **options)
         print(json.dumps(answers(llm)), flush=True)

@@ -35,7 +35,10 @@ def run(marker: str, timeout: int, only: str = "") -> None:
         f"--timeout={timeout}",
         "tests/parallel/many_devices.py",
         "tests/parallel/adapters_on_devices.py",
+        "tests/parallel/experts_on_devices.py",
+        "tests/parallel/ranks_on_devices.py",
         "tests/parallel/weights_on_devices.py",
+        "tests/parallel/stages_on_devices.py",
     ]
     result = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-20000:] + result.stderr[-2000:]
@@ -46,7 +49,7 @@ def of_family(variant: str) -> str:
     return f"[{variant}- or [{variant}]"
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_on_eight_devices() -> None:
     run("not full", 500)
 

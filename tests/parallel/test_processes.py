@@ -1,4 +1,4 @@
-"""Two real processes with two devices each that share a model."""
+"""Two real processes with two devices each that share a model, or four with one."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 
 from jengine import LLM, EngineConfig, InvalidArgument, follow, start_engine
 from tests.compiling import QUICK_PROCESS, quickly_compiled
+from tests.golden.weights import Golden, write_model
 from tests.parallel.processes import OPTIONS, PROMPTS, answers
 
 ROOT = Path(__file__).parent.parent.parent
@@ -23,13 +24,22 @@ SECONDS = 5.0  # in which every request ends after a process did
 
 
 @contextmanager
-def two(folder: Path, act: str) -> Iterator[list[subprocess.Popen[str]]]:
+def processes_of(
+    folder: Path, act: str, count: int = 2, devices: int = 4, **options: object
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """So many processes, with so many devices together."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", **QUICK_PROCESS}
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices // count),
+        **QUICK_PROCESS,
+    }
+    more = json.dumps({**options, "num_processes": count})
     commands = [
-        [sys.executable, "-m", "tests.parallel.processes", str(folder), port, process, act]
-        for process in "01"
+        [sys.executable, "-m", "tests.parallel.processes", str(folder), port, str(process), act, more]
+        for process in range(count)
     ]
     started = [
         subprocess.Popen(
@@ -60,7 +70,7 @@ def test_they_give_the_tokens_of_one(text_model: Path) -> None:
     """
     with quickly_compiled(), LLM(text_model, progress=False, **OPTIONS) as llm:
         alone = answers(llm)
-    with two(text_model, "answers") as processes:
+    with processes_of(text_model, "answers") as processes:
         together = json.loads(line(processes[0], "[["))
         for tokens, hits, calls, swapped in (alone, together):
             assert len(tokens) == 5 * len(PROMPTS) + 6 and hits > 100 and swapped
@@ -69,9 +79,36 @@ def test_they_give_the_tokens_of_one(text_model: Path) -> None:
         assert [process.wait(60) for process in processes] == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("count", "stages", "tensor"),
+    [(2, 2, 1), *(pytest.param(*one, marks=pytest.mark.full) for one in ((2, 2, 2), (4, 4, 1), (4, 2, 2)))],
+)
+def test_stages_in_processes_of_their_own(count: int, stages: int, tensor: int, text_model: Path) -> None:
+    """Hidden states and tokens pass between processes; a stage may itself lie in several."""
+    model = text_model if stages == 2 else Path("demo")  # which has four layers
+    with quickly_compiled(), LLM(model, progress=False, **OPTIONS) as llm:
+        alone = answers(llm)
+    parallel = {"pipeline_parallel_size": stages, "tensor_parallel_size": tensor}
+    with processes_of(model, "answers", count, stages * tensor, **parallel) as processes:
+        together = json.loads(line(processes[0], "[["))
+        assert together[0] == alone[0] and together[3]
+        assert [process.wait(60) for process in processes] == [0] * count
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("variant", ["qwen3_moe", "deepseek_v3"])
+def test_they_share_experts(variant: str, count: int, tmp_path: Path) -> None:
+    write_model(tmp_path, variant)
+    with processes_of(tmp_path, f"experts:{count},{variant}", count) as processes:
+        tokens = json.loads(line(processes[0], "[["))
+        assert tokens == [case.tokens.tolist() for case in Golden.read(variant).cases]
+        assert [process.wait(60) for process in processes] == [0] * count
+
+
 @pytest.mark.full
 def test_a_program_is_ready_when_every_process_has_it(text_model: Path, tmp_path: Path) -> None:
-    with two(text_model, f"widen:{tmp_path / 'go'}") as processes:
+    with processes_of(text_model, f"widen:{tmp_path / 'go'}") as processes:
         before, after = json.loads(line(processes[0], "[["))
         ready, total, rows, complete = before
         assert ready < total and rows == 8 and not complete
@@ -79,8 +116,12 @@ def test_a_program_is_ready_when_every_process_has_it(text_model: Path, tmp_path
         assert [process.wait(60) for process in processes] == [0, 0]
 
 
-def test_every_request_ends_when_one_of_them_dies(text_model: Path) -> None:
-    with two(text_model, "wait") as processes:
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, marks=pytest.mark.full)],
+)
+def test_every_request_ends_when_one_of_them_dies(options: dict[str, int], text_model: Path) -> None:
+    with processes_of(text_model, "wait", **options) as processes:
         line(processes[0], "running")
         killed = time.time()
         processes[1].kill()
@@ -93,7 +134,7 @@ def test_every_request_ends_when_one_of_them_dies(text_model: Path) -> None:
 
 
 def test_the_others_end_when_process_0_dies(text_model: Path) -> None:
-    with two(text_model, "wait") as processes:
+    with processes_of(text_model, "wait") as processes:
         line(processes[0], "running")
         processes[0].kill()
         # 1, or an abort: JAX's coordinator was in process 0, and may be missed first

@@ -28,7 +28,8 @@ from tests.scheduling.strict_device import Loop
 RUNS, REQUESTS = 100, 50
 # fields that are newer than the digests, where they ask for nothing
 UNUSED = re.compile(
-    r", (adapted=0|lora=0|loras=\[\]|turns=None|after=0|ahead=None|thinking_token_budget=None)(?=[,)])"
+    r", (adapted=0|lora=0|loras=\[\]|turns=None|after=0|ahead=None|overtakes=0|thinking_token_budget=None)"
+    r"(?=[,)])"
 )
 RECORDED = Path(__file__).with_name("plan_digests.json")
 WINDOWS = [(None,), (None,), (5,), (None, 3), (None, 6, 6), (1, 9)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from functools import partial
 
 from msgspec import structs
@@ -26,27 +26,16 @@ from jengine.core.updates import ScoredToken
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.step_plan import SlotReset, Span, StepPlan, Tokens
+from jengine.scheduling.step_plan import Span, StepPlan, Tokens
 from jengine.table.program_table import MOST_DRAFTS, VARIANTS, BurstKey, ProgramTable, sampler_variant
 from jengine.table.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
 from tests.scheduling.answers import EOS, alone, beams_alone, found_after, next_token
 from tests.scheduling.host_memory import Content, HostMemory
 from tests.scheduling.plan_checks import check_drafting, check_plan
+from tests.scheduling.slot import Slot
 from tests.scheduling.state_memory import StateMemory
 
 FULL = (GroupPages(),)
-
-
-@dataclass
-class Slot:
-    """A slot's state. Its block tables, by cache group, are cleared on reset, so stale entries are
-    detected.
-    """
-
-    reset: SlotReset
-    tables: list[dict[int, int]]
-    tokens: list[int] = field(default_factory=list)  # whose keys and values are in the cache
-    last: tuple[int, int] | None = None  # the token that the next row reads, and its position
 
 
 class StrictDevice:
@@ -82,10 +71,13 @@ class StrictDevice:
         self.propose: Callable[[Sequence], List[int]] = lambda _: ()
         self.ready: set[TableKey] = {*table.all_keys()}
         self.host = HostMemory(self._page, self._set_page)
+        self.through_host = False  # whether rows bring their tokens along
+        self._step = self._needed = 0  # numbers of this step, and of the last one whose samples it may read
 
     def run(self, plan: StepPlan) -> tuple[Tokens, dict[int, ScoredToken]]:
         """Runs a plan. Returns the tokens of every sample, and the candidates of beams."""
         rows, decoding = check_plan(self, plan), len(plan.spans) - plan.prompts
+        self._needed, self._step = self._step - plan.overtakes, self._step + 1
         self._take_updates(plan)
         if plan.steps > 1:
             return self._run_burst(plan), {}
@@ -107,7 +99,7 @@ class StrictDevice:
                     assert span.length == 1
                     self.slots[span.slot].tokens = sequence.tokens[: span.start]
                 else:
-                    assert self.table.batch_invariant
+                    assert self.table.batch_invariant or self.through_host
                     self.repeated += span.length
             self._write(spans[i], tokens, plan.trunk.pages)
         # a span on rows may follow one of its sequence in tiles
@@ -172,6 +164,7 @@ class StrictDevice:
         slot = self.slots[span.slot]
         assert slot.last is not None, "a decode row without a token to start from"
         assert slot.last[1] == span.start, "a wrong position"
+        assert slot.step <= self._needed or slot.step == self._step, "a token that has not come yet"
         return slot.last
 
     def _sample(self, slot: Slot, position: int) -> int:
@@ -180,7 +173,7 @@ class StrictDevice:
         token = next_token(
             reset.seed, reset.sample_index, slot.tokens, reset.params, reset.prompt_len, reset.stop_token_ids
         )
-        slot.last = token, position
+        slot.last, slot.step = (token, position), self._step
         return token
 
     def _verify(self, span: Span, page_bucket: int) -> list[int]:
@@ -305,8 +298,7 @@ class Loop:
     """
 
     def __init__(self, *, max_model_len: int, tile_size: int, page_size: int, num_pages: int,
-        max_num_seqs: int,
-                 max_num_batched_tokens: int, page_buckets: tuple[int, ...] = (0,),
+                 max_num_seqs: int, max_num_batched_tokens: int, page_buckets: tuple[int, ...] = (0,),
                  groups: List[GroupPages] = FULL,
                  invariant_tiles: int = 0, num_states: int = 0, prompt_rows: bool = False, drafts: int = 0,
                  **options: object) -> None:  # fmt: skip
@@ -336,6 +328,7 @@ class Loop:
         if not prompt_rows:
             self.scheduler.rows_or_tiles.most = 0
         self.device = StrictDevice(table, **pages, **limits)  # type: ignore[arg-type]
+        self.device.through_host = self.scheduler.cohorts.through_host
         self.max_model_len = max_model_len
         self.sequences: list[Sequence] = []
         self.outputs: dict[Sequence, list[int]] = {}
@@ -437,7 +430,8 @@ class Loop:
             self.dispatched.append((plan, *self.device.run(plan)))
         self.check()
         self.exhausted |= self.scheduler.blocks.owned == self.scheduler.blocks.capacity
-        self._collect_all_but(0 if plan is None else ahead)
+        one_by_one = max(len(self.dispatched) - 1, 0) if self.scheduler.cohorts.stages > 1 else 0
+        self._collect_all_but(one_by_one if plan is None else ahead)
         return plan is not None
 
     def _collect_all_but(self, left: int) -> None:

@@ -60,6 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_rows=st.booleans(),
         right=st.sampled_from([None, None, 0.0, 0.6, 1.0]),
         how_many_drafts=st.sampled_from([all_of_them, most_a_second]),
+        stages=st.sampled_from([1, 1, 2, 3]),
     )
     def start(
         self,
@@ -88,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_rows,
         right,
         how_many_drafts,
+        stages,
     ):
         if more_states is not None:
             host_pages = invariant_tiles = 0  # refused with recurrent states
@@ -113,7 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_caching=prefix_caching,
             costs=None if costs is None else random_costs(costs),
             invariant_tiles=invariant_tiles,
-            num_scheduler_steps=steps if tile_size == 8 and not invariant_tiles else 1,
+            num_scheduler_steps=steps if tile_size == 8 and not invariant_tiles and stages == 1 else 1,
             host_pages=host_pages if prefix_caching else 0,
             staged=staged,
             num_states=0 if more_states is None else max(1 + max_num_seqs + more_states, 3) + draft_states,
@@ -121,6 +123,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt_rows=prompt_rows and more_states is None and not invariant_tiles,
             drafters=() if right is None else [knowing(right, max_model_len)],
             how_many_drafts=how_many_drafts,
+            stages=stages,
         )
         if few:
             self.loop.begin_with_few()
@@ -194,7 +197,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def programs_become_ready(self, count):
         self.loop.get_more(count)
 
-    @rule(ahead=st.integers(0, 2), steps=st.integers(1, 8))
+    @rule(ahead=st.integers(0, 3), steps=st.integers(1, 8))
     def step(self, ahead, steps):
         for _ in range(steps):
             self.loop.step(ahead)

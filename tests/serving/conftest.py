@@ -92,7 +92,7 @@ def serve_mock(
     name: str = "mock",
     server: dict[str, Any] | None = None,
     defaults: SamplingParams | None = None,
-    pages: PagesInfo = NO_PAGES,
+    exchange: PagesInfo = NO_PAGES,
     **engine_options: Any,
 ) -> Iterator[MockServer]:
     """`serve_mock` takes options of ServerConfig and MockEngine, the model's name, its default sampling
@@ -106,7 +106,7 @@ def serve_mock(
         devices="1 mock",
         mesh={"tensor": 1},
         has_chat_template=True,
-        pages=pages,
+        pages=exchange,
     )
     metrics = PrometheusMetrics(name, lambda: engine.load, lambda: 0)
     started, box = threading.Event(), []

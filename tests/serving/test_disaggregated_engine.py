@@ -197,8 +197,8 @@ def test_every_request_ends_once_whoever_is_killed_when(text_model: Path, seed: 
             "kv_transfer_config=.* must be None with prefill_engines",
         ),
         (
-            {"prefill_engines": 0, "data_parallel_size": 2},
-            {"kv_transfer_config": {"kv_connector": "sockets"}},
+            {"prefill_engines": 0},
+            {"data_parallel_size": 2, "kv_transfer_config": {"kv_connector": "sockets"}},
             "data_parallel_size=2: must be 1 with kv_connector=sockets",
         ),
     ],

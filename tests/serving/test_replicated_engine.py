@@ -143,7 +143,7 @@ def test_replicas_have_gpus_or_cpus_of_their_own(monkeypatch: pytest.MonkeyPatch
         {"CUDA_VISIBLE_DEVICES": "4,5"},
         {"CUDA_VISIBLE_DEVICES": "6,7"},
     ]
-    with pytest.raises(InvalidArgument, match=r"size=3: with tensor_parallel_size=2 it needs 6"):
+    with pytest.raises(InvalidArgument, match=r"size=3: with 2 GPUs for each it needs 6"):
         places.places(3, devices=2)
     monkeypatch.setattr(places, "_gpus", list)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 5, 7}, raising=False)
@@ -183,8 +183,8 @@ def test_a_process_stays_on_its_cpus() -> None:
     ],
 )
 def test_what_replicas_cannot_have_is_refused(option: dict[str, Any]) -> None:
-    server, [name] = ServerConfig(data_parallel_size=2), [*option]
+    [name] = [*option]
     with pytest.raises(InvalidArgument, match=f"data_parallel_size=2: must be 1 with {name}"):
-        maker(server, EngineConfig.of("demo", option))
+        maker(ServerConfig(), EngineConfig.of("demo", {"data_parallel_size": 2, **option}))
     with pytest.raises(InvalidArgument, match="data_parallel_size=0: must be a whole number, at least 1"):
-        ServerConfig(data_parallel_size=0)
+        EngineConfig(data_parallel_size=0)

@@ -22,6 +22,7 @@ from jengine.devices.cpu_threads import limit_cpu_threads
 from jengine.devices.device_defaults import sizes
 from jengine.devices.device_spec import DeviceSpec, device_spec
 from jengine.engine.model_source import ModelSource
+from jengine.engine.pipeline_shapes import refuse_stages
 from jengine.engine.shapes import describe
 from jengine.execution.cache_folders import cache_root
 from jengine.execution.kinds import KINDS, Key
@@ -81,6 +82,9 @@ def describe_for(config: EngineConfig, target: str | None) -> ExecutionSpec:
         InvalidArgument: unknown target, or a missing package that it needs; or see `shapes.describe`.
     """
     limit_cpu_threads(config.cpu_threads)
+    if config.layout.data > 1:
+        limit = "must be 1: programs of several ranks are compiled at the start"
+        raise InvalidArgument("data_parallel_size", config.data_parallel_size, limit)
     if target is not None:
         check_target(target)
     try:
@@ -103,6 +107,7 @@ def describe_on(config: EngineConfig, mesh: Mesh) -> ExecutionSpec:
     Raises:
         The errors of `shapes.describe`.
     """
+    refuse_stages(config, "plans and programs that are compiled ahead")
     root, source = cache_root(config.cache_dir), ModelSource.without_weights(config)
     options, own = source.complete(config), source.config
     spec = describe(options, own, mesh, root, source.draft_config, source.vision)

@@ -26,7 +26,8 @@ from jengine.capacity.planning.fitting import MORE_MEMORY, Fitting, Room, what_f
 from jengine.capacity.planning.report import Plan, Rate
 from jengine.capacity.planning.roofline import Formats, bound, decode, kv_token_bytes, prefill
 from jengine.checkpoints.weights import num_bytes
-from jengine.core.config import FOUR_BITS, EngineConfig
+from jengine.core.config import EngineConfig
+from jengine.core.four_bits import FOUR_BITS
 from jengine.devices.device_defaults import sizes
 from jengine.devices.device_spec import DeviceSpec, device_spec
 from jengine.execution.kernels import kernels_refused
@@ -37,7 +38,8 @@ from jengine.execution.programs import program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import QUANTIZATIONS
 from jengine.models.cache import places
-from jengine.parallel.collectives import TENSOR
+from jengine.parallel.collectives import DATA, TENSOR
+from jengine.parallel.layout import Layout
 from pallas_kernels.weights import is_weight
 
 CONTEXTS = 1024, 8192  # tokens per sequence, in addition to max_model_len
@@ -75,7 +77,7 @@ def make_plan(
         check_target(device.target or device.name)
         spec = describe_for(config, device.target)
     else:
-        spec = _describe(config, device)
+        spec = described(config, device)
     table = spec.table
     contexts = sorted({min(context, spec.max_model_len) for context in CONTEXTS})
     built = _compiled(config, spec, progress) if exact else []
@@ -112,8 +114,8 @@ def make_plan(
     )
 
 
-def _describe(config: EngineConfig, device: DeviceSpec) -> ExecutionSpec:
-    return describe_on(config, _mesh(device, config.tensor_parallel_size))
+def described(config: EngineConfig, device: DeviceSpec) -> ExecutionSpec:
+    return describe_on(config, _mesh(device, config.layout))
 
 
 def _room(
@@ -135,7 +137,7 @@ def _what_fits(
     def room(changed: EngineConfig) -> Room:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the plan has already shown them
-            spec = _describe(changed, device)
+            spec = described(changed, device)
         memory, pages = _room(changed, spec, device, estimated(spec))
         return Room(pages * memory.page, max(pages - 1, 0) * spec.page_size)
 
@@ -144,9 +146,13 @@ def _what_fits(
     )
 
 
-def _mesh(device: DeviceSpec, count: int) -> Mesh:
+def _mesh(device: DeviceSpec, layout: Layout) -> Mesh:
+    """Of a stage."""
+    axes = {DATA: layout.data, TENSOR: layout.tensor} if layout.data > 1 else {TENSOR: layout.tensor}
+    count = layout.stage_devices
     devices = np.array([TargetDevice(i, device.name, device.capability) for i in range(count)], object)
-    return Mesh(devices, (TENSOR,), axis_types=(AxisType.Auto,))
+    shape = tuple(axes.values())
+    return Mesh(devices.reshape(shape), tuple(axes), axis_types=(AxisType.Auto,) * len(shape))
 
 
 def _compiled(config: EngineConfig, spec: ExecutionSpec, progress: bool) -> list[Compiled]:

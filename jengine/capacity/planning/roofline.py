@@ -86,12 +86,12 @@ def mean_seen(model: Model, prompt: int) -> dict[int, float]:
     return {layer: window - window**2 / (2 * prompt) for layer, window in seen(model, prompt).items()}
 
 
-def _operations(model: Model, attended: dict[int, float]) -> float:
+def cached_operations(model: Model, attended: dict[int, float]) -> float:
     """Operations of a token on what is cached, over all layers."""
     return sum(entry.operations * attended.get(layer, 1) for layer, entry in enumerate(model.entries))
 
 
-def _read(model: Model, formats: Formats, attended: dict[int, float]) -> float:
+def cached_bytes(model: Model, formats: Formats, attended: dict[int, float]) -> float:
     """Bytes of cached tokens that are read for a query. Each layer reads keys and values, shared ones too."""
     sizes = {layer: sum(array.elements for array in model.entries[layer].arrays) for layer in attended}
     kept = sum(size for layer, size in sizes.items() if model.entries[layer].reads in (None, layer))
@@ -107,9 +107,9 @@ def decode(model: Model, formats: Formats, batch: int, context: int) -> StepWork
     )
     return StepWork(
         products=2 * batch * (layers + elements.head) / formats.devices,
-        attention=batch * _operations(model, attended) / formats.devices,
+        attention=batch * cached_operations(model, attended) / formats.devices,
         read=met * formats.weight_bytes / formats.devices
-        + batch * (_read(model, formats, attended) + 2 * formats.state_bytes),
+        + batch * (cached_bytes(model, formats, attended) + 2 * formats.state_bytes),
         sent=_sent(model, formats, batch),
     )
 
@@ -128,9 +128,9 @@ def prefill(model: Model, formats: Formats, tokens: int, prompt: int) -> StepWor
     )
     return StepWork(
         products=2 * (tokens * layers + tokens / prompt * elements.head) / formats.devices,
-        attention=tokens * _operations(model, attended) / formats.devices,
+        attention=tokens * cached_operations(model, attended) / formats.devices,
         read=met * formats.weight_bytes / formats.devices
-        + max(1.0, tokens / prompt) * (_read(model, formats, attended) + 2 * formats.state_bytes),
+        + max(1.0, tokens / prompt) * (cached_bytes(model, formats, attended) + 2 * formats.state_bytes),
         sent=_sent(model, formats, tokens),
     )
 

@@ -125,6 +125,7 @@ class Setup:
                 "prefix_caching": config.enable_prefix_caching,
                 "host_pages": spec.host_pages,
                 "staged": spec.staged,
+                "stages": len(spec.stages),
                 "max_loras": config.max_loras if config.enable_lora else 0,
                 # simulated tokens say nothing about drafts
                 **options,
@@ -139,7 +140,11 @@ class Setup:
 
 
 def _pages(config: EngineConfig, spec: ExecutionSpec) -> int:
-    """Number of pages of an engine whose weights are on the device."""
+    """Number of pages of an engine whose weights are on the device, as many as fit in every stage."""
+    return min(_stage_pages(config, stage) for stage in spec.stages if stage.page_bytes)
+
+
+def _stage_pages(config: EngineConfig, spec: ExecutionSpec) -> int:
     pages = pages_that_fit(config, spec)
     if (
         spec.mesh.devices.flat[0].platform == "cpu"

@@ -39,7 +39,8 @@ class VirtualEngine:
 
     The host receives requests, plans a step and dispatches it, waits for the previous step, and collects
     that. The device begins a step when it has been dispatched and the previous one has finished. So host and
-    device work overlap.
+    device work overlap. In a pipeline, each stage does so, and takes the same time for a step; a step also
+    waits for the tokens that its rows read.
 
     Args:
         rows: requests of the trace to run, ascending.
@@ -79,10 +80,13 @@ class VirtualEngine:
         self._params = SamplingParams(temperature=0.0, ignore_eos=exact) if params is None else params
         self._params_of: dict[int, SamplingParams] = {}  # keyed by max_tokens
         self._overlap = overlap
-        self._fast_forward = fast_forward and exact and not scheduler.speculation.drafting
-        self._collect = self._steady.collect if exact else scheduler.collect
+        self._stages = scheduler.cohorts.stages
+        simple = exact and self._stages == 1
+        self._fast_forward = fast_forward and simple and not scheduler.speculation.drafting
+        self._collect = self._steady.collect if simple else scheduler.collect
         self._eos = () if exact else (END_TOKEN,)
-        self._free = self.now  # time at which the device has finished all dispatched steps
+        # times at which the stages have finished all dispatched steps; one stage is a whole device
+        self._free = [self.now] * self._stages
         self._in_flight: list[DispatchedStep] = []
         self._progress, self._ended = progress, 0
         # by sequence, the token that it generates, so that equal prompts diverge
@@ -178,15 +182,15 @@ class VirtualEngine:
             self._note_ended()
         if plan is None:
             if self._in_flight:
-                self._read_all_but(0)
+                self._read_all_but(len(self._in_flight) - 1)
             else:
                 self._wait()
             return None
         self._host(times.host(len(plan.spans), plan.trunk.tiles).plan)
         base = times.base(plan.trunk, plan.sampler) if plan.steps == 1 else times.burst(plan.burst)
-        self._device(times.device(base, plan.work) + swapping)
-        self._in_flight.append(DispatchedStep(plan, self._free))
-        self._read_all_but(1 if self._overlap else 0)
+        self._device(times.device(base, plan.work) + swapping, plan.overtakes)
+        self._in_flight.append(DispatchedStep(plan, self._free[-1]))
+        self._read_all_but(self._stages if self._overlap else self._stages - 1)
         return plan
 
     def _wait(self) -> None:
@@ -205,8 +209,12 @@ class VirtualEngine:
         self.now += seconds
         self.outcome.host_seconds += seconds
 
-    def _device(self, seconds: float) -> None:
-        self._free = max(self._free, self.now) + seconds
+    def _device(self, seconds: float, overtakes: int = 0) -> None:
+        at = self.now
+        if self._stages > 1 and len(self._in_flight) > overtakes:
+            at = max(at, self._in_flight[-1 - overtakes].done)
+        for stage, free in enumerate(self._free):
+            at = self._free[stage] = max(at, free) + seconds
         self.outcome.device_seconds += seconds
         self.outcome.steps += 1
 
@@ -322,9 +330,9 @@ class VirtualEngine:
             self._host(host.plan)
             self._device(seconds)
             if self._overlap:
-                read, self._in_flight[0] = self._in_flight[0].done, DispatchedStep(plan, self._free)
+                read, self._in_flight[0] = self._in_flight[0].done, DispatchedStep(plan, self._free[-1])
             else:
-                read = self._free
+                read = self._free[-1]
             self.now = max(self.now, read)
             steady.collected(self.now)
             self._host(host.collect)

@@ -15,7 +15,7 @@ from jengine.execution.spec import ExecutionSpec
 class Allocate(Kind[str]):
     """Allocates the cache and the slots, all zeros."""
 
-    name, while_serving = ALLOCATE, False
+    name, while_serving, joint = ALLOCATE, False, True
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
         both = spec.cache, spec.slots
@@ -26,4 +26,4 @@ class Allocate(Kind[str]):
         return Program("allocate", allocate, (), partitions(both), by_shard=False)
 
     def run(self, state: DeviceState, key: str, array: None) -> None:
-        state.cache, state.slots = state.programs[key]()
+        state.allocate()

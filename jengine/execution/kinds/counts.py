@@ -21,6 +21,7 @@ class AllocateCounts(Kind[str]):
     """Allocates the counts when a request first needs them."""
 
     name, while_serving = ALLOCATE_COUNTS, False
+    everywhere = False
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
         counts = spec.counts
@@ -40,6 +41,7 @@ class Count(Kind[str]):
     """Counts a chunk of a sequence's tokens; see logits.count_tokens."""
 
     name = "count"
+    everywhere = False
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
         return Program(
@@ -66,6 +68,7 @@ class Forget(CallKind[str]):
     """Frees the counts."""
 
     name = "forget"
+    everywhere = False
 
     def run(self, state: DeviceState, key: str, array: None) -> None:
         state.counts = None  # allocated again when needed

@@ -34,19 +34,25 @@ class DeviceCall(NamedTuple):
 
     Attributes:
         key: of the program; its kind documents `array`.
+        overtakes: of a trunk in a pipeline, see StepPlan.
     """
 
     key: Key
     array: np.ndarray | None = None
+    overtakes: int = 0
 
 
 class CallKind[K](ABC):
     """A kind of call. `name` names it between processes; `key` is the type of its keys, str if its only key
     is its name.
+
+    Attributes:
+        everywhere: whether all stages of a pipeline execute it, rather than the last one.
     """
 
     name: ClassVar[str]
     key: ClassVar[type] = str
+    everywhere: ClassVar[bool] = True
 
     @abstractmethod
     def run(self, state: DeviceState, key: K, array: Any) -> Any:
@@ -78,9 +84,13 @@ class Kind[K](CallKind[K]):
 
     Attributes:
         while_serving: whether programs of the kind run while the cache exists.
+        joint: whether ranks run programs of the kind together. Each rank runs others by itself.
+        uses_cache: whether others use the cache.
     """
 
     while_serving: ClassVar[bool] = True
+    joint: ClassVar[bool] = False
+    uses_cache: ClassVar[bool] = False
 
     def keys(self, spec: ExecutionSpec) -> Sequence[K]:
         """The keys that a table has."""

@@ -19,7 +19,7 @@ from jengine.table.ready_programs import ReadyPrograms
 class PageCopies(Kind[str]):
     """Copies pages of the shared pool, int32 [2, COPIES] of sources and targets."""
 
-    name = "copy"
+    name, uses_cache = "copy", True
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
         copy = make_copy(spec.mesh.devices.flat[0])

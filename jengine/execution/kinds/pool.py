@@ -22,6 +22,7 @@ class Pool(Kind[PoolKey]):
     """Pools the last trunk's tiles, with int32 [tiles, 2] of each tile's start and end."""
 
     name, key = "pool", PoolKey
+    everywhere = False
 
     def program(self, spec: ExecutionSpec, key: PoolKey) -> Program:
         args = spec.tiles(key.tiles), ints(spec, key.tiles, 2)

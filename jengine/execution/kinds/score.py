@@ -24,6 +24,7 @@ class Score(Kind[ScoreKey]):
     """
 
     name, key = "score", ScoreKey
+    everywhere = False
 
     def program(self, spec: ExecutionSpec, key: ScoreKey) -> Program:
         adapt = head_adapter_of(spec)

@@ -19,7 +19,7 @@ from jengine.table.ready_programs import ReadyPrograms
 class Spill(Kind[str]):
     """Copies pages to the host, int32 [2, SWAPS] of pages and host pages."""
 
-    name = "spill"
+    name, uses_cache = "spill", True
 
     def keys(self, spec: ExecutionSpec) -> Sequence[str]:
         return [self.name] if spec.host_pages else []
@@ -51,7 +51,7 @@ class Stage(CallKind[str]):
 class Fill(Kind[str]):
     """Copies staged pages into the cache, int32 [2, SWAPS] of places and pages."""
 
-    name = "fill"
+    name, uses_cache = "fill", True
 
     def keys(self, spec: ExecutionSpec) -> Sequence[str]:
         return [self.name] if spec.host_pages else []

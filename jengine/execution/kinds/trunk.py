@@ -7,9 +7,10 @@ from jax.sharding import PartitionSpec
 
 from jengine.execution.device_state import DeviceState
 from jengine.execution.draft import make_follow
-from jengine.execution.kinds.kind import Kind, Program, adapter_of, of_both_leaves, partitions
+from jengine.execution.kinds.kind import Kind, Program, adapter_of, of_both_leaves, of_leaves, partitions
 from jengine.execution.memory import trunk_temporaries
 from jengine.execution.spec import ExecutionSpec
+from jengine.execution.stage_trunk import make_stage_trunk
 from jengine.execution.trunk import make_trunk
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import MOST_STATES, TrunkKey
@@ -17,11 +18,15 @@ from jengine.table.ready_programs import ReadyPrograms
 
 
 class Trunk(Kind[TrunkKey]):
-    """Runs a step's packed batch, int32 [layout size]; see batch.BatchLayout."""
+    """Runs a step's packed batch, int32 [layout size]; see batch.BatchLayout. In a
+    pipeline, a stage's part of it.
+    """
 
-    name, key = "trunk", TrunkKey
+    name, key, joint = "trunk", TrunkKey, True
 
     def program(self, spec: ExecutionSpec, key: TrunkKey) -> Program:
+        if spec.model.stage is not None:
+            return self._of_stage(spec, key)
         device, invariant = spec.mesh.devices.flat[0], spec.table.batch_invariant
         trunk = make_trunk(
             spec.model,
@@ -39,7 +44,7 @@ class Trunk(Kind[TrunkKey]):
             sees=spec.images is not None,
         )
         own = spec.cache, spec.slots, spec.packed(key), *(() if spec.images is None else (spec.images.pool,))
-        out = partitions(spec.cache), *[PartitionSpec()] * 3
+        out = partitions(spec.cache), *[spec.by_rank] * 3
         name = f"trunk_{key.rows}_{key.tiles}_{key.pages}{f'_lora{key.adapted}' if key.adapted else ''}"
         stacks = (spec.stacks,) if key.adapted else ()
         first = 1 + len(stacks)
@@ -47,7 +52,25 @@ class Trunk(Kind[TrunkKey]):
             name, of_both_leaves(spec, trunk), (spec.both_leaves, *stacks, *own), out, (first, first + 1)
         )
 
+    def _of_stage(self, spec: ExecutionSpec, key: TrunkKey) -> Program:
+        trunk = make_stage_trunk(spec, key)
+        entering = () if spec.stage.first else (spec.entering(key),)
+        args = spec.leaves, spec.cache, spec.slots, spec.packed(key), *entering
+        out = partitions(spec.cache), *[PartitionSpec()] * (3 if spec.stage.last else 2)
+        name = f"trunk_{key.rows}_{key.tiles}_{key.pages}_stage{spec.stage.index}"
+        return Program(name, of_leaves(spec, trunk), args, out, (1, 2))
+
     def run(self, state: DeviceState, key: TrunkKey, array: np.ndarray) -> None:
+        stage = state.spec.stage
+        if not stage.last or not stage.first:
+            entering = () if stage.first else (state.entering,)
+            outs = state.programs[key](state.leaves, state.cache, state.slots, state.put(array), *entering)
+            state.cache, state.slots, *results = outs
+            if stage.last:
+                state.to_sample, state.tiles = results
+            else:
+                (state.leaving,) = results
+            return
         stacks = (state.stacks,) if key.adapted else ()
         own = state.cache, state.slots, state.put(array), *(() if state.pool is None else (state.pool,))
         outs = state.programs[key](state.both_leaves, *stacks, *own)

@@ -21,8 +21,8 @@ class StepTotals(msgspec.Struct, array_like=True, frozen=True):
         steps: number of steps by the rows and tiles of their trunk, such as "8+1".
         seconds: of the loop, by stage.
         device_seconds: of the steps whose device time is known; predicted_seconds: for the same steps.
-        rows, padded_rows: rows with and without a token, which a decoding sequence or a prompt has there.
-        prompt_tokens, padded_tokens: of tiles, likewise.
+        rows, padded_rows: rows that held a token, and rows that were padding.
+        prompt_tokens, padded_tokens: the same for the tokens of tiles.
         tokens: histogram of steps by computed tokens without padding: at most TOKENS[i], and a last bin for
             more.
         resident: current bytes of the engine's process.

@@ -35,7 +35,7 @@ class Trace(msgspec.Struct, kw_only=True):
     """An engine's recent activity. `save` it and open the file at https://ui.perfetto.dev, or `explain` it.
 
     Attributes:
-        taken: time of the trace; see records. unix: the same in seconds since 1970.
+        taken: time of the trace on the clock of the records; unix: the same in seconds since 1970.
         facts: options of the engine.
         costs: step costs, as read by `step_costs`.
         steps: in the order in which they ran.

@@ -25,6 +25,9 @@ from jengine.table.pages import most_pages
 class Admission:
     """Applies the strategy.
 
+    Args:
+        cohorts: number of cohorts, see Cohorts.
+
     Attributes:
         strategy: the strategy in use; with strategy="auto", the one chosen by load.
         decisions: number of steps with prompts, by strategy and reason.
@@ -39,9 +42,10 @@ class Admission:
         acceptance: Acceptance,
         timeline: Timeline,
         rows_or_tiles: RowsOrTiles,
+        cohorts: int = 1,
     ) -> None:
         self._registry, self._limits, self._predictor = registry, limits, predictor
-        self._rows_or_tiles = rows_or_tiles
+        self._rows_or_tiles, self._cohorts = rows_or_tiles, cohorts
         self._acceptance, self._timeline = acceptance, timeline
         self.strategy: StrategyName = "throughput"
         self.decision: Decision | None = None
@@ -152,7 +156,9 @@ class Admission:
         self._acceptance.judge_again(waiting if strategy == "latency" else [])
 
     def _rows_wanted(self) -> int:
-        """Number of sequences to run at once for the highest throughput in tokens a second."""
+        """Number of sequences to run at once for the highest throughput in tokens a second. A step has rows
+        of one cohort.
+        """
         registry, ready = self._registry, self._predictor.ready
         lengths = [len(sequence.tokens) for sequence in registry.running or islice(registry.waiting, 1)]
         mean, longest = sum(lengths) // len(lengths), max(lengths)
@@ -164,7 +170,9 @@ class Admission:
             len(registry.running) + len(registry.waiting),
             min(registry.max_num_seqs, ready.max_rows),
         )
-        return batch_size(wanting, most, ready.table.row_buckets, seconds)
+        parts = -(-wanting // self._cohorts), -(-most // self._cohorts)
+        rows = batch_size(*parts, ready.table.row_buckets, seconds)
+        return min(rows * self._cohorts, most)
 
     def _fitting(self) -> int:
         """Number of waiting sequences that fit, given all tokens that they and the running ones are expected

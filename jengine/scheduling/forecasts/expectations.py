@@ -178,6 +178,12 @@ def _machine(scheduler: Scheduler, running: List[Sequence]) -> Machine:
         longer = max(device + costs.drift * costs.slopes.seconds(work), host)
         return longer / gain if rows else longer
 
+    def of_cohorts(rows: int, tiles: int, work: Work) -> float:
+        """In a pipeline, the same for the steps of all cohorts: each has a part of the rows and tiles."""
+        count = scheduler.cohorts.count
+        part = Work(work.context // count, work.longest, work.attended // count)
+        return count * seconds(-(-rows // count), -(-tiles // count), part)
+
     return Machine(
         max_rows=min(scheduler.registry.max_num_seqs, ready.max_rows),
         tile_size=table.tile_size,
@@ -186,7 +192,7 @@ def _machine(scheduler: Scheduler, running: List[Sequence]) -> Machine:
         page_size=scheduler.blocks.page_size,
         pages=blocks.capacity - blocks.owned,
         groups=len(blocks.groups),
-        seconds=seconds,
+        seconds=seconds if scheduler.cohorts.stages == 1 else of_cohorts,
         most_on_rows=scheduler.rows_or_tiles.most,
         start=scheduler.busy_seconds,
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass
 
 from jengine.scheduling.requests.sequence import Sequence
+from jengine.scheduling.step_plan import Sample, StepPlan, Tokens
 
 
 @dataclass(slots=True)
@@ -32,3 +33,20 @@ class Collected:
 
     def __iter__(self) -> Iterator[tuple[int, Sequence, int]]:
         return zip(self.samples, self.sequences, self.tokens, strict=True)
+
+
+def given(plan: StepPlan, tokens: Tokens) -> Iterator[tuple[int, Sample, list[int]]]:
+    """The tokens that each sequence gets, with the first of its samples and that sample's index."""
+    samples, i = plan.samples, 0
+    while i < len(samples):
+        own, span = tokens[i], plan.spans[samples[i].span]
+        got = [own] if isinstance(own, int) else own
+        if span.guesses:
+            for draft in span.following or ():
+                if draft != got[-1]:
+                    break
+                following = tokens[i + len(got)]
+                assert isinstance(following, int)
+                got.append(following)
+        yield i, samples[i], got
+        i += 1 + span.guesses

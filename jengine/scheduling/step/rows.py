@@ -8,6 +8,7 @@ from jengine.scheduling.requests.policy import victim
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
+from jengine.scheduling.step.cohorts import Cohorts
 from jengine.scheduling.step.plan_builder import PlanBuilder
 from jengine.scheduling.step_plan import Sample, Span
 from jengine.scheduling.work import Work, rows_work
@@ -19,8 +20,9 @@ class Rows:
         last: sequences with a row in the last step that had rows; None if one of them gave up its slot.
     """
 
-    def __init__(self, registry: Registry, limits: SequenceLimits) -> None:
+    def __init__(self, registry: Registry, limits: SequenceLimits, cohorts: Cohorts) -> None:
         self._registry, self._blocks, self._windows = registry, registry.blocks, limits.windows
+        self._cohorts = cohorts
         self.last: list[Sequence] | None = []
         # of these rows, as are the lists; a loop over a thousand sequences waits for memory
         self._rank, self._paced, self._adapted = 0, False, 0
@@ -60,14 +62,18 @@ class Rows:
         self._forked.pop(sequence, None)
 
     def decoding(self) -> list[Sequence]:
-        """Running sequences that need a row. A sequence whose last token is in flight finishes when that is
-        collected.
+        """Running sequences that need a row now. A sequence whose last token is in flight finishes when that
+        is collected.
         """
-        decoding = State.DECODING
-        return [s for s in self._registry.running if s.state is decoding and s.num_computed < s.last_position]
+        decoding, running = State.DECODING, self._registry.running
+        rows = [s for s in running if s.state is decoding and s.num_computed < s.last_position]
+        if self._cohorts.stages == 1:
+            return rows
+        prompts = bool(self._registry.waiting) or any(s.state is State.PREFILLING for s in running)
+        return self._cohorts.take(rows, prompts=prompts)
 
     def add(self, plan: PlanBuilder) -> None:
-        """Adds a row for every decoding sequence to an empty plan."""
+        """Adds a row for every sequence of `decoding` to an empty plan."""
         rows, positions = self._with_pages(plan)
         # most steps keep the rows
         if rows != self.last:
@@ -79,6 +85,9 @@ class Rows:
         plan.rows, plan.rank, plan.paced = rows, self._rank, self._paced
         plan.adapted = max(plan.adapted, self._adapted)
         plan.spans = [*map(Span, self._numbers, self._slots, positions)]
+        if self._cohorts.through_host:
+            for span, sequence in zip(plan.spans, rows, strict=True):
+                span.known = sequence.tokens[span.start]
         plan.samples = [*self._samples]
         plan.sampled = [*rows]
         plan.work = Work(*rows_work(positions, self._windows))

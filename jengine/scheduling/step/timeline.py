@@ -6,14 +6,17 @@ from collections import deque
 
 
 class Timeline:
-    """Steps run one after the other, in the order in which they were planned.
+    """Steps run one after the other, in the order in which they were planned. In a pipeline, each of the
+    stages does so, and the steps' seconds are those of one stage.
 
     Attributes:
-        free_at: predicted end of the last planned step, corrected whenever a step is collected.
+        free_at: predicted time at which the first stage has finished the last planned step, corrected
+            whenever a step is collected.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stages: int = 1) -> None:
         self.free_at = 0.0
+        self._behind = stages - 1  # the first stage
         self._ahead: deque[float] = deque()  # seconds of steps that are not collected yet
 
     def start(self, now: float) -> float:
@@ -24,10 +27,11 @@ class Timeline:
         """Adds a step. Returns its end time."""
         self.free_at = self.start(now) + seconds
         self._ahead.append(seconds)
-        return self.free_at
+        return self.free_at + self._behind * seconds
 
     def collect(self, now: float) -> None:
         """The first step has ended."""
         if self._ahead:
             self._ahead.popleft()
-        self.free_at = now + sum(self._ahead)
+        last = self._behind * self._ahead[-1] if self._ahead else 0.0
+        self.free_at = now + max(sum(self._ahead) - last, 0.0)

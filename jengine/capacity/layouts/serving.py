@@ -1,0 +1,195 @@
+"""What a layout serves: its time per token, first token and throughput for given traffic, and the most
+sequences within targets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from jengine.base.errors import InvalidArgument
+from jengine.capacity.layouts.routing import most_arrived
+from jengine.capacity.layouts.step import CAUSES, Batch, Cause, Causes, LayoutCosts
+
+GROWTH = 1.25  # from a point of a frontier to the next
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Requests of equal lengths, and targets.
+
+    Attributes:
+        prompt, output: tokens of each.
+        ttft_ms, tpot_ms: milliseconds to the first token, and for each further one; None: no target.
+    """
+
+    prompt: int
+    output: int
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "output"):
+            if getattr(self, name) < 1:
+                raise InvalidArgument("traffic", getattr(self, name), f"the {name} needs at least 1 token")
+        for name in ("ttft_ms", "tpot_ms"):
+            value = getattr(self, name)
+            if value is not None and not 0.0 < value < math.inf:
+                raise InvalidArgument(f"target_{name}", value, "must be a number of milliseconds above 0")
+
+    @property
+    def context(self) -> float:
+        """Of a decoding sequence, on average."""
+        return self.prompt + self.output / 2
+
+    @property
+    def tokens(self) -> int:
+        """Of a sequence at its end."""
+        return self.prompt + self.output
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """An engine that serves so many sequences at a time.
+
+    Attributes:
+        sequences: running at a time.
+        ttft, tpot: seconds to the first token, without a queue, and for each further one.
+        per_device: output tokens a second of one device.
+        causes: seconds of a step, by what it waits for.
+    """
+
+    sequences: int
+    ttft: float
+    tpot: float
+    per_device: float
+    causes: Causes
+
+    @property
+    def bound(self) -> Cause:
+        """What a step waits for most."""
+        return max(self.causes, key=lambda cause: self.causes[cause])
+
+    def meets(self, traffic: Traffic) -> bool:
+        targets = ((self.ttft, traffic.ttft_ms), (self.tpot, traffic.tpot_ms))
+        return all(most is None or 1e3 * seconds <= most for seconds, most in targets)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """An engine under steady load: whenever a sequence ends, another begins. Each step decodes a token of
+    every sequence, and some steps also compute prompts, in pieces as large as a step allows.
+
+    With stages, a piece is in one cohort, and makes each stage in turn slower, so the others wait for it.
+    Pieces arrive at random. Data ranks are taken to have equally many tokens.
+
+    Attributes:
+        fits: sequences of this traffic that the cache holds.
+        budget: the most tokens of prompts in a step, on all data ranks together.
+    """
+
+    costs: LayoutCosts
+    traffic: Traffic
+    fits: int
+    budget: int
+
+    def at(self, sequences: int) -> Point:
+        traffic = self.traffic
+        tokens = sequences * traffic.prompt / traffic.output  # of prompts, for each step
+        piece = self._piece(sequences)
+        # for each step: pieces in different cohorts delay the others only once
+        most = most_arrived(tokens / piece, self.costs.layout.stages)
+        share = min(1.0, most)
+        plain = self._pass(sequences)
+        filled = self._pass(sequences, tokens / share, piece * max(1.0, most))
+        causes: Causes = {cause: plain[cause] * (1 - share) + filled[cause] * share for cause in CAUSES}
+        tpot = sum(causes.values())
+        return Point(
+            sequences=sequences,
+            ttft=self._first_token(sequences, tpot),
+            tpot=tpot,
+            per_device=sequences / tpot / self.costs.layout.devices,
+            causes=causes,
+        )
+
+    def pass_seconds(self, rows: int, tokens: int) -> float:
+        """Seconds of a step without the rows' contexts, with so many tokens of prompts."""
+        every = self.cohort_tokens(tokens) * self.costs.layout.stages
+        return self.costs.seconds(Batch(rows, 0.0, every, self.prompt_of(tokens)))
+
+    def prompt_of(self, tokens: int) -> int:
+        """Length of a piece, if a step has so many tokens of prompts."""
+        return max(1, min(tokens, self.traffic.prompt))
+
+    def cohort_tokens(self, tokens: float) -> float:
+        """Tokens of prompts in the fullest cohort, if all together have so many."""
+        return max(tokens / self.costs.layout.stages, min(tokens, self.traffic.prompt))
+
+    @cached_property
+    def best(self) -> Point | None:
+        """With the most sequences that fit and meet the targets; None: not even one does."""
+        if not self.fits:
+            return None
+        most = _last(lambda count: self.at(count).meets(self.traffic), self.fits)
+        return self.at(most) if most else None
+
+    @cached_property
+    def alone(self) -> Point:
+        """With one sequence."""
+        return self.at(1)
+
+    @property
+    def prefill(self) -> float:
+        """Prompt tokens a second of an engine that only computes prompts."""
+        tokens = self.budget * self.costs.layout.stages
+        return tokens / self.costs.seconds(Batch(0, 0, tokens, self.traffic.prompt))
+
+    def decode(self, sequences: int) -> float:
+        """Seconds of a step that only decodes."""
+        return self.costs.seconds(Batch(sequences, self.traffic.context))
+
+    def points(self) -> Iterator[Point]:
+        """From one sequence to as many as fit, ever further apart."""
+        count = 1.0
+        while round(count) < self.fits:
+            yield self.at(round(count))
+            count = max(count + 1, count * GROWTH)
+        if self.fits:
+            yield self.at(self.fits)
+
+    def _pass(self, rows: float, tokens: float = 0.0, fullest: float = 0.0) -> Causes:
+        """Seconds of a step with so many tokens of prompts, all cohorts waiting for the fullest one, which
+        has so many of them.
+        """
+        traffic, stages = self.traffic, self.costs.layout.stages
+        batch = Batch(rows, traffic.context, tokens, traffic.prompt)
+        causes = self.costs.step(batch)
+        if fullest * stages > tokens:
+            longest = self.costs.seconds(batch._replace(tokens=fullest * stages))
+            causes["bubble"] += max(0.0, longest - sum(causes.values()))
+        return causes
+
+    def _piece(self, sequences: int) -> float:
+        """The most tokens of a prompt that a step of one data rank has room for."""
+        layout = self.costs.layout
+        room = self.budget / layout.data
+        return min(self.traffic.prompt, max(1.0, room))
+
+    def _first_token(self, sequences: int, tpot: float) -> float:
+        """Waits for the stage's step in progress, and then passes in pieces."""
+        layout, piece = self.costs.layout, self._piece(sequences)
+        stage = sum(self._pass(sequences, piece * layout.data, piece * layout.data).values()) / layout.stages
+        return tpot / layout.stages + (math.ceil(self.traffic.prompt / piece) + layout.stages - 1) * stage
+
+
+def _last(holds: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` for which it holds, if it holds up to some number; 0: for none."""
+    if holds(most):
+        return most
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low

@@ -1,0 +1,72 @@
+"""Starts the ranks of an engine: their programs and their state."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from jax.sharding import Mesh
+
+from jengine.base.errors import InvalidArgument
+from jengine.base.progress import Progress
+from jengine.core.config import EngineConfig
+from jengine.engine.program_set import ProgramSet
+from jengine.execution.kinds import kind_of
+from jengine.execution.programs import Programs, program_keys
+from jengine.execution.ranks import JointState, RanksRunner
+from jengine.execution.spec import ExecutionSpec
+from jengine.models import Params
+
+
+def check_ranks(config: EngineConfig, mesh: Mesh | None) -> None:
+    """Raises InvalidArgument if an option does not work with several ranks."""
+    count = config.data_parallel_size
+    if count == 1:
+        return
+    if not config.enable_expert_parallel:
+        limit = "must be 1 without enable_expert_parallel: only a server starts replicas"
+        raise InvalidArgument("data_parallel_size", count, limit)
+    refused: dict[str, Any] = {
+        "mesh": mesh,
+        "pipeline_parallel_size": config.pipeline_parallel_size > 1,
+        "num_processes": config.num_processes > 1,
+        "programs": config.programs,
+        "weight_updates": config.weight_updates,
+        "enable_lora": config.enable_lora,
+        "record_trace": config.record_trace,
+        "kv_events_config": config.page_events,
+        "kv_transfer_config": config.kv_transfer,
+        "num_scheduler_steps": config.burst_steps > 1,
+        "speculative_config": config.draft_tokens,
+    }
+    for name, given in refused.items():
+        if given:
+            value = getattr(config, name, type(given).__name__)
+            raise InvalidArgument(name, value, f"not with data_parallel_size={count}")
+
+
+def check_spec(config: EngineConfig, spec: ExecutionSpec) -> None:
+    """The same of what the model has."""
+    if spec.ranks > 1 and spec.images is not None:
+        limit = f'must be {{"image": 0}} with data_parallel_size={spec.ranks}'
+        raise InvalidArgument("limit_mm_per_prompt", config.limit_mm_per_prompt, limit)
+
+
+def prepare_ranks(
+    config: EngineConfig, spec: ExecutionSpec, weights: Params, max_bytes: int, progress: Progress
+) -> tuple[RanksRunner, ProgramSet]:
+    """The ranks of a spec, ready to be measured, and all their programs.
+
+    Args:
+        max_bytes: of the cache of programs.
+    """
+    keys = program_keys(spec)
+    joint = [key for key in keys if kind_of(key).joint]
+    apart = [key for key in keys if not kind_of(key).joint]
+    each = [
+        ProgramSet(config, spec.rank(rank), None, max_bytes, progress, only=apart)
+        for rank in range(spec.ranks)
+    ]
+    programs = ProgramSet(config, spec, None, max_bytes, progress, only=joint, beside=each)
+    joint_programs, *of_ranks = [cast(Programs, one.programs) for one in (programs, *each)]
+    state = JointState(spec, joint_programs, weights, of_ranks)
+    return RanksRunner(state, of_ranks), programs

@@ -1,0 +1,43 @@
+"""What executes the calls of an engine in this process: a worker, or the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from jengine.execution.kinds import DeviceCall
+from jengine.execution.pipeline import Pipeline, StagePrograms
+from jengine.execution.programs import Programs
+from jengine.execution.spec import ExecutionSpec
+from jengine.execution.worker import Worker
+from jengine.models import Params
+
+
+class Executor(Protocol):
+    """See Worker."""
+
+    spec: ExecutionSpec
+    programs: Any
+
+    def execute(self, call: DeviceCall) -> Any: ...
+
+    @property
+    def caches(self) -> list[Any]: ...
+
+    def memory_parts(self) -> dict[str, int]: ...
+
+
+def make_worker(
+    spec: ExecutionSpec,
+    programs: Programs | StagePrograms,
+    params: Sequence[Params],
+    draft: Params = None,
+    encoder: Params = None,
+) -> Executor:
+    """Args:
+    params: of each stage.
+    """
+    if isinstance(programs, StagePrograms):
+        return Pipeline(spec, programs, params)
+    (whole,) = params
+    return Worker(spec, programs, whole, draft, encoder)

@@ -1,0 +1,170 @@
+"""Stages of a pipeline as one worker: each has its devices, its layers and its part of the cache."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import jax
+
+from jengine.base.progress import Progress
+from jengine.execution.kinds import FREE_CACHE, DeviceCall, Key, call_kind, kind_of
+from jengine.execution.memory import ProgramMemory
+from jengine.execution.programs import Programs, program_keys
+from jengine.execution.spec import ExecutionSpec
+from jengine.execution.worker import Worker
+from jengine.models import Params
+from jengine.parallel.border import Border
+from jengine.table.program_table import PoolKey, SamplerKey, ScoreKey, TrunkKey
+
+
+def answers(call: DeviceCall) -> bool:
+    """Whether a call has a result that the host reads, from the last stage of a pipeline."""
+    return isinstance(call.key, SamplerKey | ScoreKey | PoolKey)
+
+
+class StagePrograms:
+    """The programs of this process's stages as one. A key is ready when all that have such a program have it.
+
+    Args:
+        keys: of the programs that the stages have now; another process may have the stage of some.
+    """
+
+    def __init__(self, stages: Sequence[Programs], keys: Sequence[Key]) -> None:
+        self.stages = stages
+        self._keys = {*keys}
+
+    def obtain(self, keys: Sequence[Key], *, progress: Progress = False, background: bool = False) -> None:
+        """See Programs."""
+        for stage in self.stages:
+            own = {*program_keys(stage.spec)}
+            stage.obtain([key for key in keys if key in own], progress=progress, background=background)
+        self._keys.update(keys)
+
+    def __contains__(self, key: Key) -> bool:
+        everywhere = kind_of(key).everywhere
+        own = [stage for stage in self.stages if everywhere or stage.spec.stage.last]
+        return key in self._keys and all(key in stage for stage in own)
+
+    @property
+    def compiled(self) -> int:
+        return sum(stage.compiled for stage in self.stages)
+
+    @property
+    def loaded(self) -> int:
+        return sum(stage.loaded for stage in self.stages)
+
+    @property
+    def memory(self) -> dict[Key, ProgramMemory]:
+        """Of each program, the memory in the stage where it works with the most."""
+        every = [item for stage in self.stages for item in stage.memory.items()]
+        return dict(sorted(every, key=lambda item: item[1].working))
+
+
+class Pipeline:
+    """Executes calls in the stages of which this process has devices. Hidden states pass from one to the next
+    on the devices. No stage waits for another's results before it has to: programs wait for their arguments.
+
+    In one process, sampled tokens pass from the last stage to the others on the devices, too. In several, the
+    last stage's process sends them to process 0 (see results.py), whose next plans contain them.
+
+    Args:
+        params: of each of these stages.
+    """
+
+    def __init__(self, spec: ExecutionSpec, programs: StagePrograms, params: Sequence[Params]) -> None:
+        self.spec, self.programs = spec, programs
+        parts = zip(spec.local_stages, programs.stages, params, strict=True)
+        mine = {stage.stage.index: Worker(stage, own, leaves) for stage, own, leaves in parts}
+        # None: another process has its devices
+        self.stages = [mine.get(index) for index in range(len(spec.stages))]
+        self._alone = jax.process_count() == 1
+        tokens = {spec.table.tokens(key) for key in spec.table.trunks()}
+        shapes = [(count, spec.model.config.hidden_size) for count in tokens]
+        self._borders = [
+            _border(before, behind, shapes) if not self._alone else None
+            for before, behind in pairwise(spec.stages)
+        ]
+        # SlotState.last after each of the last samplers, for all stages but the last: a trunk uses the newest
+        # that it has to wait for
+        self._sampled: deque[list[jax.Array]] = deque()
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Those of this process."""
+        return [stage for stage in self.stages if stage is not None]
+
+    @property
+    def sends_results(self) -> bool:
+        """Whether this process sends the last stage's results to process 0."""
+        first = self.spec.stages[-1].mesh.devices.flat[0].process_index
+        return self.awaits_results and first == jax.process_index()
+
+    @property
+    def awaits_results(self) -> bool:
+        """Whether process 0 gets the last stage's results from another process."""
+        return all(device.process_index for device in self.spec.stages[-1].mesh.devices.flat)
+
+    def execute(self, call: DeviceCall) -> Any:
+        """Executes a call without waiting for its result; see `CallKind.run`. If several stages have one, a
+        list of these.
+        """
+        if isinstance(call.key, TrunkKey):
+            return self._run_trunk(call)
+        if not call_kind(call.key).everywhere:
+            last = self.stages[-1]
+            result = None if last is None else last.execute(call)
+            if isinstance(call.key, SamplerKey) and self._alone and last is not None:
+                arrays = last.state.slots.last
+                self._sampled.append([_moved(arrays, stage) for stage in self.workers[:-1]])
+            return result
+        if call.key == FREE_CACHE.name:
+            self._sampled.clear()
+        return [stage.execute(call) for stage in self.workers]
+
+    def _run_trunk(self, call: DeviceCall) -> None:
+        newest: list[jax.Array] = []
+        while len(self._sampled) > call.overtakes:
+            newest = self._sampled.popleft()
+        for worker, last in zip(self.workers, newest, strict=False):
+            worker.state.slots = worker.state.slots._replace(last=last)
+        shape = self.spec.table.tokens(call.key), self.spec.model.config.hidden_size  # type: ignore[arg-type]
+        hidden: jax.Array | None = None
+        for stage, border in zip(self.stages, [None, *self._borders], strict=True):
+            if border is not None:
+                hidden = border.passed(hidden, shape)
+            elif hidden is not None and stage is not None:
+                hidden = _moved(hidden, stage)
+            if stage is not None:
+                stage.state.entering = hidden
+                stage.execute(call)
+                hidden, stage.state.leaving = stage.state.leaving, None
+            else:
+                hidden = None
+
+    @property
+    def caches(self) -> list[Any]:
+        """The arrays of each stage's cache."""
+        return [stage.state.cache for stage in self.workers]
+
+    def memory_parts(self) -> dict[str, int]:
+        """Bytes on this process's devices, by use."""
+        parts = [stage.memory_parts() for stage in self.workers]
+        return {name: sum(part.get(name, 0) for part in parts) for name in parts[0]}
+
+
+def _moved(array: Any, stage: Worker) -> jax.Array:
+    """The array on all devices of another stage of this process."""
+    moved: jax.Array = jax.device_put(array, stage.spec.replicated)
+    return moved
+
+
+def _border(before: ExecutionSpec, behind: ExecutionSpec, shapes: Sequence[tuple[int, int]]) -> Border | None:
+    """What passes hidden states between two stages; None: this process has all of their devices, or none."""
+    devices = [*before.mesh.devices.flat, *behind.mesh.devices.flat]
+    mine = [device for device in devices if device.process_index == jax.process_index()]
+    return (
+        Border(before.mesh, behind.mesh, shapes, before.model.dtype) if 0 < len(mine) < len(devices) else None
+    )

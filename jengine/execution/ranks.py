@@ -1,0 +1,197 @@
+"""Ranks: groups of devices with sequences of their own, which run trunks together, since they share experts.
+
+Each rank has its state and runs most programs by itself, on its own devices. For a trunk, the arrays of all
+ranks become those of one program on all devices, and its results become each rank's again. Nothing is copied:
+a joint array is made of the ranks' arrays on single devices. The cache stays joint until a rank uses it
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jengine.execution.device_state import ByKey, DeviceState
+from jengine.execution.kinds import TRUNK, DeviceCall, Kind, call_kind
+from jengine.execution.memory import device_bytes
+from jengine.execution.programs import Programs
+from jengine.execution.runner import InFlight, PendingSample, Runner, StepResult
+from jengine.execution.spec import ExecutionSpec
+from jengine.execution.worker import Worker
+from jengine.models import Params
+from jengine.scheduling.step_plan import StepPlan, Swaps
+from jengine.table.program_table import TrunkKey
+
+
+class RankState(DeviceState):
+    """A rank's part of the state. `joint` allocates its cache and slots."""
+
+    def allocate(self) -> None:
+        pass
+
+
+class JointState(DeviceState):
+    """The state of all ranks.
+
+    Attributes:
+        states: of the ranks, in order.
+    """
+
+    def __init__(
+        self, spec: ExecutionSpec, programs: ByKey, params: Params, of_ranks: Sequence[ByKey]
+    ) -> None:
+        super().__init__(spec, programs, params)
+        self.specs = [spec.rank(rank) for rank in range(spec.ranks)]
+        each = divided(self.leaves, [one.leaves for one in self.specs])
+        self.states = [
+            RankState(one, own, leaves) for one, own, leaves in zip(self.specs, of_ranks, each, strict=True)
+        ]
+        self._share()
+
+    def run(self, key: TrunkKey, arrays: Sequence[np.ndarray]) -> None:
+        """Runs a trunk on each rank's packed batch."""
+        if self.cache is None:
+            self.cache = joined([state.cache for state in self.states], self.spec.cache)
+        self.slots = joined([state.slots for state in self.states], self.spec.slots)
+        for state in self.states:
+            state.cache = state.slots = None
+        TRUNK.run(self, key, np.concatenate(arrays))
+        self._share()
+
+    def divide_cache(self) -> None:
+        """Gives each rank its part of the cache, until the next trunk."""
+        if self.cache is not None:
+            parts = divided(self.cache, [one.cache for one in self.specs])
+            self.cache = None
+            for state, part in zip(self.states, parts, strict=True):
+                state.cache = part
+
+    def _share(self) -> None:
+        """Gives each rank its part of a trunk's results."""
+        results = self.slots, self.to_sample, self.tiles
+        self.slots = self.to_sample = self.tiles = None
+        for state, (slots, to_sample, tiles) in zip(
+            self.states,
+            divided(results, [_own(results, one, self.spec.ranks) for one in self.specs]),
+            strict=True,
+        ):
+            state.slots, state.to_sample, state.tiles = slots, to_sample, tiles
+
+
+def joined(parts: Sequence[Any], like: Any) -> Any:
+    """Trees of ranks' arrays as one, like these, on the devices of all ranks. Copies nothing."""
+
+    def one(like: jax.ShapeDtypeStruct, *arrays: jax.Array) -> jax.Array:
+        shards = [shard for array in arrays for shard in _by_device(array)]
+        return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
+
+    return jax.tree.map(one, like, *parts)
+
+
+def divided(tree: Any, likes: Sequence[Any]) -> list[Any]:
+    """Each rank's part, like these, of a tree of arrays on the devices of all ranks. Copies nothing."""
+    leaves, structure = jax.tree.flatten(tree)
+    shards = [_by_device(leaf) for leaf in leaves]
+    parts = []
+    for rank, like in enumerate(likes):
+        count = len(shards[0]) // len(likes)
+        own = slice(rank * count, (rank + 1) * count)
+        made = [
+            jax.make_array_from_single_device_arrays(one.shape, one.sharding, each[own])
+            for one, each in zip(jax.tree.leaves(like), shards, strict=True)
+        ]
+        parts.append(jax.tree.unflatten(structure, made))
+    return parts
+
+
+def _by_device(array: jax.Array) -> list[jax.Array]:
+    """An array's parts on each device, in the order of the mesh."""
+    return [shard.data for shard in array.addressable_shards]
+
+
+def _own(results: Any, spec: ExecutionSpec, ranks: int) -> Any:
+    """The abstract results of one rank, whole on each of its devices."""
+
+    def own(x: jax.Array) -> jax.ShapeDtypeStruct:
+        shape = x.shape[0] // ranks, *x.shape[1:]
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=spec.replicated)
+
+    return jax.tree.map(own, results)
+
+
+class RankWorker(Worker):
+    """A rank's programs and its state."""
+
+    def __init__(self, joint: JointState, rank: int, programs: Programs) -> None:
+        self.spec, self.programs, self.state = joint.specs[rank], programs, joint.states[rank]
+        self._joint = joint
+
+    def execute(self, call: DeviceCall) -> Any:
+        kind = call_kind(call.key)
+        assert not (isinstance(kind, Kind) and kind.joint), f"{kind.name} runs on all ranks"
+        if isinstance(kind, Kind) and kind.uses_cache:
+            self._joint.divide_cache()
+        return kind.run(self.state, call.key, call.array)
+
+
+class RanksRunner(Runner):
+    """The runners of all ranks. As a Runner, it runs the same steps on every rank: to measure them."""
+
+    def __init__(self, joint: JointState, programs: Sequence[Programs]) -> None:
+        super().__init__(_JointWorker(joint))
+        self.joint = joint
+        self.runners = [Runner(RankWorker(joint, rank, own)) for rank, own in enumerate(programs)]
+
+    def begin_all(self, plans: Mapping[int, StepPlan], key: TrunkKey) -> dict[int, PendingSample]:
+        """Starts the steps of some ranks, at least one, whose plans have this trunk. The others join with
+        padding.
+        """
+        prepared = {rank: self.runners[rank].prepare(plan) for rank, plan in plans.items()}
+        nothing = self._layouts[key].pack(StepPlan(key, next(iter(plans.values())).sampler))
+        ranks = range(len(self.runners))
+        self.joint.run(key, [prepared[rank].packed if rank in prepared else nothing for rank in ranks])
+        return {rank: self.runners[rank].after_trunk(plans[rank], one) for rank, one in prepared.items()}
+
+    # --- the same on every rank -------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan) -> Any:
+        started = self.begin_all(dict.fromkeys(range(len(self.runners)), plan), plan.trunk)
+        return [*started.values()]
+
+    def sample(self, step: Any, mask: np.ndarray | None = None) -> Any:
+        return [runner.sample(one, mask) for runner, one in zip(self.runners, step, strict=True)]
+
+    def read(self, step: Any) -> StepResult:
+        steps: list[InFlight] = step
+        first, *_ = [runner.read(one) for runner, one in zip(self.runners, steps, strict=True)]
+        return first
+
+    def call(self, call: DeviceCall) -> Any:
+        return [runner.call(call) for runner in self.runners]
+
+    def swap(self, swaps: Swaps) -> None:
+        for runner in self.runners:
+            runner.swap(swaps)
+
+    def swapped(self) -> tuple[list[int], list[int]]:
+        first, *_ = [runner.swapped() for runner in self.runners]
+        return first
+
+    @property
+    def moving(self) -> list[Any]:
+        return [runner.moving for runner in self.runners]
+
+
+class _JointWorker(Worker):
+    """What `Runner` needs to know of all ranks."""
+
+    def __init__(self, joint: JointState) -> None:
+        self.spec, self.programs, self.state = joint.spec, joint.programs, joint  # type: ignore[assignment]
+
+    def memory_parts(self) -> dict[str, int]:
+        spec, count = self.spec, self.spec.mesh.size
+        parts = {"weights": spec.leaves, "cache": spec.cache, "slots and counts": spec.slots}
+        return {name: count * device_bytes(tree) for name, tree in parts.items()}
