@@ -184,7 +184,7 @@ class EngineConfig:
             created before JAX starts.
         tensor_parallel_size: devices that share the model. If there are fewer kv heads than devices, they are
             repeated, which takes proportionally more cache.
-        data_parallel_size: ranks that compute different sequences, each with a cache of its own on
+        data_parallel_size: ranks that compute different sequences, each with its own cache on
             tensor_parallel_size devices. With enable_expert_parallel, they are parts of one engine and share
             its experts; max_num_seqs and other limits are those of each. Otherwise they are replicas: engine
             processes behind a server, each with its own GPUs or a share of the CPUs. A prompt goes to the one

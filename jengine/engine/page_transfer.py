@@ -207,7 +207,7 @@ class PageTransfer:
         if lookup.longest() == most // grid * grid:
             return
         timeout, worth = self._how.load_timeout, float("inf")
-        if request.pages_from is None:  # nobody says that another engine has computed them
+        if request.pages_from is None:  # no other engine is known to have computed them
             worth = self._scheduler.prefixes.compute_seconds(0, len(tokens))
             timeout = min(timeout, max(worth, LEAST_WAIT))
         numbers = [sequence.number for sequence in sequences]

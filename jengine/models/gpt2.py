@@ -11,7 +11,7 @@ from flax import nnx
 
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
-from jengine.models.layered import whole_pass
+from jengine.models.layered import in_order, whole_pass
 from jengine.models.layers import (
     Attend,
     Attention,
@@ -25,7 +25,6 @@ from jengine.models.layers import (
     vocabulary,
 )
 from jengine.models.pieces import Part, Piece, stacked
-from pallas_kernels.rows import array_of
 
 
 class Gpt2Attention(Attention):
@@ -76,10 +75,7 @@ class Gpt2(nnx.Module):
         layers: range,
         states: dict[int, Any] | None = None,
     ) -> jax.Array:
-        hidden: jax.Array = x
-        for i in layers:
-            hidden = array_of(self.layers[i](i, hidden, None, attend))
-        return hidden
+        return in_order(self, x, attend, layers)
 
     def leave(self, x: jax.Array) -> jax.Array:
         return self.norm(x)

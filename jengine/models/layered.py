@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 
 from jengine.models.layers import Attend
+from pallas_kernels.rows import array_of
 
 
 class Layered(Protocol):
@@ -41,6 +42,14 @@ class Layered(Protocol):
 
     def leave(self, x: jax.Array) -> jax.Array:
         """The output of the last layer -> hidden states for `logits`, [N, hidden]: the final norm."""
+
+
+def in_order(decoder: Layered, x: Any, attend: Attend, layers: range) -> jax.Array:
+    """`through` for layers without rotations."""
+    for i in layers:
+        x = array_of(decoder.layers[i](i, x, None, attend))
+    hidden: jax.Array = x
+    return hidden
 
 
 def whole_pass(decoder: Layered, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:

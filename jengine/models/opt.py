@@ -13,7 +13,7 @@ from flax import nnx
 
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
-from jengine.models.layered import whole_pass
+from jengine.models.layered import in_order, whole_pass
 from jengine.models.layers import (
     Attend,
     Attention,
@@ -118,10 +118,7 @@ class Opt(nnx.Module):
         layers: range,
         states: dict[int, Any] | None = None,
     ) -> jax.Array:
-        hidden: jax.Array = x
-        for i in layers:
-            hidden = array_of(self.layers[i](i, hidden, None, attend))
-        return hidden
+        return in_order(self, x, attend, layers)
 
     def leave(self, x: jax.Array) -> jax.Array:
         return x if self.norm is None else self.norm(x)

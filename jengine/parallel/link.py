@@ -62,7 +62,7 @@ class Link(Protocol):
 
     @property
     def results(self) -> dict[int, bytes]:
-        """Process 0: results that others have sent, by number. Whoever uses one removes it."""
+        """Process 0: results that others have sent, by number. The caller removes those that it uses."""
 
 
 class SingleProcess:

@@ -27,7 +27,7 @@ class Disaggregated:
     """Engines of the same model that compute prompts (prefill), and others that generate (decode), as one,
     for `AsyncLLM.over`.
 
-    A prompt is computed by a prefill engine, for one token that nobody sees. Then the decode engine gets the
+    A prefill engine computes the prompt and one token, which is discarded. Then the decode engine gets the
     request, with the address from which to fetch the prompt's pages, and answers it as any other. So tokens
     are those of one engine, and whatever is lost on the way, the decode engine computes.
 

@@ -14,8 +14,8 @@ from jengine.base.errors import InvalidArgument
 from jengine.devices.device_spec import DeviceSpec
 from jengine.parallel.layout import Layout
 
-# Seconds of small messages: to start a collective, and for each step of its ring. NCCL chooses algorithms by
-# these figures of its own (2.28, src/graph/tuning.cc: ring, protocol LL).
+# Seconds of small messages: to start a collective, and for each step of its ring. NCCL uses the
+# same figures to choose algorithms (2.28, src/graph/tuning.cc: ring, protocol LL).
 START, NVLINK_STEP, PCIE_STEP, NETWORK_STEP = 6.6e-6, 0.6e-6, 1.0e-6, 2.7e-6
 PER_HOST = 8  # devices of a host, unless the number of hosts is given
 
