@@ -82,7 +82,7 @@ def simulate(stages: int, requests: int = 2000, max_num_seqs: int = 128) -> dict
     busy = next(busy for at, busy in engine.busy if at >= full)
     between = (outcome.last - outcome.first) / np.maximum(trace.outputs - 1, 1)
     return {
-        "busy": busy / (full - outcome.begin),
+        "busy": float(busy / (full - outcome.begin)),
         "busy_to_the_end": outcome.device_seconds / seconds,
         "tokens_a_second": tokens / seconds,
         "seconds_between_tokens": float(np.median(between)),
@@ -158,7 +158,7 @@ def run_on_devices(stages: int, requests: int, model: str) -> dict[str, float]:
     ]
     tokens = sum(output for _, output in lengths)
     return {
-        "busy": sum(busy) / stages / seconds,
+        "busy": float(sum(busy) / stages / seconds),
         "busiest": max(busy) / seconds,
         "tokens_a_second": tokens / seconds,
         "tokens_a_second_if_stages_wait": tokens / waiting,
