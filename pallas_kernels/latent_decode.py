@@ -23,8 +23,7 @@ columns
 its softmax,
   which they wait for, takes about 0.3 us. Its copy takes 2.0 us, if all multiprocessors share the memory's
   bandwidth. So memory is the limit up to 64 heads per device. With more heads, each tile is copied once for
-  every 64 heads, at best from the L2 cache, and the tensor cores are the limit. These are estimates: the
-  kernel has not run on a GPU.
+  every 64 heads, at best from the L2 cache, and the tensor cores are the limit. These are estimates.
 - The item's results leave through the queries' shared memory, which is free after the last scores.
 
 The memory warpgroup copies tiles by TMA, page by page. It clears the values of tokens beyond the sequence,

@@ -37,9 +37,12 @@ def kv_write(
             return dataclasses.replace(
                 pages, values=put(pages.values, added.values), scale=put(pages.scale, added.scale)
             )
-        for i in range(new.shape[0]):
-            pages = pages.at[page_ids[i], :, offsets[i]].set(new[i].astype(pages.dtype))
-        return pages
+
+        def one(i: jax.Array, pages: jax.Array) -> jax.Array:
+            return pages.at[page_ids[i], :, offsets[i]].set(new[i].astype(pages.dtype))
+
+        written: jax.Array = jax.lax.fori_loop(0, new.shape[0], one, pages)
+        return written
 
     if rotation is not None:
         q, k = rotate(q, rotation), rotate(k, rotation)
@@ -61,10 +64,12 @@ def copy_pages(
 ) -> tuple[Pages, Pages]:
     """See `xla.copy_pages`."""
 
+    def one(i: jax.Array, pages: jax.Array) -> jax.Array:
+        return pages.at[destinations[i]].set(pages[sources[i]])
+
     def copied(pages: jax.Array) -> jax.Array:
-        for source, destination in zip(sources, destinations, strict=True):
-            pages = pages.at[destination].set(pages[source])
-        return pages
+        done: jax.Array = jax.lax.fori_loop(0, sources.shape[0], one, pages)
+        return done
 
     return jax.tree.map(copied, k_pages), jax.tree.map(copied, v_pages)
 

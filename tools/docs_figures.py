@@ -73,6 +73,28 @@ def quantized_steps() -> str:
     return "\n".join([*rows, "", _machine(found)])
 
 
+def gpu() -> str:
+    """The engine on a GPU: steps and rates, with the estimates that were made without one."""
+    found, steps = _found("gpu_suite")["engine"], _found("estimates")["models"]["8b"]["steps"]
+    rows = ["| | Step, ms | Estimated, ms | Tokens/s | Of peak |", "| --- |" + " ---: |" * 4]
+    for row in found["rows"]:
+        if "share" in row:
+            estimate = steps.get(_estimated(row["case"]), {}).get("ms")
+            shown = "" if estimate is None else f"{estimate:.2f}"
+            rates = f"{_number(row['tokens/s'])} | {row['share']:.0%}"
+            rows.append(f"| {row['case']} | {row['ms']:.2f} | {shown} | {rates} |")
+    machine = found["machine"]
+    where = f"*{machine['devices'][0]}, JAX {machine['jax']}, {machine['date'][:10]}.*"
+    return "\n".join([*rows, "", where])
+
+
+def _estimated(case: str) -> str:
+    """The name among the estimates of a case of the suite's engine."""
+    if case.startswith("decode"):
+        return f"{case.split(', ')[1].removeprefix('batch ')} x 1024"
+    return f"prompt of {case.rpartition(' x ')[2]}" if " 1 x " in case else ""
+
+
 def start_time() -> str:
     found = _found("start_time")
     rows = ["| | First start, s | Later start, s |", "| --- | ---: | ---: |"]

@@ -244,6 +244,7 @@ CONTENT: dict[str, Callable[[], str]] = {
     "comparison": docs_figures.compare,
     "perplexity": docs_figures.perplexity,
     "quantized steps": docs_figures.quantized_steps,
+    "gpu": docs_figures.gpu,
     "start time": docs_figures.start_time,
     "sharing": docs_figures.sharing,
     "targets": docs_figures.targets,

@@ -5,10 +5,11 @@ device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import count, cycle, product, zip_longest
+from itertools import cycle, product, zip_longest
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from benchmarks.gpu.inputs import KINDS, Paged, checked
 from benchmarks.gpu.rows import FAILED, Row, attempt, skipped
 from benchmarks.gpu.work import Shape
 from pallas_kernels import dispatch, latent_dispatch, reference
+from pallas_kernels.devices import skip_cuda_check
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import HeadNorm, QkvProduct
 from pallas_kernels.quantized import Pages, Quantized, dequantize
@@ -39,9 +41,10 @@ OTHERS: tuple[Ways, ...] = (
 )
 HEAD_DIMS, GROUPS, PAGE_SIZES = (64, 128, 256), (1, 4, 8), (16, 64, 128)
 RANK, POSITION = 512, 64  # channels of latent attention's values, and of positions in its keys
-THREADS = 6
-# the reference need not be fast, and autotuning takes seconds per case
-UNTUNED = {"xla_gpu_autotune_level": "0"}
+PROCESSES = 8  # a case takes about 5 s, most of it in Python, which compiles a kernel
+# The reference need not be fast, and autotuning takes seconds per case. Excess precision would drop the
+# rounding between a rotation and an int8 page, which moves the page's scale.
+EXACTLY = {"xla_gpu_autotune_level": "0", "xla_allow_excess_precision": False}
 ROWS_OF = 1, 2, 1, 1, 3, 8, 9  # decode rows of sequences
 EXPONENTIALS = 2e-5  # relative error of the hardware's exponentials and of float32 sums
 
@@ -154,12 +157,17 @@ def cases(small: bool) -> list[Case]:
 def measure(small: bool) -> Iterator[Row]:
     """Yields a row per case: kernels on a GPU, XLA's implementations elsewhere."""
     impl: dispatch.Impl = "xla" if small else "mosaic"
+    calls = [(case, impl, i) for i, case in enumerate(cases(small))]
+    if small:
+        yield from map(_row, calls)
+        return
+    # a case that breaks its process's CUDA context takes only that process's later cases with it
+    with ProcessPoolExecutor(PROCESSES, get_context("spawn"), skip_cuda_check) as pool:
+        yield from pool.map(_row, calls)
 
-    def row(i: int, case: Case) -> Row:
-        return attempt(str(case), partial(check, case, impl, i))
 
-    with ThreadPoolExecutor(1 if small else THREADS) as pool:  # most of the time is compilation
-        yield from pool.map(row, count(), cases(small))
+def _row(call: tuple[Case, dispatch.Impl, int]) -> Row:
+    return attempt(str(call[0]), partial(check, *call))
 
 
 def check(case: Case, impl: dispatch.Impl, seed: int) -> Row:
@@ -388,7 +396,7 @@ def _truth(function: Callable[..., Any], **fixed: Any) -> Callable[..., Any]:
 
     def run(*args: Any, **more: Any) -> Any:
         with jax.default_matmul_precision("highest"):
-            return jax.jit(partial(function, **fixed), compiler_options=UNTUNED)(*args, **more)
+            return jax.jit(partial(function, **fixed), compiler_options=EXACTLY)(*args, **more)
 
     return run
 

@@ -93,6 +93,7 @@ LOGPROBS = st.builds(TokenLogprobs, st.floats(-100, 0), st.integers(1, 2**40), T
 ID, TOKEN = st.text(st.characters(codec="utf-8")), st.integers(0, 2**31)
 REASONS = st.none() | st.sampled_from(("stop", "length", "abort", "error"))
 COUNT = st.integers(0, 2**40)
+SERVED = st.integers(0, 9), st.floats(0, 1e9), COUNT  # preemptions, scheduled, cached
 UPDATES = st.builds(
     TokenUpdate,
     ID,
@@ -100,9 +101,8 @@ UPDATES = st.builds(
     REASONS,
     st.none() | TOKEN | ID,
     st.none() | LOGPROBS,
-    st.integers(0, 9),
-    st.floats(0, 1e9),
-    COUNT,
+    *SERVED,
+    version=COUNT,
 )
 DECISIONS = st.lists(st.tuples(ID, COUNT), max_size=2).map(tuple)
 GROUPS = st.lists(ID, max_size=2).map(tuple)
@@ -117,8 +117,8 @@ BATCHES = st.builds(
     StepUpdates,
     st.lists(UPDATES),
     st.lists(SCORES, max_size=2),
-    st.lists(st.builds(Pooled, ID, st.binary(), st.integers(0, 9), st.floats(0, 1e9), COUNT), max_size=2),
-    st.lists(st.builds(BeamsFound, ID, BEAMS, st.integers(0, 9), st.floats(0, 1e9), COUNT), max_size=2),
+    st.lists(st.builds(Pooled, ID, st.binary(), *SERVED, version=COUNT), max_size=2),
+    st.lists(st.builds(BeamsFound, ID, BEAMS, *SERVED, version=COUNT), max_size=2),
     st.lists(st.builds(Ended, ID, REASONS.filter(bool), st.none() | ID), max_size=2),
     st.builds(
         Load,
