@@ -9,7 +9,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,16 +27,19 @@ from jengine.core.updates import TokenUpdate
 from jengine.engine.engine import Engine
 from jengine.engine.shapes import page_buckets
 from jengine.execution.kernels import kernels_refused
+from jengine.execution.kinds import TRUNK
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
 from jengine.scheduling.scheduler import Scheduler
+from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import ProgramTable
 
 DECODE_GOAL, PREFILL_GOAL = 0.8, 0.6
 ROUNDS = 3  # measured rounds of prefill
+CALLS = 32  # of a program
 
 
 class How(NamedTuple):
@@ -86,6 +89,7 @@ def measure(small: bool) -> Iterator[Row]:
         yield Row(
             f"decode, batch {batch}, context {context:.0f}", values | share, None if small else DECODE_GOAL
         )
+    yield from launches(engine.runner)
 
 
 def make_engine(size: Load, how: How) -> tuple[ExecutionSpec, Engine]:
@@ -173,6 +177,25 @@ def decode_seconds(engine: Engine, batch: int, size: Load, clock: Clock) -> tupl
     while engine.has_work:
         engine.step()
     return statistics.median(whole), statistics.median(host), context
+
+
+def launches(runner: Any) -> Iterator[Row]:
+    """Yields the host's time to call the smallest trunk, with a new buffer in each call as in the engine, and
+    with one that stays on the device, so that no address in XLA's CUDA graph changes.
+    """
+    worker: Any = runner.worker
+    state, spec = worker.state, runner.spec
+    key = min(spec.table.trunks(), key=lambda key: (key.tiles, key.rows))
+    packed = spec.layout(key).pack(StepPlan(key, spec.table.sampler(key, "greedy")))
+    kept = jax.device_put(packed)
+    for case, buffer in (("a new buffer", packed), ("the same buffer", kept)):
+        took = []
+        for _ in range(CALLS):
+            start = time.perf_counter()
+            TRUNK.run(state, key, buffer)
+            took.append(time.perf_counter() - start)
+            jax.block_until_ready(state.to_sample)
+        yield Row(f"call of a trunk of {key.rows} rows, {case}", {"host ms": 1e3 * statistics.median(took)})
 
 
 def add(engine: Engine, count: int, prompt: int, tokens: int) -> None:
