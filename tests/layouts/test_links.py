@@ -6,7 +6,7 @@ import pytest
 
 from jengine.base.errors import InvalidArgument
 from jengine.capacity.layouts.deployment import deployments, refused
-from jengine.capacity.layouts.links import Cluster, Group, parse_devices, stage_layers
+from jengine.capacity.layouts.links import Cluster, Group, parse_devices
 from jengine.devices.device_spec import device_spec
 from jengine.parallel.layout import Layout
 
@@ -43,10 +43,6 @@ def test_groups_of_a_layout() -> None:
     assert ONE.borders(Layout(stages=8)) == 0
 
 
-def test_layers_of_stages() -> None:
-    assert stage_layers(61, 4) == [16, 15, 15, 15] and stage_layers(80, 1) == [80]
-
-
 def test_every_layout_of_eight_devices() -> None:
     dense = [*deployments(8, experts=False)]
     assert len({*dense}) == len(dense) == 10 and all(one.devices == 8 for one in dense)
@@ -59,9 +55,8 @@ def test_every_layout_of_eight_devices() -> None:
 
 def test_layouts_that_cannot_be() -> None:
     def why(layout: Layout, per_host: int = 8) -> str | None:
-        return refused(layout, layers=4, experts=6, per_host=per_host)
+        return refused(layout, experts=6, per_host=per_host)
 
-    assert why(Layout(stages=8)) == "more stages than the model has layers, 4"
     assert why(Layout(data=8, expert_parallel=True)) == "more devices than the model has experts, 6"
     assert (
         why(Layout(tensor=4), per_host=6)

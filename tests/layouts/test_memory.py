@@ -22,16 +22,19 @@ SOME = LayoutMemory(
 
 def test_stages_of_70b_by_hand() -> None:
     """On four devices, two bytes of 68,451,041,280 elements and of two vocabularies are divided; norms are
-    not. Of 80 layers, each of four stages has 20, and the first and last one vocabulary each.
+    not. Of 80 layers, the largest of four stages has 21, and the first and last one vocabulary each.
     """
     config = EngineConfig(model=str(DATA / "llama-3.1-70b"), max_model_len=8192)
     group = TensorGroup.of(config, 4, device_spec("h200"))
     layers, vocabulary, norms = 2 * 68_451_041_280 // 4, 2 * 128_256 * 8192 // 4, 2 * 161 * 8192
     assert group.experts == 0 and group.vocabulary == (vocabulary, vocabulary)
-    whole, stage = (memory_of(group, Layout(stages, 1, 4), group, 256) for stages in (1, 4))
+    whole, stage = (
+        memory_of(group, Layout(len(layers), 1, 4), layers, group, 256)
+        for layers in ((80,), (20, 21, 20, 19))
+    )
     assert whole.weights == layers + norms + 2 * vocabulary == group.memory.weights
-    assert stage.weights == -(-(layers + norms) // 4) + vocabulary
-    assert (whole.page, stage.page) == (64 * 327_680 // 4, 64 * 327_680 // 16)
+    assert stage.weights == -(-(layers + norms) * 21 // 80) + vocabulary
+    assert (whole.page, stage.page) == (64 * 327_680 // 4, 64 * 327_680 // 4 * 21 // 80)
     assert whole.temporaries == stage.temporaries and whole.gathered == 0
     assert str(whole).startswith("weights 32.9, margin 2.5, ") and str(whole).endswith(" of 126.9 GiB")
 
@@ -55,4 +58,6 @@ def test_padded_experts_take_memory() -> None:
     config = EngineConfig(model=str(DATA / "gpt-oss-120b"), max_model_len=8192)
     three = TensorGroup.of(config, 3, device_spec("h200"))
     layout = Layout(tensor=3, expert_parallel=True)
-    assert memory_of(three, layout, three, 256).experts == pytest.approx(three.experts * 129 / 128, abs=1)
+    assert memory_of(three, layout, (36,), three, 256).experts == pytest.approx(
+        three.experts * 129 / 128, abs=1
+    )

@@ -37,7 +37,14 @@ def costs_of_70b(layout: Layout) -> LayoutCosts:
     model = llama("70b", layout.tensor)
     cluster = Cluster.of(H200, max(8, layout.devices))
     own = formats(kv_token_bytes(model, 2))
-    return LayoutCosts(model=model, formats=own, layout=layout, cluster=cluster, expert_layers=0)
+    return LayoutCosts(
+        model=model,
+        formats=own,
+        layout=layout,
+        cluster=cluster,
+        layers=(80 // layout.stages,) * layout.stages,
+        expert_layers=0,
+    )
 
 
 @functools.cache
@@ -54,6 +61,7 @@ def with_experts(layout: Layout, device: DeviceSpec = H200, hosts: int = 1) -> L
         formats=formats(kv_token_bytes(model, 2)),
         layout=layout,
         cluster=Cluster.of(device, 4 * hosts, hosts),
+        layers=(model.config.num_layers // layout.stages,) * layout.stages,
         expert_layers=expert_layers(model),
     )
 

@@ -17,6 +17,7 @@ from jengine.capacity.layouts.step import CAUSES, Cause, LayoutCosts, expert_lay
 from jengine.core.config import EngineConfig
 from jengine.devices.device_spec import DeviceSpec
 from jengine.execution.spec import ExecutionSpec
+from jengine.models.stages import check_divisible, even_stages, layer_costs
 from jengine.parallel.layout import OPTIONS, Layout
 
 # the most sequences in a step, and the fewest that each data rank may have, unless max_num_seqs is given
@@ -157,11 +158,11 @@ def choose(
         limit = f"must be at most {whole.spec.max_model_len:,} tokens together, the longest sequence"
         raise InvalidArgument("traffic", f"{traffic.prompt}/{traffic.output}", limit)
     model = whole.spec.model
-    layers, experts = model.config.num_layers, model.elements.experts
+    experts = model.elements.experts
     every = [*deployments(cluster.count, experts=bool(experts))] if only is None else _only(only, cluster)
     candidates, without = list[Candidate](), list[tuple[Deployment, str]]()
     for deployment in every:
-        why = refused(deployment.layout, layers=layers, experts=experts, per_host=cluster.per_host)
+        why = refused(deployment.layout, experts=experts, per_host=cluster.per_host)
         if why is None:
             try:
                 candidate = _candidate(groups, deployment, cluster, traffic)
@@ -194,13 +195,15 @@ def _candidate(groups: _Groups, deployment: Deployment, cluster: Cluster, traffi
     layout = deployment.layout
     group = groups.of(layout.tensor)
     stage = groups.of(layout.stage_devices) if layout.expert_parallel else group
-    spec, rows = group.spec, groups.rows or max(ROWS // layout.data, FEWEST_ROWS)
-    memory = memory_of(group, layout, stage, rows)
+    spec, layers = group.spec, groups.layers(layout.stages)
+    rows = groups.rows or max(ROWS // layout.data, FEWEST_ROWS)
+    memory = memory_of(group, layout, layers, stage, rows)
     costs = LayoutCosts(
         model=spec.model,
         formats=group.formats,
         layout=layout,
         cluster=cluster,
+        layers=layers,
         expert_layers=expert_layers(spec.model),
     )
     most = rows * layout.data * layout.stages
@@ -233,6 +236,7 @@ class _Groups:
         self.rows, self._device = config.max_num_seqs, device
         self._config = dataclasses.replace(config, max_num_seqs=self.rows or ROWS)
         self._known: dict[int, TensorGroup] = {}
+        self._layers: dict[int, tuple[int, ...]] = {}
 
     def of(self, tensor: int) -> TensorGroup:
         if tensor not in self._known:
@@ -241,6 +245,19 @@ class _Groups:
                     warnings.simplefilter("ignore")  # the first has shown them
                 self._known[tensor] = TensorGroup.of(self._config, tensor, self._device)
         return self._known[tensor]
+
+    def layers(self, stages: int) -> tuple[int, ...]:
+        """Numbers of layers by stage.
+
+        Raises:
+            InvalidArgument: the model cannot be divided into so many stages.
+        """
+        if stages not in self._layers:
+            model = self.of(1).spec.model
+            check_divisible(model, stages)
+            costs, head = layer_costs(model)
+            self._layers[stages] = even_stages(costs, 0.0, head, stages)
+        return self._layers[stages]
 
 
 def _shares(point: Point) -> list[tuple[Cause, float]]:

@@ -63,10 +63,8 @@ def deployments(devices: int, *, experts: bool) -> Iterator[Deployment]:
                         yield Deployment(Layout(stages, data, tensor, whole), devices // engine)
 
 
-def refused(layout: Layout, *, layers: int, experts: int, per_host: int) -> str | None:
-    """Why a model cannot have this layout on hosts of so many devices, or None."""
-    if layout.stages > layers:
-        return f"more stages than the model has layers, {layers}"
+def refused(layout: Layout, *, experts: int, per_host: int) -> str | None:
+    """Why a model with so many experts cannot have this layout on hosts of so many devices, or None."""
     if layout.expert_shards > max(experts, 1):
         return f"more devices than the model has experts, {experts}"
     for name, size in (("tensor", layout.tensor), ("data x tensor", layout.stage_devices)):

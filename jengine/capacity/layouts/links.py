@@ -126,10 +126,3 @@ def parse_devices(text: str) -> tuple[int, str]:
     if not count.isdecimal() or not name or not 1 <= int(count) <= 1024:
         raise InvalidArgument("devices", text, "must be a number from 1 to 1024 and a name, such as 8xH200")
     return int(count), name
-
-
-def stage_layers(layers: int, stages: int) -> list[int]:
-    """Number of layers of each stage: as even as possible. The first ones have more, since the last one has
-    the output head.
-    """
-    return [layers // stages + (stage < layers % stages) for stage in range(stages)]

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from jengine.capacity.layouts.links import stage_layers
 from jengine.capacity.planning.ahead_of_time import device_limit
 from jengine.capacity.planning.plan import described, estimated, formats_of
 from jengine.capacity.planning.roofline import Formats
@@ -128,16 +127,18 @@ class TensorGroup:
         return self.known[tokens]
 
 
-def memory_of(group: TensorGroup, layout: Layout, stage: TensorGroup, rows: int) -> LayoutMemory:
+def memory_of(
+    group: TensorGroup, layout: Layout, layers: tuple[int, ...], stage: TensorGroup, rows: int
+) -> LayoutMemory:
     """The memory of a layout.
 
     Args:
         group: of `layout.tensor` devices.
+        layers: of each stage.
         stage: of all devices of a stage, among which whole experts are divided; otherwise `group`.
         rows: the most decoding sequences of a data rank in a step.
     """
-    layers, memory = group.spec.model.config.num_layers, group.memory
-    share = max(stage_layers(layers, layout.stages)) / layers
+    memory, share = group.memory, max(layers) / sum(layers)
     experts = float(group.experts)
     if layout.expert_parallel:
         count, shards = group.spec.model.elements.experts, layout.expert_shards

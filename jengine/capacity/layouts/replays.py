@@ -1,7 +1,7 @@
 """Plays a trace on a layout: the real scheduler with the layout's costs instead of measured ones.
 
-One virtual engine stands for all stages and data ranks. A step of it is a pass of every cohort through all
-stages, and the ranks have equal parts of its rows, tokens and pages.
+The stages of a pipeline have a step of their own each, as in an engine. One virtual engine stands for all
+data ranks, which have equal parts of a step's rows, tokens and pages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jengine.base.display import columns
 from jengine.base.errors import OutOfMemory
 from jengine.capacity.layouts.choice import Candidate
 from jengine.capacity.layouts.serving import Serving
-from jengine.capacity.layouts.step import LayoutCosts
+from jengine.capacity.layouts.step import Batch, LayoutCosts
 from jengine.capacity.planning.roofline import cached_bytes, cached_operations
 from jengine.capacity.simulation.outcome import Outcome
 from jengine.capacity.simulation.replay import EngineShape, replay
@@ -85,11 +85,12 @@ def shape_of(config: EngineConfig, candidate: Candidate, drafts_right: float = 0
     pages = 1 + costs.layout.data * candidate.memory.pages
     config = dataclasses.replace(config, num_pages=pages, kv_cache_memory=None)
     table = Setup(config, spec, StepCosts(spec.table)).shape().table
-    return Setup(config, spec, step_costs(candidate.serving, table), drafts_right).shape()
+    shape = Setup(config, spec, step_costs(candidate.serving, table), drafts_right).shape()
+    return dataclasses.replace(shape, options={**shape.options, "stages": costs.layout.stages})
 
 
 def step_costs(serving: Serving, table: ProgramTable) -> StepCosts:
-    """What the programs of a table cost with a layout. Samplers are part of the trunks."""
+    """What the programs of a table cost in each stage of a layout. Samplers are part of the trunks."""
     slopes = slopes_of(serving.costs)
     known = {
         trunk: _base(serving, slopes, trunk.rows, trunk.tiles * table.tile_size) for trunk in table.trunks()
@@ -98,23 +99,23 @@ def step_costs(serving: Serving, table: ProgramTable) -> StepCosts:
 
 
 def slopes_of(costs: LayoutCosts) -> Slopes:
-    """Seconds of a step for each cached token of a row, and for each pair of a prompt's tokens. The stages
-    and data ranks compute them side by side.
+    """Seconds of a stage's step for each cached token of a row, and for each pair of a prompt's tokens. The
+    data ranks compute them side by side.
     """
     model, formats, layout, device = costs.model, costs.formats, costs.layout, costs.cluster.device
     one = {layer: 1.0 for layer, entry in enumerate(model.entries) if entry.kind != "state"}
     none = cached_operations(model, dict.fromkeys(one, 0.0))
     pair = (cached_operations(model, one) - none) / layout.tensor / device.rates[formats.dtype]
     read = cached_bytes(model, formats, one) / device.bandwidth if one else 0.0
-    beside = layout.stages * layout.data
-    return Slopes(max(read, pair) / beside, 0.0, pair / beside)
+    share = max(costs.layers) / sum(costs.layers) / layout.data
+    return Slopes(max(read, pair) * share, 0.0, pair * share)
 
 
 def _base(serving: Serving, slopes: Slopes, rows: int, tokens: int) -> float:
-    """Seconds without attention: a token of a piece attends to half of it on average."""
-    pairs = serving.cohort_tokens(tokens) * serving.prompt_of(tokens) / 2
-    attention = slopes.attended * pairs * serving.costs.layout.stages * bool(tokens)
-    return max(serving.pass_seconds(rows, tokens) - attention, 0.0)
+    """Seconds of a stage without attention: a token of a prompt attends to half of it on average."""
+    prompt = max(1, min(tokens, serving.traffic.prompt))
+    seconds = serving.costs.stage_seconds(Batch(rows, 0.0, tokens, prompt))
+    return max(seconds - slopes.attended * tokens * prompt / 2, 0.0)
 
 
 def table_of(replays: list[Replayed], targets: bool) -> str:

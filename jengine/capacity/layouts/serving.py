@@ -114,19 +114,6 @@ class Serving:
             causes=causes,
         )
 
-    def pass_seconds(self, rows: int, tokens: int) -> float:
-        """Seconds of a step without the rows' contexts, with so many tokens of prompts."""
-        every = self.cohort_tokens(tokens) * self.costs.layout.stages
-        return self.costs.seconds(Batch(rows, 0.0, every, self.prompt_of(tokens)))
-
-    def prompt_of(self, tokens: int) -> int:
-        """Length of a piece, if a step has so many tokens of prompts."""
-        return max(1, min(tokens, self.traffic.prompt))
-
-    def cohort_tokens(self, tokens: float) -> float:
-        """Tokens of prompts in the fullest cohort, if all together have so many."""
-        return max(tokens / self.costs.layout.stages, min(tokens, self.traffic.prompt))
-
     @cached_property
     def best(self) -> Point | None:
         """With the most sequences that fit and meet the targets; None: not even one does."""

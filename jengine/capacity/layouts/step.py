@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from jengine.capacity.layouts.links import Cluster, Seconds, stage_layers
+from jengine.capacity.layouts.links import Cluster, Seconds
 from jengine.capacity.layouts.routing import most_met, most_routed
 from jengine.capacity.planning.roofline import (
     Formats,
@@ -64,6 +64,7 @@ class LayoutCosts:
 
     Attributes:
         model, formats: for `layout.tensor` devices.
+        layers: of each stage.
         expert_layers: layers that have experts.
         attending: by context, what was computed before.
     """
@@ -72,6 +73,7 @@ class LayoutCosts:
     formats: Formats
     layout: Layout
     cluster: Cluster
+    layers: tuple[int, ...]
     expert_layers: int
     attending: dict[tuple[float, bool], _Attending] = field(default_factory=dict, repr=False, compare=False)
 
@@ -82,11 +84,7 @@ class LayoutCosts:
         the others wait (bubble).
         """
         stages = self.layout.stages
-        cohort = Batch(batch.rows / stages, batch.context, batch.tokens / stages, batch.prompt)
-        layers = stage_layers(self.model.config.num_layers, stages)
-        kinds = [(own, stage == 0, stage == stages - 1) for stage, own in enumerate(layers)]
-        costs = {kind: self._stage(cohort, *kind) for kind in dict.fromkeys(kinds)}
-        every = [costs[kind] for kind in kinds]
+        every = self._stages(Batch(batch.rows / stages, batch.context, batch.tokens / stages, batch.prompt))
         slowest = max(sum(stage.values()) for stage in every)
         causes: Causes = {cause: sum(stage[cause] for stage in every) for cause in CAUSES}
         causes["bubble"] = max(0.0, stages * slowest - sum(causes.values()))
@@ -95,6 +93,16 @@ class LayoutCosts:
     def seconds(self, batch: Batch) -> float:
         """The sum of `step`."""
         return sum(self.step(batch).values())
+
+    def stage_seconds(self, cohort: Batch) -> float:
+        """Seconds of the slowest stage with one cohort."""
+        return max(sum(stage.values()) for stage in self._stages(cohort))
+
+    def _stages(self, cohort: Batch) -> list[Causes]:
+        last = len(self.layers) - 1
+        kinds = [(own, stage == 0, stage == last) for stage, own in enumerate(self.layers)]
+        costs = {kind: self._stage(cohort, *kind) for kind in dict.fromkeys(kinds)}
+        return [costs[kind] for kind in kinds]
 
     def _stage(self, cohort: Batch, layers: int, begins: bool, ends: bool) -> Causes:
         """Seconds of a stage of so many layers with one cohort.
