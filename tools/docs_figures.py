@@ -105,6 +105,20 @@ def start_time() -> str:
     return "\n".join([*rows, "", _machine(found)])
 
 
+def several_models() -> str:
+    """Mixed traffic to two models, with a place for both and with one."""
+    found = _found("several_models")
+    both, one = (found["places"][places] for places in ("2", "1"))
+    clients, requests, tokens = found["clients"], both["requests"], found["tokens"]
+    loads = f"{len(one['loads'])} loads of {min(one['loads']):.1f} to {max(one['loads']):.1f} s"
+    return (
+        f"With two models of 134 million parameters in bfloat16 and {clients} clients that ask either at"
+        f" random, {requests} requests of {tokens} tokens took {both['seconds']:.0f} s if both were loaded."
+        f" With `--max-loaded-models 1` they took {one['seconds']:.0f} s, with {loads}; a request waited"
+        f" {one['longest_seconds']:.0f} s at most. All were answered.\n\n{_machine(found, 'several_models')}"
+    )
+
+
 def sharing() -> str:
     found = _found("sharing")
     arrivals, chat, ratios = found["arrivals"], found["chat"], found["arrivals"]["ratios"]

@@ -246,6 +246,7 @@ CONTENT: dict[str, Callable[[], str]] = {
     "quantized steps": docs_figures.quantized_steps,
     "gpu": docs_figures.gpu,
     "start time": docs_figures.start_time,
+    "several models": docs_figures.several_models,
     "sharing": docs_figures.sharing,
     "targets": docs_figures.targets,
     "simulation": docs_figures.simulation,
