@@ -30,7 +30,7 @@ MOST_IDLE = 4  # connections that are kept
 class RemoteStore:
     """The pages of a PageServer. Calls of several threads use several connections.
 
-    After a failure, calls fail at once for a while, so that a server that is gone delays nobody.
+    After a failure, calls fail at once for a while, so a server that is down delays no request.
 
     Args:
         timeout: seconds that a connection attempt, or waiting for the next bytes, may take.

@@ -18,7 +18,7 @@ MOST_WAIT = 60.0  # seconds that a Find may wait
 
 
 class PageServer:
-    """Answers clients that have the token, each connection in a thread of its own.
+    """Answers clients that have the token. Each connection has its own thread.
 
     Args:
         store: what is served.

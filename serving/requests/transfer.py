@@ -23,7 +23,7 @@ def pages_from(given: Params | None, info: PagesInfo) -> str | None:
     """Where the pages of a request's prompt are, as host:port; None: nowhere else.
 
     Raises:
-        InvalidArgument: this server cannot do what is asked.
+        InvalidArgument: this server does not support these parameters.
     """
     if given is None:
         return None

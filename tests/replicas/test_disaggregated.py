@@ -45,7 +45,7 @@ def test_a_prompt_is_computed_and_then_answered() -> None:
         assert (sent.priority, sent.cache_salt, sent.prompt_token_ids) == (3, "s", [*LONG])
     assert [*one.prefill.requests] == ["a"] and not one.decode.requests
     one.prefill.say("a", last=True)
-    assert [*one.decode.requests] == ["a", "b"] and not one.got, "nobody sees its token"
+    assert [*one.decode.requests] == ["a", "b"] and not one.got, "no client gets its token"
     assert {sent.pages_from for sent in one.decode.requests.values()} == {"here:1"}
     one.decode.say("a")
     one.decode.say("a", last=True)

@@ -1,4 +1,4 @@
-"""Prompts computed in one process, answered by another: the tokens are those of one engine, whoever dies."""
+"""Prompts computed in one process, answered by another: tokens of one engine, even if a process dies."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_lost_prefill_engine_is_replaced_and_the_whole_ends_with_the_other(tex
             for number in range(2):
                 answer = await ask(llm, {"prompt_token_ids": [number, *range(2, 60)]}, eight)
                 assert len(answer.outputs[0].token_ids) == 8
-                assert engine.prefill.generated == 1, "a token for the prompt, which nobody sees"
+                assert engine.prefill.generated == 1, "one token for the prompt, which no client gets"
                 kill(engine.prefill)
                 await asyncio.to_thread(wait_until, lambda number=number: engine.restarts == number + 1)
             assert engine.generated == 16 and len(engine.pids) == 2

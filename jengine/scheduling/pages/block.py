@@ -23,7 +23,7 @@ class Block:
         parent: the preceding block; the salt, for the first block of a sequence.
         pages: page numbers by cache group; 0: none.
         users: number of following blocks, sequences that will add one, and copies on the host.
-        digest: of the tokens and the prefix, for others; see engine/page_names.py. None: nobody has asked.
+        digest: of the tokens and the prefix, for other engines; see engine/page_names.py. None: not computed.
     """
 
     __slots__ = ("digest", "pages", "parent", "tokens", "users")
