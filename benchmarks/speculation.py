@@ -19,6 +19,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -215,16 +216,13 @@ def main() -> None:
         progress=True,
     )
     named = ways(llm._shared.engine, options.fixed)
-    results = [
-        cell(llm, task, streams, context, named, options.rounds)
-        for context in options.contexts
-        for task in options.tasks
-        for streams in options.streams
-    ]
+    name = "_".join(["speculation", options.model, *filter(None, [options.name])])
+    results = list[dict[str, Any]]()
+    for context, task, streams in product(options.contexts, options.tasks, options.streams):
+        results.append(cell(llm, task, streams, context, named, options.rounds))
+        if not options.quick:  # after each cell, since a grid takes long
+            save(name, {"model": options.model, "dtype": options.dtype, "cells": results})
     llm.close()
-    if not options.quick:
-        name = "_".join(["speculation", options.model, *filter(None, [options.name])])
-        save(name, {"model": options.model, "dtype": options.dtype, "cells": results})
 
 
 def _model(name: str) -> Path | str:

@@ -196,9 +196,9 @@ class Scheduler:
         )
         self.rules: tuple[Rule, ...] = (
             repeats,
+            PromptRows(self.rows_or_tiles, table.tile_size),  # drafts take the rows that it leaves
             self.speculation,
             Bursts(self.registry, self.limits, self.predictor),
-            PromptRows(self.rows_or_tiles, table.tile_size),
             self.searches,
         )
         self.registry.rememberers = self.rows, self.cohorts, self.prompts, *self.rules

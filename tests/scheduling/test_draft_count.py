@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.scheduling.costs.draft_count import Bucket, Offer, all_of_them, could_pay, most_a_second
+from jengine.scheduling.costs.draft_count import WORTH, Bucket, Offer, all_of_them, could_pay, most_a_second
 
 
 def test_padding_is_filled_while_reading_contexts_pays() -> None:
@@ -61,6 +61,8 @@ def test_no_other_number_gives_more(offer: Offer) -> None:
 
     found = most_a_second(offer)
     best = max(map(rate, range(len(offer.chances) + 1)))
-    assert math.isclose(rate(found), best, rel_tol=1e-9)
     if found:
-        assert could_pay(offer)
+        assert math.isclose(rate(found), best, rel_tol=1e-9)
+        assert could_pay(offer) and best > WORTH * rate(0) * (1 - 1e-9)
+    else:
+        assert best <= WORTH * rate(0) * (1 + 1e-9)

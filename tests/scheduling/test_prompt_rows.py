@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+from jengine.scheduling.costs.draft_costs import DraftCosts, Rows
+from jengine.scheduling.costs.draft_count import all_of_them
 from jengine.scheduling.costs.rows_or_tiles import ChunkEnd
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.work import NO_WORK, Work, pairs
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
+from tests.scheduling.adversaries import knowing
 from tests.scheduling.answers import VOCAB
 from tests.scheduling.strict_device import Loop
 
@@ -186,3 +189,25 @@ def test_among_other_requests(seed: int) -> None:
             one.step(ahead)
     one.drain(ahead)
     assert one.device.on_rows > 50 and one.device.several > 10
+
+
+def test_drafts_take_the_rows_that_prompts_leave() -> None:
+    """On rows, the end of a prompt saves a tile; a draft in its place would not pay for one."""
+    one = loop(drafters=[knowing(1.0, 96, 15, 0)], how_many_drafts=all_of_them, max_num_seqs=8)
+    one.add([7], max_tokens=60, ignore_eos=True)
+    one.step(ahead=0)
+    one.step(ahead=0)
+    assert one.last.guesses == 7
+    one.add(prompt(5), max_tokens=1)
+    one.step(ahead=0)
+    assert shape(one.last) == (8, 0, [(5, True)]) and one.last.guesses == 2
+
+
+def test_prompts_do_not_make_drafts_look_cheap() -> None:
+    """Rows for drafts cost the same beside prompts as without them."""
+    one = loop(0.5, 10.0)
+    costs = DraftCosts(one.scheduler.predictor, (None,), all_of_them)
+    alone, beside = (costs.offer(Rows(8, 8, 9, 0, NO_WORK), tiles, limit=60.0) for tiles in (0, 1))
+    assert alone.seconds == beside.seconds == 1.0 + 0.5 * 8
+    assert alone.buckets[-1] == beside.buckets[-1] and alone.buckets[-1].seconds == 1.0 + 0.5 * 16
+    assert (alone.limit, beside.limit) == (60.0, 60.0 - 10.0)

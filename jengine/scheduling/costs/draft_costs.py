@@ -19,11 +19,14 @@ class Rows(NamedTuple):
     """Decode rows of a step, before drafts.
 
     Attributes:
+        rows: their number, each of another sequence.
+        taken: rows that the step needs without drafts, those of prompts and for samples among them.
         longest: length of the longest sequence after the step.
         rank: highest variant_rank of the sequences.
     """
 
     rows: int
+    taken: int
     longest: int
     rank: int
     work: Work
@@ -32,10 +35,11 @@ class Rows(NamedTuple):
     def of(cls, sequences: List[Sequence], windows: Windows) -> Rows:
         """One row for each of these sequences."""
         if not sequences:
-            return cls(0, 0, 0, NO_WORK)
+            return cls(0, 0, 0, 0, NO_WORK)
         positions = [sequence.num_computed for sequence in sequences]
         rank = max([sequence.variant_rank for sequence in sequences])
-        return cls(len(sequences), max(positions) + 1, rank, Work(*rows_work(positions, windows)))
+        count, work = len(sequences), Work(*rows_work(positions, windows))
+        return cls(count, count, max(positions) + 1, rank, work)
 
 
 class Likely(NamedTuple):
@@ -68,18 +72,22 @@ class DraftCosts:
 
     def __init__(self, predictor: StepPredictor, windows: Windows, how_many: HowMany) -> None:
         self._predictor, self._windows, self._how_many = predictor, windows, how_many
-        self._known: dict[tuple[int, int, int, int], tuple[float, list[Bucket]]] = {}  # see _programs
+        self._known: dict[tuple[int, ...], tuple[float, list[Bucket], float]] = {}  # see _programs
         self._uses, self.expected = 0, 1.0
 
     def offer(self, rows: Rows, tiles: int, limit: float = math.inf, wait: float = 0.0) -> Offer:
         """The programs that such a step may use, still without drafts.
 
+        Seconds are those that the rows add to prompts. What prompts take is spent with drafts or without, and
+        must not make them look cheap.
+
         Args:
-            limit: see Offer.
+            limit: see Offer; of the whole step.
             wait: seconds that the device waits for the host if there are drafts.
         """
-        alone, buckets = self._programs(rows, tiles)
-        seconds = self._predictor.costs.work_seconds(rows.work)
+        alone, buckets, prompts = self._programs(rows, tiles)
+        seconds = self._predictor.costs.work_seconds(rows.work._replace(attended=0))
+        limit -= prompts + self._predictor.costs.work_seconds(Work(attended=rows.work.attended))
         return Offer(
             rows.rows,
             alone + seconds,
@@ -89,24 +97,29 @@ class DraftCosts:
             limit,
         )
 
-    def _programs(self, rows: Rows, tiles: int) -> tuple[float, list[Bucket]]:
-        """Seconds without work: of the step without drafts, and of programs with rows for drafts. Looked up
-        once in REUSED steps.
+    def _programs(self, rows: Rows, tiles: int) -> tuple[float, list[Bucket], float]:
+        """Seconds without work: of the rows without drafts, of programs with rows for drafts beyond the
+        seconds for prompts, and of prompts. Looked up once in REUSED steps.
         """
-        predictor, (count, longest, rank, _) = self._predictor, rows
+        predictor, (count, taken, longest, rank, _) = self._predictor, rows
         self._uses = (self._uses + 1) % REUSED
         if not self._uses:
             self._known.clear()
-        key = count, tiles, rank, predictor.pages(longest + 1)  # drafts may enter another page
+        key = count, taken, tiles, rank, predictor.pages(longest + 1)  # drafts may enter another page
         if key not in self._known:
-            room = predictor.room(count, tiles)
+            room = predictor.room(taken, tiles)
+            alone = predictor.row_seconds(count, 0, longest, rank)
+            prompts = 0.0
+            if taken > count or tiles:
+                prompts = predictor.seconds(taken, tiles, NO_WORK, longest, rank) - alone
             buckets = [
                 Bucket(
-                    min(bucket - count, room), predictor.seconds(bucket, tiles, NO_WORK, longest + 1, rank)
+                    min(bucket - taken, room),
+                    predictor.seconds(bucket, tiles, NO_WORK, longest + 1, rank) - prompts,
                 )
-                for bucket in predictor.row_buckets(count, tiles)
+                for bucket in predictor.row_buckets(taken, tiles)
             ]
-            self._known[key] = predictor.row_seconds(count, tiles, longest, rank), buckets
+            self._known[key] = alone, buckets, prompts
         return self._known[key]
 
     def offer_while_in_flight(self, rows: Rows) -> Offer:

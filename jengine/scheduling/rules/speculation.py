@@ -110,8 +110,8 @@ class Speculation(Rule):
         if plan.paced:
             limit = min([sequence.due for sequence in plan.rows]) - self._timeline.start(plan.now)
         # prompts of the step have samples too; programs with the most rows hold as many samples
-        count = max(len(plan.rows) + plan.more_rows, len(plan.samples))
-        rows = Rows(count, plan.longest, plan.rank, plan.work)
+        taken = max(len(plan.rows) + plan.more_rows, len(plan.samples))
+        rows = Rows(len(plan.rows), taken, plan.longest, plan.rank, plan.work)
         offer = self._with_states(self._costs.offer(rows, plan.tiles, limit))
         if not self._costs.could_pay(offer):
             return
