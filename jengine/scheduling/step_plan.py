@@ -103,6 +103,7 @@ class StepPlan:
             steps.
         prompts: number of spans of prompts or of other tokens that were known when their sequence was
             admitted. They follow those of decoding sequences: first on rows, then in tiles.
+        rows: number of decode rows that hold tokens.
         guesses: number of drafts, over all spans.
         draft: the program of the draft model that runs before the trunk, if any.
         loras: (number of an adapter, place from 1) to write before the trunk.
@@ -120,6 +121,7 @@ class StepPlan:
     work: Work = NO_WORK
     steps: int = 1
     prompts: int = 0
+    rows: int = 0
     guesses: int = 0
     draft: DraftKey | None = None
     loras: list[tuple[int, int]] = field(default_factory=list)

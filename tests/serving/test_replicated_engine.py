@@ -123,7 +123,8 @@ def test_a_server_starts_all_again_when_all_have_ended(tokenizer_folder: Path) -
         await supervisor.start()
         assert len(await collect(supervisor.llm, PROMPT, SamplingParams(max_tokens=2)))
         for pid in engines[0].pids:
-            os.kill(pid or 0, signal.SIGKILL)
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
         await asyncio.to_thread(wait_until, lambda: supervisor.restarts == 1)
         assert len(await collect(supervisor.llm, PROMPT, SamplingParams(max_tokens=2)))
         assert len(engines) == 2 and supervisor.load.pages > 0

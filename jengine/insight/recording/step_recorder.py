@@ -99,13 +99,14 @@ class StepRecorder:
                 read.
         """
         scheduler, trunk, spans, size = self._scheduler, plan.trunk, plan.spans, self._tile_size
-        decoding, prompts = spans[: len(spans) - plan.prompts], spans[len(spans) - plan.prompts :]
-        chunks = [(span.seq, span.start, span.length) for span in reversed(prompts)]
-        in_tiles = [span.length for span in prompts if span.tokens is not None]
-        tokens, tiles = sum(in_tiles), sum([-(-length // size) for length in in_tiles])
-        prompt_rows = sum([chunk[2] for chunk in chunks]) - tokens
-        following = sum([len(span.following) for span in decoding if span.following])  # drafts, repetitions
-        rows = len(decoding) + following + prompt_rows
+        chunks, tokens, tiles, prompt_rows = list[tuple[int, int, int]](), 0, 0, 0
+        for span in spans[: -plan.prompts - 1 : -1]:
+            chunks.append((span.seq, span.start, span.length))
+            if span.tokens is None:
+                prompt_rows += span.length
+            else:
+                tokens += span.length
+                tiles += -(-span.length // size)
         decision, blocks, begun = scheduler.admission.decision, scheduler.blocks, self._begun
         reason = "" if decision is None or decision is self._decision else decision.reason
         self._decision = decision
@@ -117,7 +118,7 @@ class StepRecorder:
             number,
             trunk,
             plan.sampler,
-            rows,
+            plan.rows,
             tiles,
             tokens,
             plan.work,

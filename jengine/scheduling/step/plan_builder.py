@@ -59,5 +59,6 @@ class PlanBuilder:
             work=self.work,
             steps=self.steps,
             prompts=len(self.spans) - len(self.rows),
+            rows=len(self.rows) + self.more_rows,
             guesses=self.guesses,
         )
