@@ -193,7 +193,8 @@ class EngineConfig:
         enable_expert_parallel: divides whole experts among the devices, instead of dividing each expert.
             Devices then multiply with larger matrices, for fewer tokens each.
         pipeline_parallel_size: stages that the model's layers are divided into, each with
-            tensor_parallel_size devices. As many steps run at once, each with a part of the sequences.
+            tensor_parallel_size devices, for each rank if there are several. As many steps run at once, each
+            with a part of the sequences.
         pipeline_layers: numbers of layers of the stages, as 20,21,21,18. By default stages of equal cost; the
             last one has the output head as well.
         coordinator: host:port where process 0 listens, if several processes share the model, on one machine

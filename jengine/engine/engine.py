@@ -26,7 +26,7 @@ from jengine.engine.gate import Gate
 from jengine.engine.limits import Limits
 from jengine.engine.live_weights import FixedWeights
 from jengine.engine.load import load_of
-from jengine.engine.mask_rows import fill_masks, needs_mask
+from jengine.engine.mask_rows import fill_masks, masked_rows
 from jengine.engine.operations import Operation
 from jengine.engine.page_event_publisher import PageEventPublisher
 from jengine.engine.page_transfer import PageTransfer
@@ -329,12 +329,12 @@ class Engine:
         self.records.planned()
         updates += self._rejected()
         if plan is None:
-            yield None
-            updates += self._read_all_but(max(len(self._in_flight) - 1, 0))
+            passed = yield None
+            updates += self._read_all_but(self._recent if passed else max(len(self._in_flight) - 1, 0))
             if not updates and waits:
                 wait_for_work(self.scheduler, self.runner, self.pages)
             return updates
-        masked = plan.sampler.variant == "full" and bool(self._masked(plan))
+        masked = plan.sampler.variant == "full" and bool(masked_rows(plan, self.scheduler.registry.by_number))
         begun = yield Wanted(plan, masked)
         if masked:
             begun = cast(PendingSample, begun)
@@ -357,9 +357,14 @@ class Engine:
         full = len(self._in_flight) >= self._stages  # the others say nothing about one stage's seconds
         alone = not masked and not counted and not beside and (full or self._stages == 1)
         self._in_flight.append((record, alone, step))
-        updates += self._read_all_but(self._stages if self.overlap else self._stages - 1)
+        updates += self._read_all_but(self._recent)
         self.records.turned(time.perf_counter())
         return updates
+
+    @property
+    def _recent(self) -> int:
+        """How many of the steps that run at once are its own, with the one that the host is ahead."""
+        return self.scheduler.cohorts.recent(self._stages if self.overlap else self._stages - 1)
 
     def _rejected(self) -> list[Update]:
         """Updates for requests that the scheduler has just rejected, since their targets cannot be met."""
@@ -415,7 +420,7 @@ class Engine:
         fails or is empty.
         """
         mask = np.full((plan.sampler.rows, mask_words(self.model.vocab_size)), ALL_ALLOWED)
-        masked = self._masked(plan)
+        masked = masked_rows(plan, self.scheduler.registry.by_number)
         self._unmasked = {}
         failures = self._masks.run(
             [partial(self._fill, mask, row, sequence, drafts) for row, sequence, drafts in masked]
@@ -431,18 +436,6 @@ class Engine:
         failed = fill_masks(mask[row : row + 1 + len(drafts)], sequence, drafts)
         if failed is not None:
             self._unmasked[row + failed[0]] = failed[1]
-
-    def _masked(self, plan: StepPlan) -> list[tuple[int, Sequence, List[int]]]:
-        """First sampler rows that have a mask, with their sequences, if these have not ended, and drafts."""
-        by_number, found = self.scheduler.registry.by_number, list[tuple[int, Sequence, List[int]]]()
-        for row, sample in enumerate(plan.samples):
-            sequence, span = by_number.get(sample.seq), plan.spans[sample.span]
-            if sequence is not None and needs_mask(sequence):
-                if not span.guesses:
-                    found.append((row, sequence, ()))
-                elif not sample.offset:
-                    found.append((row, sequence, span.following or ()))
-        return found
 
     def _fail(self, sequence: Sequence, error: Exception) -> str:
         """Ends one request with an error. Returns its stop_reason."""

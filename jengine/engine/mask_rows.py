@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as List
 
 import numpy as np
 
 from jengine.base.errors import JengineError
 from jengine.scheduling.requests.sequence import Sequence
+from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import MOST_DRAFTS
 
 # Tokens of a sequence in the step that is planned and in the one that is not read yet.
@@ -18,6 +20,19 @@ def needs_mask(sequence: Sequence) -> bool:
     """Whether the next step must wait for the sequence's mask."""
     mask = sequence.request.mask
     return mask is not None and mask.free() <= AHEAD
+
+
+def masked_rows(plan: StepPlan, by_number: Mapping[int, Sequence]) -> list[tuple[int, Sequence, List[int]]]:
+    """First sampler rows that have a mask, with their sequences, if these have not ended, and drafts."""
+    found = list[tuple[int, Sequence, List[int]]]()
+    for row, sample in enumerate(plan.samples):
+        sequence, span = by_number.get(sample.seq), plan.spans[sample.span]
+        if sequence is not None and needs_mask(sequence):
+            if not span.guesses:
+                found.append((row, sequence, ()))
+            elif not sample.offset:
+                found.append((row, sequence, span.following or ()))
+    return found
 
 
 def fill_masks(rows: np.ndarray, sequence: Sequence, drafts: List[int]) -> tuple[int, Exception] | None:

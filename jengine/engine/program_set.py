@@ -88,9 +88,12 @@ class ProgramSet:
 
     def obtain_others(self, link: Link) -> BackgroundPrograms | None:
         """Obtains the programs that are not ready yet, in the background. None: all are."""
-        if all(key in self.programs for key in self.keys):
+        if all(map(self._has, self.keys)):
             return None
         return BackgroundPrograms(self.programs, self.keys, link, threads=max(self._threads // 2, 1))
+
+    def _has(self, key: Key) -> bool:
+        return any(key in programs for programs in self._sets)
 
     def warm_up(self, runner: Runner, progress: Progress) -> WarmedUp:
         """Runs programs that were compiled, and measures steps whose cost is not known. Otherwise, checks
@@ -99,11 +102,7 @@ class ProgramSet:
         spec = runner.spec
         ready = ReadyPrograms(
             spec.table,
-            [
-                key
-                for key in self.keys
-                if not isinstance(key, str) and any(key in programs for programs in self._sets)
-            ],
+            [key for key in self.keys if not isinstance(key, str) and self._has(key)],
         )
         saved = CostsFile(self._root, spec.fingerprint())
         costs = saved.load(spec.table) or StepCosts(spec.table)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -11,8 +12,8 @@ from jengine.base.progress import Progress
 from jengine.core.config import EngineConfig
 from jengine.engine.program_set import ProgramSet
 from jengine.execution.kinds import kind_of
-from jengine.execution.programs import Programs, program_keys
-from jengine.execution.ranks import JointState, RanksRunner
+from jengine.execution.programs import program_keys
+from jengine.execution.ranks import RanksRunner, make_ranks
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import Params
 
@@ -27,7 +28,6 @@ def check_ranks(config: EngineConfig, mesh: Mesh | None) -> None:
         raise InvalidArgument("data_parallel_size", count, limit)
     refused: dict[str, Any] = {
         "mesh": mesh,
-        "pipeline_parallel_size": config.pipeline_parallel_size > 1,
         "num_processes": config.num_processes > 1,
         "programs": config.programs,
         "weight_updates": config.weight_updates,
@@ -52,11 +52,12 @@ def check_spec(config: EngineConfig, spec: ExecutionSpec) -> None:
 
 
 def prepare_ranks(
-    config: EngineConfig, spec: ExecutionSpec, weights: Params, max_bytes: int, progress: Progress
+    config: EngineConfig, spec: ExecutionSpec, weights: Sequence[Params], max_bytes: int, progress: Progress
 ) -> tuple[RanksRunner, ProgramSet]:
     """The ranks of a spec, ready to be measured, and all their programs.
 
     Args:
+        weights: of each stage.
         max_bytes: of the cache of programs.
     """
     keys = program_keys(spec)
@@ -67,6 +68,4 @@ def prepare_ranks(
         for rank in range(spec.ranks)
     ]
     programs = ProgramSet(config, spec, None, max_bytes, progress, only=joint, beside=each)
-    joint_programs, *of_ranks = [cast(Programs, one.programs) for one in (programs, *each)]
-    state = JointState(spec, joint_programs, weights, of_ranks)
-    return RanksRunner(state, of_ranks), programs
+    return make_ranks(spec, programs.programs, weights, [one.programs for one in each]), programs

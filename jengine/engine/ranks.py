@@ -39,6 +39,9 @@ class RankedEngine:
     room for each. Ranks without a step join with padding. If the table has no such trunk, there are two
     programs: for the ranks with prompts, and for the others.
 
+    In a pipeline, all ranks are in the same place of the round: each iteration has one cohort of each rank,
+    and a step that waits for the one before, as of a lone sequence, is planned only if no rank has another.
+
     An operation is done by every rank, and the answer is the first one's; so are costs and traces.
 
     Args:
@@ -71,6 +74,7 @@ class RankedEngine:
 
     def step(self) -> list[Update]:
         """See Engine.step."""
+        oldest = self._agree_to_wait()
         turns = {i: rank.turn(waits=False) for i, rank in enumerate(self.ranks)}
         wanted = {i: want for i, turn in turns.items() if (want := next(turn)) is not None}
         updates, begun = list[Update](), dict[int, InFlight]()
@@ -85,10 +89,25 @@ class RankedEngine:
             for i in masked:  # computes its mask while the trunk runs
                 updates += ended(turns.pop(i), started[i])
         for i, turn in turns.items():
-            updates += ended(turn, begun.get(i))
+            cohorts = self.ranks[i].scheduler.cohorts
+            if wanted and i not in wanted:
+                cohorts.passed()
+            updates += ended(turn, begun.get(i) or ("passed" if wanted or cohorts.oldest > oldest else None))
         if not wanted and not updates:
             time.sleep(IDLE_SECONDS)
         return updates
+
+    def _agree_to_wait(self) -> float:
+        """Decides which ranks may plan a step that waits for the oldest one in flight of all ranks. Returns
+        its number.
+        """
+        schedulers = [rank.scheduler for rank in self.ranks]
+        oldest = min([one.cohorts.oldest for one in schedulers])
+        if schedulers[0].cohorts.stages > 1:
+            ready = any([one.rows.ready for one in schedulers])
+            for one in schedulers:
+                one.cohorts.waits = not ready and one.cohorts.oldest == oldest
+        return oldest
 
     def do[T](self, operation: Operation[T]) -> T:
         """See Engine.do."""

@@ -297,7 +297,7 @@ def _prepare(
     link.agree(f"{spec.fingerprint()} {spec.host_pages}", _same)
     ranks: RanksRunner | None = None
     if spec.ranks > 1:
-        ranks, programs = prepare_ranks(config, spec, weights[0], limit, progress)
+        ranks, programs = prepare_ranks(config, spec, weights, limit, progress)
     else:
         programs = ProgramSet(config, spec, given, limit, progress)
     started.programs, started.programs_compiled, started.programs_loaded = (

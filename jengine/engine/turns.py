@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jengine.core.updates import Update
 from jengine.execution.runner import InFlight, PendingSample
@@ -17,11 +17,14 @@ class Wanted(NamedTuple):
     masked: bool
 
 
+# what was dispatched of a turn's step; None: nothing is left but to read the oldest step in flight, which is
+# another rank's if "passed"
+Begun = InFlight | PendingSample | Literal["passed"] | None
 # yields once, the step or None, takes what was dispatched, and returns the previous step's updates
-Turn = Generator[Wanted | None, InFlight | PendingSample | None, list[Update]]
+Turn = Generator[Wanted | None, Begun, list[Update]]
 
 
-def ended(turn: Turn, begun: InFlight | PendingSample | None) -> list[Update]:
+def ended(turn: Turn, begun: Begun) -> list[Update]:
     """The updates of a turn whose step was dispatched."""
     try:
         turn.send(begun)

@@ -21,6 +21,8 @@ class Executor(Protocol):
 
     def execute(self, call: DeviceCall) -> Any: ...
 
+    def await_samples(self, overtakes: int) -> None: ...
+
     @property
     def caches(self) -> list[Any]: ...
 
@@ -37,7 +39,23 @@ def make_worker(
     """Args:
     params: of each stage.
     """
+    if not isinstance(programs, StagePrograms):
+        (whole,) = params
+        return Worker(spec, programs, whole, draft, encoder)
+    parts = zip(spec.local_stages, programs.stages, params, strict=True)
+    return as_one(spec, programs, [Worker(*part) for part in parts])
+
+
+def as_one(
+    spec: ExecutionSpec, programs: Programs | StagePrograms, workers: Sequence[Worker]
+) -> Worker | Pipeline:
+    """The workers of all stages, or of the only one, as one."""
     if isinstance(programs, StagePrograms):
-        return Pipeline(spec, programs, params)
-    (whole,) = params
-    return Worker(spec, programs, whole, draft, encoder)
+        return Pipeline(spec, programs, workers)
+    (whole,) = workers
+    return whole
+
+
+def by_stage(programs: Programs | StagePrograms) -> Sequence[Programs]:
+    """The programs of each stage, or of the only one."""
+    return programs.stages if isinstance(programs, StagePrograms) else [programs]

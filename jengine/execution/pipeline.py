@@ -15,7 +15,6 @@ from jengine.execution.memory import ProgramMemory
 from jengine.execution.programs import Programs, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker
-from jengine.models import Params
 from jengine.parallel.border import Border
 from jengine.table.program_table import PoolKey, SamplerKey, ScoreKey, TrunkKey
 
@@ -71,13 +70,12 @@ class Pipeline:
     last stage's process sends them to process 0 (see results.py), whose next plans contain them.
 
     Args:
-        params: of each of these stages.
+        workers: of these stages.
     """
 
-    def __init__(self, spec: ExecutionSpec, programs: StagePrograms, params: Sequence[Params]) -> None:
+    def __init__(self, spec: ExecutionSpec, programs: StagePrograms, workers: Sequence[Worker]) -> None:
         self.spec, self.programs = spec, programs
-        parts = zip(spec.local_stages, programs.stages, params, strict=True)
-        mine = {stage.stage.index: Worker(stage, own, leaves) for stage, own, leaves in parts}
+        mine = {worker.spec.stage.index: worker for worker in workers}
         # None: another process has its devices
         self.stages = [mine.get(index) for index in range(len(spec.stages))]
         self._alone = jax.process_count() == 1
@@ -118,25 +116,30 @@ class Pipeline:
             result = None if last is None else last.execute(call)
             if isinstance(call.key, SamplerKey) and self._alone and last is not None:
                 arrays = last.state.slots.last
-                self._sampled.append([_moved(arrays, stage) for stage in self.workers[:-1]])
+                others = [stage.spec.replicated for stage in self.workers[:-1]]
+                self._sampled.append([jax.device_put(arrays, place) for place in others])
             return result
         if call.key == FREE_CACHE.name:
             self._sampled.clear()
         return [stage.execute(call) for stage in self.workers]
 
-    def _run_trunk(self, call: DeviceCall) -> None:
+    def await_samples(self, overtakes: int) -> None:
+        """The next trunk waits for all samples but those of the last `overtakes` steps."""
         newest: list[jax.Array] = []
-        while len(self._sampled) > call.overtakes:
+        while len(self._sampled) > overtakes:
             newest = self._sampled.popleft()
         for worker, last in zip(self.workers, newest, strict=False):
             worker.state.slots = worker.state.slots._replace(last=last)
+
+    def _run_trunk(self, call: DeviceCall) -> None:
+        self.await_samples(call.overtakes)
         shape = self.spec.table.tokens(call.key), self.spec.model.config.hidden_size  # type: ignore[arg-type]
         hidden: jax.Array | None = None
         for stage, border in zip(self.stages, [None, *self._borders], strict=True):
             if border is not None:
                 hidden = border.passed(hidden, shape)
             elif hidden is not None and stage is not None:
-                hidden = _moved(hidden, stage)
+                hidden = jax.device_put(hidden, stage.spec.entering(call.key).sharding)  # type: ignore[arg-type]
             if stage is not None:
                 stage.state.entering = hidden
                 stage.execute(call)
@@ -153,12 +156,6 @@ class Pipeline:
         """Bytes on this process's devices, by use."""
         parts = [stage.memory_parts() for stage in self.workers]
         return {name: sum(part.get(name, 0) for part in parts) for name in parts[0]}
-
-
-def _moved(array: Any, stage: Worker) -> jax.Array:
-    """The array on all devices of another stage of this process."""
-    moved: jax.Array = jax.device_put(array, stage.spec.replicated)
-    return moved
 
 
 def _border(before: ExecutionSpec, behind: ExecutionSpec, shapes: Sequence[tuple[int, int]]) -> Border | None:

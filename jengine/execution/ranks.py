@@ -4,6 +4,9 @@ Each rank has its state and runs most programs by itself, on its own devices. Fo
 ranks become those of one program on all devices, and its results become each rank's again. Nothing is copied:
 a joint array is made of the ranks' arrays on single devices. The cache stays joint until a rank uses it
 alone.
+
+In a pipeline, ranks and stages cross: each stage has a joint state, whose workers are a pipeline of joint
+trunks; and each rank's workers in all stages are a pipeline of its own, for everything else.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import jax
 import numpy as np
 
 from jengine.execution.device_state import ByKey, DeviceState
+from jengine.execution.executor import Executor, as_one, by_stage
 from jengine.execution.kinds import TRUNK, DeviceCall, Kind, call_kind
 from jengine.execution.memory import device_bytes
+from jengine.execution.pipeline import StagePrograms
 from jengine.execution.programs import Programs
 from jengine.execution.runner import InFlight, PendingSample, Runner, StepResult
 from jengine.execution.spec import ExecutionSpec
@@ -51,14 +56,14 @@ class JointState(DeviceState):
         ]
         self._share()
 
-    def run(self, key: TrunkKey, arrays: Sequence[np.ndarray]) -> None:
-        """Runs a trunk on each rank's packed batch."""
+    def run(self, key: TrunkKey, array: np.ndarray) -> None:
+        """Runs a trunk on all ranks' packed batches."""
         if self.cache is None:
             self.cache = joined([state.cache for state in self.states], self.spec.cache)
         self.slots = joined([state.slots for state in self.states], self.spec.slots)
         for state in self.states:
             state.cache = state.slots = None
-        TRUNK.run(self, key, np.concatenate(arrays))
+        TRUNK.run(self, key, array)
         self._share()
 
     def divide_cache(self) -> None:
@@ -122,6 +127,23 @@ def _own(results: Any, spec: ExecutionSpec, ranks: int) -> Any:
     return jax.tree.map(own, results)
 
 
+class JointWorker(Worker):
+    """The trunks of all ranks, and their state."""
+
+    def __init__(self, joint: JointState, programs: Programs) -> None:
+        self.spec, self.programs, self.state = joint.spec, programs, joint
+        self._joint = joint
+
+    def execute(self, call: DeviceCall) -> Any:
+        assert isinstance(call.key, TrunkKey) and call.array is not None, "ranks run others apart"
+        return self._joint.run(call.key, call.array)
+
+    def memory_parts(self) -> dict[str, int]:
+        spec, count = self.spec, self.spec.mesh.size
+        parts = {"weights": spec.leaves, "cache": spec.cache, "slots and counts": spec.slots}
+        return {name: count * device_bytes(tree) for name, tree in parts.items()}
+
+
 class RankWorker(Worker):
     """A rank's programs and its state."""
 
@@ -138,12 +160,15 @@ class RankWorker(Worker):
 
 
 class RanksRunner(Runner):
-    """The runners of all ranks. As a Runner, it runs the same steps on every rank: to measure them."""
+    """The runners of all ranks. As a Runner, it runs the same steps on every rank: to measure them.
 
-    def __init__(self, joint: JointState, programs: Sequence[Programs]) -> None:
-        super().__init__(_JointWorker(joint))
-        self.joint = joint
-        self.runners = [Runner(RankWorker(joint, rank, own)) for rank, own in enumerate(programs)]
+    Args:
+        joint: runs the trunks.
+    """
+
+    def __init__(self, joint: Executor, ranks: Sequence[Executor]) -> None:
+        super().__init__(joint)
+        self.runners = [Runner(rank) for rank in ranks]
 
     def begin_all(self, plans: Mapping[int, StepPlan], key: TrunkKey) -> dict[int, PendingSample]:
         """Starts the steps of some ranks, at least one, whose plans have this trunk. The others join with
@@ -151,8 +176,10 @@ class RanksRunner(Runner):
         """
         prepared = {rank: self.runners[rank].prepare(plan) for rank, plan in plans.items()}
         nothing = self._layouts[key].pack(StepPlan(key, next(iter(plans.values())).sampler))
-        ranks = range(len(self.runners))
-        self.joint.run(key, [prepared[rank].packed if rank in prepared else nothing for rank in ranks])
+        for rank, plan in plans.items():
+            self.runners[rank].worker.await_samples(plan.overtakes)
+        packed = [prepared[i].packed if i in prepared else nothing for i in range(len(self.runners))]
+        self.worker.execute(DeviceCall(key, np.concatenate(packed)))
         return {rank: self.runners[rank].after_trunk(plans[rank], one) for rank, one in prepared.items()}
 
     # --- the same on every rank -------------------------------------------------------------------
@@ -185,13 +212,26 @@ class RanksRunner(Runner):
         return [runner.moving for runner in self.runners]
 
 
-class _JointWorker(Worker):
-    """What `Runner` needs to know of all ranks."""
-
-    def __init__(self, joint: JointState) -> None:
-        self.spec, self.programs, self.state = joint.spec, joint.programs, joint  # type: ignore[assignment]
-
-    def memory_parts(self) -> dict[str, int]:
-        spec, count = self.spec, self.spec.mesh.size
-        parts = {"weights": spec.leaves, "cache": spec.cache, "slots and counts": spec.slots}
-        return {name: count * device_bytes(tree) for name, tree in parts.items()}
+def make_ranks(
+    spec: ExecutionSpec,
+    joint: Programs | StagePrograms,
+    params: Sequence[Params],
+    of_ranks: Sequence[Programs | StagePrograms],
+) -> RanksRunner:
+    """Args:
+    joint: the programs that ranks run together.
+    params: of each stage.
+    of_ranks: the other programs, of each rank.
+    """
+    joints, workers = list[Worker](), [list[Worker]() for _ in of_ranks]
+    each = zip(spec.stages, by_stage(joint), params, *map(by_stage, of_ranks), strict=True)
+    for stage, programs, leaves, *own in each:
+        state = JointState(stage, programs, leaves, own)
+        joints.append(JointWorker(state, programs))
+        for rank, (mine, one) in enumerate(zip(workers, own, strict=True)):
+            mine.append(RankWorker(state, rank, one))
+    ranks = [
+        as_one(spec.rank(rank), programs, mine)
+        for rank, (programs, mine) in enumerate(zip(of_ranks, workers, strict=True))
+    ]
+    return RanksRunner(as_one(spec, joint, joints), ranks)

@@ -146,7 +146,8 @@ class ExecutionSpec:
 
     def rank(self, number: int) -> ExecutionSpec:
         """The same for one rank's part of everything."""
-        return dataclasses.replace(self, mesh=rank_mesh(self.mesh, number))
+        pipeline = tuple((stage, rank_mesh(mesh, number)) for stage, mesh in self.pipeline)
+        return dataclasses.replace(self, mesh=rank_mesh(self.mesh, number), pipeline=pipeline)
 
     @property
     def by_rank(self) -> PartitionSpec:
@@ -304,7 +305,7 @@ class ExecutionSpec:
     def entering(self, key: TrunkKey) -> jax.ShapeDtypeStruct:
         """Hidden states of a step's tokens, as a stage gets them from the one before."""
         shape = self.table.tokens(key), self.model.config.hidden_size
-        return jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=self.replicated)
+        return self.of_ranks(jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=self.replicated))
 
     @property
     def counts(self) -> jax.ShapeDtypeStruct:

@@ -54,6 +54,9 @@ class Worker:
         """Executes a call without waiting for its result; see `CallKind.run`."""
         return call_kind(call.key).run(self.state, call.key, call.array)
 
+    def await_samples(self, overtakes: int) -> None:
+        """See Pipeline. Nothing: a device runs its programs in order."""
+
     @property
     def caches(self) -> list[Any]:
         """The cache's arrays."""

@@ -64,6 +64,9 @@ def test_a_quarter_of_deepseek_v3_on_two_hosts(tmp_path: Path) -> None:
     assert all("does not fit: experts" in why for _, why in choice.refused)
     text = report(choice)
     assert "4 x NVIDIA H200 on 2 hosts: weights float8_e4m3fn, cache bfloat16" in text
+    assert "jengine does not take data_parallel_size with num_processes yet." in text
+    crossing = [one for one in plain(choice)["layouts"] if "stages x data" in one["layout"]]
+    assert crossing and all(one["flags"] is None for one in crossing)
     assert "50 GB/s between hosts" in text
     assert json.loads(json.dumps(plain(choice)))["verdict"] == choice.verdict
     save_plot(tmp_path / "plot.png", choice)

@@ -108,10 +108,14 @@ def check_goldens(engine: RankedEngine, variant: str) -> None:
     ],
 )
 def test_tokens(variant: str, data: int, tensor: int, tmp_path: Path) -> None:
-    """And requests of all kinds end once, whatever ranks they are on, with pages for a few."""
     with on_demand():
         engine = started(tmp_path, variant, data, tensor)
     check_goldens(engine, variant)
+    check_all_kinds(engine)
+
+
+def check_all_kinds(engine: RankedEngine) -> None:
+    """Requests of all kinds end once, whatever ranks they are on, with pages for a few."""
     for rank in engine.ranks:
         limit_pages(rank, 1 + rank.scheduler.limits.most_pages(130))
     vocab = engine.ranks[0].model.vocab_size
@@ -141,10 +145,14 @@ def test_quantized_experts(quantization: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("data", "tensor"), [(2, 1), (2, 2), (4, 1), (3, 1)])
+@pytest.mark.parametrize(
+    ("data", "tensor", "stages"), [(2, 1, 1), (2, 2, 1), (4, 1, 1), (3, 1, 1), (2, 1, 2), (2, 2, 2)]
+)
 @pytest.mark.parametrize("variant", ["qwen3_moe", "deepseek_v2"])
-def test_bits_do_not_depend_on_other_ranks(variant: str, data: int, tensor: int, tmp_path: Path) -> None:
-    options = {**OPTIONS, "max_model_len": 192, "dtype": "bfloat16"}
+def test_bits_do_not_depend_on_other_ranks(
+    variant: str, data: int, tensor: int, stages: int, tmp_path: Path
+) -> None:
+    options = {**OPTIONS, "max_model_len": 192, "dtype": "bfloat16", "pipeline_parallel_size": stages}
     engine = started(tmp_path, variant, data, tensor, **options)
     work = [
         (prompt, how)

@@ -37,6 +37,7 @@ def run(marker: str, timeout: int, only: str = "") -> None:
         "tests/parallel/adapters_on_devices.py",
         "tests/parallel/experts_on_devices.py",
         "tests/parallel/ranks_on_devices.py",
+        "tests/parallel/ranks_in_stages_on_devices.py",
         "tests/parallel/weights_on_devices.py",
         "tests/parallel/stages_on_devices.py",
     ]

@@ -28,11 +28,10 @@ class Deployment:
         whole: dict[str, int | bool] = {EXPERTS: True} if self.layout.expert_parallel else {}
         return {name: size for name, size in sizes.items() if size > 1} | whole
 
-    @property
-    def unavailable(self) -> str | None:
-        """The options that engines do not take together, or None."""
-        if self.layout.stages > 1 and self.layout.data > 1:
-            return "pipeline_parallel_size with data_parallel_size"
+    def unavailable(self, per_host: int) -> str | None:
+        """The options that engines do not take together on hosts of so many devices, or None."""
+        if self.layout.data > 1 and self.layout.devices > per_host:
+            return "data_parallel_size with num_processes"
         return None
 
     def __str__(self) -> str:

@@ -142,10 +142,11 @@ def _row(one: Candidate) -> tuple[str, ...]:
 
 def _start(choice: Choice) -> str:
     """How to start the best layout, or the best of those that can be started."""
-    possible = [one for one in choice.candidates if one.best and not one.deployment.unavailable]
+    per_host = choice.cluster.per_host
+    possible = [one for one in choice.candidates if one.best and not one.deployment.unavailable(per_host)]
     if not possible or choice.best is None:
         return ""
-    unavailable = choice.best.deployment.unavailable
+    unavailable = choice.best.deployment.unavailable(per_host)
     servers = possible[0].deployment.replicas if possible[0].deployment.layout.expert_parallel else 1
     start = f"Start {servers} servers with" if servers > 1 else "Start with"
     prefix = f"jengine does not take {unavailable} yet. The best that it can start:" if unavailable else start
@@ -208,7 +209,7 @@ def _plain(choice: Choice, one: Candidate) -> dict[str, Any]:
     }
     if point is not None:
         figures = dataclasses.asdict(point)
-        flags = None if one.deployment.unavailable else _flags(one)
+        flags = None if one.deployment.unavailable(choice.cluster.per_host) else _flags(one)
         known |= {"point": figures, "decode_ms": 1e3 * serving.decode(point.sequences), "flags": flags}
     return known
 

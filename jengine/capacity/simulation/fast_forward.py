@@ -52,6 +52,7 @@ class FastForward:
             return scheduler.collect(plan, tokens)
         by_number, fair = self._registry.by_number, self._registry.fair
         scheduler.timeline.collect(scheduler.clock())
+        scheduler.cohorts.collected()
         for sample, own in zip(plan.samples, tokens, strict=True):
             sequence = by_number.get(sample.seq)
             if sequence is not None:

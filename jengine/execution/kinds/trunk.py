@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from jengine.execution.device_state import DeviceState
 from jengine.execution.draft import make_follow
@@ -56,7 +55,7 @@ class Trunk(Kind[TrunkKey]):
         trunk = make_stage_trunk(spec, key)
         entering = () if spec.stage.first else (spec.entering(key),)
         args = spec.leaves, spec.cache, spec.slots, spec.packed(key), *entering
-        out = partitions(spec.cache), *[PartitionSpec()] * (3 if spec.stage.last else 2)
+        out = partitions(spec.cache), *[spec.by_rank] * (3 if spec.stage.last else 2)
         name = f"trunk_{key.rows}_{key.tiles}_{key.pages}_stage{spec.stage.index}"
         return Program(name, of_leaves(spec, trunk), args, out, (1, 2))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Sequence as List
 
 from jengine.scheduling.prompts.pending import PendingTiles
@@ -21,19 +23,25 @@ class Cohorts:
     A step has at most an n-th of all decoding sequences, those whose last step is the longest ago. So
     cohorts remain equal when sequences come and end, and none waits for ever.
 
+    Several ranks step together, so they count the same steps, with or without a part in each.
+
     Args:
         through_host: whether tokens of earlier steps come from the host, so that a row waits until it has
             read them. There is then one cohort more than stages, whose tokens are on their way.
 
     Attributes:
         count: number of cohorts.
+        waits: whether a step waits for the oldest one in flight if there is nothing else to run. Of several
+            ranks, only if none has anything else.
     """
 
     def __init__(self, stages: int, through_host: bool = False) -> None:
         self.stages, self.through_host = stages, through_host and stages > 1
         self.count = stages + self.through_host
-        self._planned = self._collected = 0  # number of steps
-        self._last: dict[Sequence, int] = {}  # number of the step, from 1, in which it had a row or a sample
+        self.waits = not self.through_host
+        self._planned = self._collected = 0  # number, from 1, of the last step
+        self._flying = deque[int]()  # numbers of the steps between, without those of other ranks alone
+        self._last: dict[Sequence, int] = {}  # number of the step in which it had a row or a sample
 
     def forget(self, sequence: Sequence) -> None:
         """See Rememberer."""
@@ -45,32 +53,50 @@ class Cohorts:
         Args:
             prompts: whether there are prompts to compute.
         """
-        last, until = self._last, self._collected
-        if not self.through_host:
-            until = max(until, self._planned + 1 - self.stages)
-        ready = [sequence for sequence in decoding if last.get(sequence, 0) <= until]
-        if not (ready or prompts or self.through_host):
-            ready = [sequence for sequence in decoding if last.get(sequence, 0) <= self._collected + 1]
+        last, ready = self._last, self.ready(decoding)
+        if self.waits and not (ready or prompts):
+            ready = [sequence for sequence in decoding if last.get(sequence, 0) <= self.oldest]
         most = -(-len(decoding) // self.count)
         if len(ready) <= most:
             return ready
         chosen = {*sorted(ready, key=lambda sequence: last.get(sequence, 0))[:most]}
         return [sequence for sequence in ready if sequence in chosen]
 
+    def ready(self, decoding: list[Sequence]) -> list[Sequence]:
+        """Those of these sequences whose step need not wait for another one."""
+        last, until = self._last, self._collected
+        if not self.through_host:
+            until = max(until, self._planned + 1 - self.stages)
+        return [sequence for sequence in decoding if last.get(sequence, 0) <= until]
+
     def planned(self, plan: PlanBuilder) -> int:
-        """A step is planned. Returns how many of the last steps it does not wait for."""
-        if self.stages == 1:
-            return 0
-        needed = max([self._last.get(sequence, 0) for sequence in plan.rows], default=0)
-        overtaken = self._planned - max(needed, self._collected)
+        """A step is planned. Returns how many of the last ones in flight it does not wait for."""
         self._planned += 1
-        for sequence in (*plan.rows, *plan.sampled):
-            self._last[sequence] = self._planned
+        overtaken = 0
+        if self.stages > 1:
+            needed = max([self._last.get(sequence, 0) for sequence in plan.rows], default=0)
+            overtaken = sum([number > needed for number in self._flying])
+            for sequence in (*plan.rows, *plan.sampled):
+                self._last[sequence] = self._planned
+        self._flying.append(self._planned)
         return overtaken
+
+    def passed(self) -> None:
+        """Other ranks have planned a step, this one has no part in it."""
+        self._planned += 1
 
     def collected(self) -> None:
         """The oldest step in flight has been read."""
-        self._collected += 1
+        self._collected = self._flying.popleft()
+
+    @property
+    def oldest(self) -> float:
+        """Number of the oldest step in flight, without those of other ranks alone; inf: there is none."""
+        return self._flying[0] if self._flying else math.inf
+
+    def recent(self, steps: int) -> int:
+        """How many of the last `steps` steps are in flight, without those of other ranks alone."""
+        return sum([number > self._planned - steps for number in self._flying])
 
     def share(self, tiles: int, pending: PendingTiles, buckets: List[int], *, rows: int) -> int:
         """How many of these pending tiles a step computes, of `tiles` that it may: an n-th of all, beside
@@ -84,5 +110,6 @@ class Cohorts:
         return min(tiles, next((bucket for bucket in buckets if bucket >= share), share))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if more steps were collected than planned."""
-        assert self.stages == 1 or 0 <= self._collected <= self._planned, "a step was collected twice"
+        """Raises AssertionError if steps in flight are not between those collected and planned."""
+        numbers = [self._collected, *self._flying]
+        assert numbers == sorted({*numbers}) and numbers[-1] <= self._planned, "a step was collected twice"

@@ -65,12 +65,23 @@ class Rows:
         """Running sequences that need a row now. A sequence whose last token is in flight finishes when that
         is collected.
         """
+        rows = self._unfinished()
+        return rows if self._cohorts.stages == 1 else self._cohorts.take(rows, prompts=self._prompts)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is something to run that need not wait for the tokens of a step in flight."""
+        return self._prompts or bool(self._cohorts.ready(self._unfinished()))
+
+    def _unfinished(self) -> list[Sequence]:
         decoding, running = State.DECODING, self._registry.running
-        rows = [s for s in running if s.state is decoding and s.num_computed < s.last_position]
-        if self._cohorts.stages == 1:
-            return rows
-        prompts = bool(self._registry.waiting) or any(s.state is State.PREFILLING for s in running)
-        return self._cohorts.take(rows, prompts=prompts)
+        return [s for s in running if s.state is decoding and s.num_computed < s.last_position]
+
+    @property
+    def _prompts(self) -> bool:
+        """Whether there are prompts to compute."""
+        running = self._registry.running
+        return bool(self._registry.waiting) or any(s.state is State.PREFILLING for s in running)
 
     def add(self, plan: PlanBuilder) -> None:
         """Adds a row for every sequence of `decoding` to an empty plan."""
