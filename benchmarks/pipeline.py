@@ -1,11 +1,14 @@
 """Pipelines of 2 and 4 stages: the share of time in which the stages are busy at full load.
 
     python -m benchmarks.pipeline simulated
+    python -m benchmarks.pipeline asleep
     python -m benchmarks.pipeline devices
 
 `simulated` runs the scheduler on a virtual clock, with stages that take equally long for a step. It takes a
-few seconds. `devices` runs an engine whose stages are devices of the CPU, each with one thread, so it needs
-as many idle cores as stages; it takes a few minutes for each number of stages. Each adds its figures to
+few seconds. `asleep` runs an engine whose stages are devices of the CPU that sleep in each step. It shows
+what calls, transfers and the host cost, and needs one core. `devices` runs an engine whose devices compute,
+so it needs as many idle cores as stages, and one for the host if its steps are short; see pipeline_devices.py
+for what it counts. These two take a few minutes for each number of stages. Each part adds its figures to
 results/pipeline.json.
 """
 
@@ -16,8 +19,6 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from jengine.capacity.simulation.replay import EngineShape
 from jengine.capacity.simulation.times import StepTimes
 from jengine.capacity.simulation.trace import RequestTrace, make_trace
 from jengine.capacity.simulation.virtual_engine import VirtualEngine
-from jengine.core.request import Request, SamplingParams
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.table.program_table import ProgramTable
 
@@ -37,6 +37,7 @@ GOAL = 0.9
 # seconds of one stage: to read its weights, and for each row and each tile
 STEP, ROW, TILE = 8e-3, 2e-5, 1.5e-3
 SAMPLER = 3e-4
+SLEEP = 0.06  # seconds of a stage that sleeps, much longer than what the demo model computes
 
 
 def load(requests: int, seed: int = 0) -> RequestTrace:
@@ -90,81 +91,6 @@ def simulate(stages: int, requests: int = 2000, max_num_seqs: int = 128) -> dict
     }
 
 
-def run_on_devices(stages: int, requests: int, model: str) -> dict[str, float]:
-    """The same on devices of the CPU, in this process, which must have as many. A run whose stages wait for
-    each other tells how long each program takes alone.
-    """
-    import jax
-
-    from jengine.core.config import EngineConfig
-    from jengine.engine.start import start_engine
-    from jengine.execution.pipeline import Pipeline
-
-    options = {
-        "max_model_len": 512,
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 144,
-        "dtype": "float32",
-        "warm_up": "all",
-        "pipeline_parallel_size": stages,
-        "cpu_threads": stages,
-    }
-    engine: Any = start_engine(EngineConfig.of(model, options))[0]
-    pipeline = engine.runner.worker
-    assert isinstance(pipeline, Pipeline)
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(8, 120, (requests, 2)).tolist()
-
-    def run() -> float:
-        for number, (prompt, output) in enumerate(lengths):
-            tokens = rng.integers(2, engine.model.vocab_size, prompt).tolist()
-            params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-            engine.add(Request(request_id=str(number), prompt_token_ids=tokens, params=params))
-        begun = time.perf_counter()
-        while engine.has_work:
-            engine.step()
-        return time.perf_counter() - begun
-
-    calls: list[dict[Any, list[float]]] = [defaultdict(list) for _ in range(stages)]
-
-    def timed(number: int, *, wait: bool) -> Any:
-        stage, execute = pipeline.stages[number], type(pipeline.stages[number]).execute
-
-        def run_call(call: Any) -> Any:
-            arrays = stage.state.cache, stage.state.slots, stage.state.entering
-            if wait:
-                jax.block_until_ready(arrays)
-            begun = time.perf_counter()
-            result = execute(stage, call)
-            if wait:
-                jax.block_until_ready((stage.state.cache, stage.state.slots, result))
-            calls[number][call.key].append(time.perf_counter() - begun)
-            return result
-
-        return run_call
-
-    run()  # so that the costs settle
-    for number, stage in enumerate(pipeline.stages):
-        stage.execute = timed(number, wait=True)  # type: ignore[method-assign]
-    waiting = run()
-    alone = [{key: float(np.median(times)) for key, times in own.items()} for own in calls]
-    calls = [defaultdict(list) for _ in range(stages)]
-    for number, stage in enumerate(pipeline.stages):
-        stage.execute = timed(number, wait=False)  # type: ignore[method-assign]
-    seconds = run()
-    busy = [
-        sum(len(times) * own.get(key, float(np.median([*own.values()]))) for key, times in mine.items())
-        for own, mine in zip(alone, calls, strict=True)
-    ]
-    tokens = sum(output for _, output in lengths)
-    return {
-        "busy": float(sum(busy) / stages / seconds),
-        "busiest": max(busy) / seconds,
-        "tokens_a_second": tokens / seconds,
-        "tokens_a_second_if_stages_wait": tokens / waiting,
-    }
-
-
 def save(part: str, found: Any) -> None:
     path = RESULTS / "pipeline.json"
     every = json.loads(path.read_text()) if path.exists() else {}
@@ -173,21 +99,26 @@ def save(part: str, found: Any) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("part", choices=["simulated", "devices"])
-    parser.add_argument("--stages", type=int, help="of this one process")
+    parser.add_argument("part", choices=["simulated", "asleep", "devices"])
+    parser.add_argument("--stages", type=int, help="of this one process, which needs as many devices")
     parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--quick", action="store_true", help="with the demo model, which saves nothing")
+    parser.add_argument("--quick", action="store_true", help="devices with the demo model; saves nothing")
     options = parser.parse_args()
     if options.stages is not None:
-        model = "demo" if options.quick else str(made_model("134m"))
-        print(json.dumps(run_on_devices(options.stages, options.requests, model)))
+        from benchmarks.pipeline_devices import run_asleep, run_on_devices  # starts JAX
+
+        if options.part == "asleep":
+            print(json.dumps(run_asleep(options.stages, options.requests, SLEEP)))
+        else:
+            model = "demo" if options.quick else str(made_model("134m"))
+            print(json.dumps(run_on_devices(options.stages, options.requests, model)))
         return
     found: dict[str, Any] = {}
     for stages in (1, *STAGES) if options.part == "simulated" else STAGES:
         if options.part == "simulated":
             found[str(stages)] = simulate(stages)
         else:
-            command = [sys.executable, "-m", "benchmarks.pipeline", "devices", "--stages", str(stages)]
+            command = [sys.executable, "-m", "benchmarks.pipeline", options.part, "--stages", str(stages)]
             command += ["--requests", str(options.requests), *(["--quick"] if options.quick else [])]
             environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(stages)}
             lines = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)

@@ -96,7 +96,7 @@ def test_adapters_of_experts(variant: str, devices: int, tmp_path: Path) -> None
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("variant", ["qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize("variant", ["qwen3_moe", "deepseek_v2", "deepseek_v3"])
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_batch_invariance(variant: str, devices: int, tmp_path: Path) -> None:
     write_model(tmp_path, variant)
