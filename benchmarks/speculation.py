@@ -1,8 +1,8 @@
 """Speculative decoding: tokens a second with drafts over those without, and chosen against fixed numbers.
 
     python -m benchmarks.speculation [--model smollm2] [--streams 1 4 16 32] [--contexts 256 2048 8000]
-        [--tasks edit extract quotes schema compact chat random] [--fixed 1 3 7 15] [--rounds 3] [--name 2k]
-        [--quick]
+        [--tasks edit extract quotes schema compact chat random] [--fixed 1 3 7 15] [--rounds 3] [--waves 1]
+        [--name 2k] [--quick]
 
 One engine serves all ways, which take turns. Each task's prompts hold a text of about `context` tokens, which
 is in the prefix cache. Each stream and each round has a different text, so drafters find earlier outputs of
@@ -144,30 +144,41 @@ def answer(llm: LLM, prompts: Sequence[Any], params: Sequence[SamplingParams]) -
     return sum(map(len, tokens)) / seconds, tokens
 
 
+def under_load(engine: Engine, first: int) -> float:
+    """Tokens a second of the steps from number `first` on while requests wait."""
+    steps = [step for step in engine.records.steps if step.number >= first and step.waiting]
+    tokens = sum([step.rows - step.prompt_rows - step.drafts + step.accepted for step in steps[1:]])
+    return tokens / (steps[-1].ended - steps[0].ended)
+
+
 def cell(
-    llm: LLM, task: str, streams: int, context: int, named: dict[str, Any], rounds: int
+    llm: LLM, task: str, streams: int, context: int, named: dict[str, Any], rounds: int, waves: int
 ) -> dict[str, Any]:
     """One task with this many streams: ratios over `none`, by way."""
     draw, engine = random.Random(f"{task} {context}"), llm._shared.engine
-    params = [params_of(task, seed) for seed in range(streams)]
+    count = streams * waves
+    params = [params_of(task, seed) for seed in range(count)]
+    registry = engine.scheduler.registry
+    registry.max_num_seqs, registry.free_slots = streams, list(range(streams, 0, -1))  # none is in use
     rates: dict[str, list[float]] = {name: [] for name in named}
     outputs: dict[str, list[Any]] = {}
     counts: dict[str, tuple[int, int]] = {}
     speculation = engine.scheduler.speculation
     for number in range(rounds + 1):
-        prompts = [prompt(llm.get_tokenizer(), task, context, draw) for _ in range(streams)]
-        answer(llm, prompts, [SamplingParams(max_tokens=1)] * streams)  # prompts are in the prefix cache now
+        prompts = [prompt(llm.get_tokenizer(), task, context, draw) for _ in range(count)]
+        answer(llm, prompts, [SamplingParams(max_tokens=1)] * count)  # prompts are in the prefix cache now
         for name in [*named] if number % 2 else reversed([*named]):
             vars(speculation).update(named[name])
-            before = speculation.tokens, speculation.right
+            before, first = (speculation.tokens, speculation.right), engine.records.steps[-1].number + 1
             rate, tokens = answer(llm, prompts, params)
+            rate = under_load(engine, first) if waves > 1 else rate
             named[name] = {**vars(speculation)}
             if number:  # drafters learn in the first round
                 rates[name].append(rate)
                 outputs[name] = tokens
                 counts[name] = speculation.tokens - before[0], speculation.right - before[1]
     same = {
-        name: sum(a == b for a, b in zip(found, outputs["none"], strict=True)) / streams
+        name: sum(a == b for a, b in zip(found, outputs["none"], strict=True)) / count
         for name, found in outputs.items()
     }
     result: dict[str, Any] = {"task": task, "streams": streams, "context": context}
@@ -201,6 +212,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--fixed", nargs="*", type=int, default=[], help="fixed numbers of drafts to compare")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--waves", type=int, default=1, help="requests of each stream, one after another")
     parser.add_argument("--name", default="", help="end of the result file's name")
     parser.add_argument("--quick", action="store_true", help="the demo model, few cells; nothing is saved")
     options = parser.parse_args()
@@ -219,9 +231,12 @@ def main() -> None:
     name = "_".join(["speculation", options.model, *filter(None, [options.name])])
     results = list[dict[str, Any]]()
     for context, task, streams in product(options.contexts, options.tasks, options.streams):
-        results.append(cell(llm, task, streams, context, named, options.rounds))
+        results.append(cell(llm, task, streams, context, named, options.rounds, options.waves))
         if not options.quick:  # after each cell, since a grid takes long
-            save(name, {"model": options.model, "dtype": options.dtype, "cells": results})
+            save(
+                name,
+                {"model": options.model, "dtype": options.dtype, "waves": options.waves, "cells": results},
+            )
     llm.close()
 
 
