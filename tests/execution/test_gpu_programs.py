@@ -149,7 +149,7 @@ def check_experts_on_hopper(quantization: str | None, devices: int = 1) -> None:
         text, memory = compiled.as_text(), compiled.memory_analysis()
         assert text is not None and memory is not None
         # attention's two weights are read as stored too; fp8 quantizes rows before each
-        dense = {"int8": 2, "fp8": 4}.get(quantization or "", 0)
+        dense = {"int8": 2, "int4": 2, "fp8": 4}.get(quantization or "", 0)
         assert len(re.findall(r'custom_call_target="mosaic_gpu', text)) == (5 if key.tiles else 4) + dense
         # few rows: each alone in its expert
         rows = spec.table.tokens(key) * experts.per_token * (1 if key.tiles else GRID)
