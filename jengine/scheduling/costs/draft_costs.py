@@ -108,7 +108,7 @@ class DraftCosts:
         key = count, taken, tiles, rank, predictor.pages(longest + 1)  # drafts may enter another page
         if key not in self._known:
             room = predictor.room(taken, tiles)
-            alone = predictor.row_seconds(count, 0, longest, rank)
+            alone = predictor.row_seconds(count, longest, rank)
             prompts = 0.0
             if taken > count or tiles:
                 prompts = predictor.seconds(taken, tiles, NO_WORK, longest, rank) - alone

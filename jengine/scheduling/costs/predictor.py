@@ -67,10 +67,10 @@ class StepPredictor:
         trunk = self._trunk(max(rows, 0 if tiles else 1), tiles, tokens)
         return self.costs.seconds(trunk, self.ready.sampler(trunk, VARIANTS[rank]), work)
 
-    def row_seconds(self, rows: int, tiles: int, tokens: int, rank: int = 0) -> float:
-        """The same without work; if the rows may run as a burst, seconds of one of its steps."""
-        seconds, steps = self.seconds(rows, tiles, NO_WORK, tokens, rank), self.ready.table.steps
-        if tiles or steps == 1:
+    def row_seconds(self, rows: int, tokens: int, rank: int = 0) -> float:
+        """The same for rows alone, without work; if they may run as a burst, seconds of one of its steps."""
+        seconds, steps = self.seconds(rows, 0, NO_WORK, tokens, rank), self.ready.table.steps
+        if steps == 1:
             return seconds
         burst = self.ready.burst(self._trunk(rows, 0, tokens), VARIANTS[rank])
         return seconds if burst is None else min(seconds, self.costs.burst_seconds(burst) / steps)
