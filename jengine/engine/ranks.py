@@ -39,8 +39,8 @@ class RankedEngine:
     room for each. Ranks without a step join with padding. If the table has no such trunk, there are two
     programs: for the ranks with prompts, and for the others.
 
-    In a pipeline, all ranks are in the same place of the round: each iteration has one cohort of each rank,
-    and a step that waits for the one before, as of a lone sequence, is planned only if no rank has another.
+    With several stages, each iteration runs one cohort of each rank. A step that must wait for tokens of a
+    step in flight, such as that of a lone sequence, is planned only if no rank has anything else to run.
 
     An operation is done by every rank, and the answer is the first one's; so are costs and traces.
 

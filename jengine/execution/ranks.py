@@ -5,8 +5,8 @@ ranks become those of one program on all devices, and its results become each ra
 a joint array is made of the ranks' arrays on single devices. The cache stays joint until a rank uses it
 alone.
 
-In a pipeline, ranks and stages cross: each stage has a joint state, whose workers are a pipeline of joint
-trunks; and each rank's workers in all stages are a pipeline of its own, for everything else.
+With several stages, each stage has a joint state. One pipeline passes joint trunks through all stages. Each
+rank also has a pipeline of its own, of its part of each stage, which runs all other programs.
 """
 
 from __future__ import annotations
@@ -218,10 +218,12 @@ def make_ranks(
     params: Sequence[Params],
     of_ranks: Sequence[Programs | StagePrograms],
 ) -> RanksRunner:
-    """Args:
-    joint: the programs that ranks run together.
-    params: of each stage.
-    of_ranks: the other programs, of each rank.
+    """The runners of all ranks.
+
+    Args:
+        joint: the programs that ranks run together.
+        params: of each stage.
+        of_ranks: the other programs, of each rank.
     """
     joints, workers = list[Worker](), [list[Worker]() for _ in of_ranks]
     each = zip(spec.stages, by_stage(joint), params, *map(by_stage, of_ranks), strict=True)

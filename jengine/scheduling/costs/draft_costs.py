@@ -20,7 +20,7 @@ class Rows(NamedTuple):
 
     Attributes:
         rows: their number, each of another sequence.
-        taken: rows that the step needs without drafts, those of prompts and for samples among them.
+        taken: rows that the step needs without drafts: also for the ends of prompts, and for their samples.
         longest: length of the longest sequence after the step.
         rank: highest variant_rank of the sequences.
     """
