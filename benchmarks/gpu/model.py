@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jengine.execution.device_state import ALLOCATE
 from jengine.execution.kinds import Key
-from jengine.execution.programs import compile_all
+from jengine.execution.programs import callable_of, compile_all
 from jengine.execution.spec import ExecutionSpec
 from tools.make_model import STANDARD_DEVIATION
 
@@ -33,7 +33,10 @@ def compiled(spec: ExecutionSpec, threads: int) -> Chosen:
     samplers = dict.fromkeys(table.sampler(key, "greedy") for key in table.trunks())
     keys: Iterable[Key] = [ALLOCATE, *table.trunks(), *samplers]
     return Chosen(
-        {built.key: built.program for built in compile_all(spec, list(keys), threads=threads, progress=False)}
+        {
+            built.key: callable_of(built.key, built.program)
+            for built in compile_all(spec, list(keys), threads=threads, progress=False)
+        }
     )
 
 

@@ -26,6 +26,7 @@ from jengine.execution.memory import ProgramMemory
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.priority import lower_priority
 from jengine.execution.program_cache import Loaded, ProgramCache
+from jengine.execution.quick_call import QuickCall
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import shard_mapped
 from jengine.table.ready_programs import by_use, first_needed
@@ -106,11 +107,10 @@ class Programs:
         memory = notes.get("memory", {})
         for key in keys:
             if file_name(key) in found:
-                self._programs[key] = found[file_name(key)]
+                program = found[file_name(key)]
+                self._programs[key] = callable_of(key, program)
                 self.memory[key] = (
-                    ProgramMemory(**memory[str(key)])
-                    if str(key) in memory
-                    else memory_of(self._programs[key])
+                    ProgramMemory(**memory[str(key)]) if str(key) in memory else memory_of(program)
                 )
                 self.loaded += 1
 
@@ -126,12 +126,18 @@ class Programs:
         for built in compile_all(
             self.spec, keys, threads=self._threads, progress=progress, background=background
         ):
-            self._programs[built.key], self.memory[built.key] = built.program, memory_of(built.program)
+            self._programs[built.key] = callable_of(built.key, built.program)
+            self.memory[built.key] = memory_of(built.program)
             self.compiled += 1
             if cache and retrieval_count() == retrieved:
                 cache.keep(
                     file_name(built.key), built.program, self._identity, {"memory": memory_notes(self.memory)}
                 )
+
+
+def callable_of(key: Key, program: Any) -> Any:
+    """How a compiled program is called."""
+    return QuickCall(program) if kind_of(key).each_step else program
 
 
 @dataclass(frozen=True, slots=True)

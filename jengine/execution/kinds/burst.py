@@ -27,6 +27,7 @@ class Burst(Kind[BurstKey]):
     """Runs the key's steps on a packed batch and the rows' lengths; see burst.pack_burst."""
 
     name, key = "burst", BurstKey
+    each_step = True
 
     def program(self, spec: ExecutionSpec, key: BurstKey) -> Program:
         layout = spec.layout(key.trunk)

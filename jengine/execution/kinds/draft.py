@@ -19,6 +19,7 @@ class Draft(Kind[DraftKey]):
     """Proposes tokens for slots, before the trunk that verifies them; see draft.pack_drafts."""
 
     name, key = "draft", DraftKey
+    each_step = True
 
     def program(self, spec: ExecutionSpec, key: DraftKey) -> Program:
         assert spec.drafting is not None and spec.draft is not None

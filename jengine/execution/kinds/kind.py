@@ -86,9 +86,11 @@ class Kind[K](CallKind[K]):
         while_serving: whether programs of the kind run while the cache exists.
         joint: whether ranks run programs of the kind together. Each rank runs others by itself.
         uses_cache: whether others use the cache.
+        each_step: whether steps call programs of the kind, with the weights first; see QuickCall.
     """
 
     while_serving: ClassVar[bool] = True
+    each_step: ClassVar[bool] = False
     joint: ClassVar[bool] = False
     uses_cache: ClassVar[bool] = False
 

@@ -25,6 +25,7 @@ class Sampler(Kind[SamplerKey]):
 
     name, key = "sample", SamplerKey
     everywhere = False
+    each_step = True
 
     def program(self, spec: ExecutionSpec, key: SamplerKey) -> Program:
         full, last, adapt = key.variant == "full", spec.slots.last, head_adapter_of(spec)

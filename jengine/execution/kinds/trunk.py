@@ -22,6 +22,7 @@ class Trunk(Kind[TrunkKey]):
     """
 
     name, key, joint = "trunk", TrunkKey, True
+    each_step = True
 
     def program(self, spec: ExecutionSpec, key: TrunkKey) -> Program:
         if spec.model.stage is not None:
