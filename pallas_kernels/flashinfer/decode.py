@@ -146,9 +146,10 @@ def paged_attention_decode(
     device = device or jax.devices()[0]
     rows, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[1:3]
-    width, cores = block_tables.shape[1], tuning.cores(device)
+    here = lengths > 0
     if window is not None:
-        block_tables = _within(block_tables, lengths, window, page_size)
+        block_tables, lengths = _within(block_tables, lengths, window, page_size)
+    width, cores = block_tables.shape[1], tuning.cores(device)
     splits = parts(rows, kv_heads, width * page_size, cores)
     computed = rows * kv_heads * splits if splits > 1 else 0
     workspace = computed * (heads // kv_heads * head_dim * q.dtype.itemsize + ROW_FACTS) + 1024 * (
@@ -167,7 +168,7 @@ def paged_attention_decode(
     numbers = {"scale": np.float32(options.scale), "window": np.int32(window or 0), "cores": np.int32(cores)}
     out: jax.Array = call(q, k_pages, v_pages, block_tables, lengths, with_sinks, semaphores, **numbers)[0]
     # the kernel joins empty parts to NaN
-    return jnp.where((lengths > 0)[:, None, None], out, 0) if splits > 1 else out
+    return jnp.where(here[:, None, None], out, 0) if splits > 1 else out
 
 
 def _kind(device: jax.Device | None) -> str:
@@ -179,12 +180,15 @@ def _case(q: Any, k_pages: Any) -> fastest.Case:
     return fastest.Case(str(q.dtype), q.shape[-2], kv_heads, page_size, head_dim, q.shape[0])
 
 
-def _within(block_tables: jax.Array, lengths: jax.Array, window: int, page_size: int) -> jax.Array:
-    """The tables with pages before the window replaced by the window's first page.
+def _within(
+    block_tables: jax.Array, lengths: jax.Array, window: int, page_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """The tables from the window's first page on, and the number of tokens from there.
 
-    The kernel masks scores of tokens before the window and multiplies their values by zero. But pages before
-    the window may meanwhile belong to another sequence and contain NaN.
+    The kernel masks scores of tokens before the window and multiplies their values by zero. Pages before the
+    window may meanwhile belong to another sequence and contain NaN, so the kernel must not see them.
     """
     first = jnp.maximum(lengths - window, 0) // page_size
-    index = jnp.maximum(jnp.arange(block_tables.shape[1]), first[:, None])
-    return jnp.take_along_axis(block_tables, index, axis=1, mode="clip")
+    columns = min(block_tables.shape[1], -(-window // page_size) + 1)
+    index = first[:, None] + jnp.arange(columns)
+    return jnp.take_along_axis(block_tables, index, axis=1, mode="clip"), lengths - first * page_size

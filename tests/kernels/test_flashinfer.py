@@ -236,20 +236,24 @@ def as_the_kernel(name: str, results: Any, input_output_aliases: Any) -> Any:
     return call
 
 
-@pytest.mark.parametrize(("page_size", "windowed", "with_sinks"), [(16, False, True), (128, True, False)])
+@pytest.mark.parametrize(
+    ("page_size", "window", "with_sinks"),
+    [(16, None, True), (128, None, False), (128, 132, False), (128, 20, True)],
+)
 def test_what_it_is_handed_gives_what_the_reference_gives(
-    page_size: int, windowed: bool, with_sinks: bool, present: None, monkeypatch: pytest.MonkeyPatch
+    page_size: int, window: int | None, with_sinks: bool, present: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages behind the window and beyond the end hold NaN, and their entries in the table may name no page.
-    Larger pages have two parts.
+    Larger pages have two parts. A window of 20 tokens lies within the last page.
     """
     q, k, v = arrays(rows=3, page_size=page_size)
-    lengths = jnp.asarray([3 * page_size + 2, 0, page_size], jnp.int32)
-    window = page_size + 4 if windowed else None
+    filled = page_size // 4  # of the last page
+    lengths = jnp.asarray([3 * page_size + filled, 0, page_size], jnp.int32)
     tables = jnp.asarray([[1, 2, 3, 4], [0, 0, 0, 0], [5, 99, 99, 99]], jnp.int32)
-    lost = [0, 6, 7, 8] if window is None else [0, 1, 6, 7, 8]
+    behind = 0 if window is None else (int(lengths[0]) - window) // page_size
+    lost = [0, 6, 7, 8, *range(1, 1 + behind)]
     k, v = (pages.at[jnp.asarray(lost)].set(jnp.nan) for pages in (k, v))
-    k, v = (pages.at[4, :, 2:].set(jnp.nan) for pages in (k, v))  # beyond the end
+    k, v = (pages.at[4, :, filled:].set(jnp.nan) for pages in (k, v))  # beyond the end
     sinks = jnp.linspace(-1, 2, 8) if with_sinks else None
     options = AttentionOptions(0.3, window=window, sinks=sinks)
     monkeypatch.setattr(jax.ffi, "ffi_call", as_the_kernel)
