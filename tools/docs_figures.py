@@ -74,18 +74,45 @@ def quantized_steps() -> str:
 
 
 def gpu() -> str:
-    """The engine on a GPU: steps and rates, with the estimates that were made without one."""
-    found, steps = _found("gpu_suite")["engine"], _found("estimates")["models"]["8b"]["steps"]
-    rows = ["| | Step, ms | Estimated, ms | Tokens/s | Of peak |", "| --- |" + " ---: |" * 4]
-    for row in found["rows"]:
+    """The engine on GPUs: steps and rates, with the estimates that were made without one."""
+    steps = _found("estimates")["models"]["8b"]["steps"]
+    suites = {"H200": _found("gpu_suite")["engine"], "H100": _found("gpu_suite_h100")["engine"]}
+    first, second = ({row["case"]: row for row in suite["rows"]} for suite in suites.values())
+    rows = [
+        "| | H200: step, ms | Estimated, ms | Tokens/s | Of peak | H100: step, ms | Tokens/s | Of peak |",
+        "| --- |" + " ---: |" * 7,
+    ]
+    for case, row in first.items():
         if "share" in row:
-            estimate = steps.get(_estimated(row["case"]), {}).get("ms")
+            estimate = steps.get(_estimated(case), {}).get("ms")
             shown = "" if estimate is None else f"{estimate:.2f}"
-            rates = f"{_number(row['tokens/s'])} | {row['share']:.0%}"
-            rows.append(f"| {row['case']} | {row['ms']:.2f} | {shown} | {rates} |")
-    machine = found["machine"]
-    where = f"*{machine['devices'][0]}, JAX {machine['jax']}, {machine['date'][:10]}.*"
-    return "\n".join([*rows, "", where])
+            other = second[case]
+            cells = f"{row['ms']:.2f} | {shown} | {_rates(row)} | {other['ms']:.2f} | {_rates(other)}"
+            rows.append(f"| {case} | {cells} |")
+    machines = [suite["machine"] for suite in suites.values()]
+    where = "; ".join(f"{one['devices'][0]}, JAX {one['jax']}, {one['date'][:10]}" for one in machines)
+    return "\n".join([*rows, "", f"*{where}.*"])
+
+
+def gpu_kernels() -> str:
+    """Attention's kernels beside others' on a GPU, in microseconds."""
+    suite = _found("gpu_suite_h100")
+    beside = {"decode": ("FlashInfer",), "prefill": ("cudnn through JAX", "PyTorch SDPA")}
+    rows = ["| | jengine | FlashInfer | cuDNN | PyTorch |", "| --- |" + " ---: |" * 4]
+    for part, names in beside.items():
+        us = {row["case"]: row["us"] for row in suite[part]["rows"] if "us" in row}
+        for case, own in us.items():
+            cache, _, load = case.partition(", ")
+            others = [us.get(other) for name in names for other in (f"{case}, {name}", f"{name}, {load}")]
+            found = [f"{other:.0f}" for other in others if other is not None]
+            if cache == "bfloat16 cache" and found:
+                row = [f"{own:.0f}", *([""] if part == "prefill" else []), *found]
+                rows.append(f"| {part}, {load} | " + " | ".join(row + [""] * (4 - len(row))) + " |")
+    return "\n".join(rows)
+
+
+def _rates(row: dict[str, Any]) -> str:
+    return f"{_number(row['tokens/s'])} | {row['share']:.0%}"
 
 
 def _estimated(case: str) -> str:

@@ -245,6 +245,7 @@ CONTENT: dict[str, Callable[[], str]] = {
     "perplexity": docs_figures.perplexity,
     "quantized steps": docs_figures.quantized_steps,
     "gpu": docs_figures.gpu,
+    "gpu kernels": docs_figures.gpu_kernels,
     "start time": docs_figures.start_time,
     "several models": docs_figures.several_models,
     "sharing": docs_figures.sharing,

@@ -1,5 +1,5 @@
 """Products of rows with quantized weights: checked first, then timed against the bandwidth and the matrix
-products of the device.
+products of the device. XLA's products with bfloat16 weights are timed beside them.
 """
 
 from __future__ import annotations
@@ -59,8 +59,12 @@ def measure(small: bool) -> Iterator[Row]:
     tensor cores.
     """
     load, most = SMALL if small else FULL, ceilings(small)
+    weights = _weights(load, None, CHAIN)
+    for rows in load.rows:
+        case = f"bfloat16 weights, {rows} rows, XLA"
+        yield attempt(case, partial(_plain, case, load, weights, rows, most))
     for kind in KINDS:
-        weights = _weights(load, kind, 2 if small else CHAIN)
+        weights = _weights(load, kind, CHAIN)
         for rows in load.rows:
             x: Any = jax.ShapeDtypeStruct((rows, load.hidden), jnp.bfloat16)
             one = jax.eval_shape(lambda weights: jax.tree.map(lambda array: array[0], weights), weights)
@@ -73,36 +77,49 @@ def measure(small: bool) -> Iterator[Row]:
             )
 
 
-def _weights(load: Load, kind: str, count: int) -> Any:
-    """Random weights [count, out, in], scaled so that results are about as large as inputs."""
+def _weights(load: Load, kind: str | None, count: int) -> Any:
+    """Random weights [count, out, in], scaled so that results are about as large as inputs; of a kind, or
+    bfloat16.
+    """
 
     def draw(key: jax.Array) -> Any:
-        return KINDS[kind](
-            jax.random.normal(key, (load.hidden, load.hidden), jnp.bfloat16) * load.hidden**-0.5
-        )
+        plain = jax.random.normal(key, (load.hidden, load.hidden), jnp.bfloat16) * load.hidden**-0.5
+        return plain if kind is None else KINDS[kind](plain)
 
     return jax.jit(lambda: jax.lax.map(draw, jax.random.split(jax.random.key(0), count)))()
 
 
-def _row(case: str, load: Load, weights: Any, rows: int, most: Ceilings, small: bool) -> Row:
-    x = jax.random.normal(jax.random.key(1), (rows, load.hidden)).astype(jnp.bfloat16)
-    run = partial(product_dispatch.quantized_product, impl="xla" if small else "mosaic")
-    first = jax.tree.map(lambda array: array[0], weights)
-    error = _error(jax.jit(run)(x, first), x, first)
-    seconds = chained(run, x, weights)
-    moved = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(first)) + 4 * x.size
-    operations = 2 * x.size * load.hidden
-    shares = {"memory": moved / seconds / most.bandwidth, "products": operations / seconds / most.rate}
-    values = {
+def _plain(case: str, load: Load, weights: jax.Array, rows: int, most: Ceilings) -> Row:
+    x = _inputs(load, rows)
+    return Row(case, _rates(x, weights[0], chained(lambda x, weight: x @ weight.T, x, weights), most))
+
+
+def _inputs(load: Load, rows: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (rows, load.hidden)).astype(jnp.bfloat16)
+
+
+def _rates(x: jax.Array, weight: Any, seconds: float, most: Ceilings) -> dict[str, float]:
+    """What a product moves and computes in a second, and the larger share of the device's peak rates."""
+    moved = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(weight)) + 4 * x.size
+    operations = 2 * x.size * x.shape[1]
+    return {
         "us": 1e6 * seconds,
         "GB/s": moved / seconds / 1e9,
         "TFLOP/s": operations / seconds / 1e12,
-        "error / allowed": error,
+        "share": max(moved / seconds / most.bandwidth, operations / seconds / most.rate),
     }
+
+
+def _row(case: str, load: Load, weights: Any, rows: int, most: Ceilings, small: bool) -> Row:
+    x = _inputs(load, rows)
+    run = partial(product_dispatch.quantized_product, impl="xla" if small else "mosaic")
+    first = jax.tree.map(lambda array: array[0], weights)
+    error = _error(jax.jit(run)(x, first), x, first)
+    values = _rates(x, first, chained(run, x, weights), most) | {"error / allowed": error}
     right = "ok" if small else ""
     return Row(
         case,
-        values | {"share": max(shares.values())},
+        values,
         None if small else GOAL,
         outcome=right if error <= 1 else FAILED,
     )
