@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import xla
+from pallas_kernels import tuning, xla
 from pallas_kernels.groups import GRID as ROW_GRID
 from pallas_kernels.groups import Groups, one_group
 from pallas_kernels.hadamard import transform
@@ -116,14 +116,15 @@ class EightBits:
             groups, block = one_group(x.shape[0])
             places = -(-x.shape[0] // block) * block  # a block reads all of its scales
             values, scale = quantize_rows(rows, numbers.kind, places=places, device=device)
-            return self._of_one_group(values, groups, block, dtype, x_scale=scale)[: x.shape[0]]
+            y = self._of_one_group(values, groups, block, dtype, x.shape[0], device, x_scale=scale)
+            return y[: x.shape[0]]
         x = array_of(x)
         if not serves:
             return self.by_xla(x, dtype)
         groups, block = one_group(len(x))
         rows = transform(x, numbers.hadamard).astype(x.dtype)
         padded = jnp.pad(rows, ((0, -len(x) % ROW_GRID), (0, 0)))  # a block reads zeros beyond these
-        return self._of_one_group(padded, groups, block, dtype)[: len(x)]
+        return self._of_one_group(padded, groups, block, dtype, len(x), device)[: len(x)]
 
     def grouped_product(
         self, x: jax.Array, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None
@@ -209,10 +210,16 @@ class EightBits:
         groups: Groups,
         block: int,
         dtype: jnp.dtype[Any],
+        rows: int,
+        device: jax.Device | None,
         x_scale: jax.Array | None = None,
     ) -> jax.Array:
         """The kernel of experts, with a single one."""
         from pallas_kernels import grouped_product as kernel
 
-        values, scale = self.numbers.values[None], self.numbers.scale[None]
-        return kernel.grouped_product(x, values, scale, groups, block=block, dtype=dtype, x_scale=x_scale)
+        values, scale = self.numbers.values, self.numbers.scale[None]
+        cores = tuning.cores(device or jax.devices()[0])
+        splits = kernel.splits_of(rows, values, x.dtype, cores)
+        return kernel.grouped_product(
+            x, values[None], scale, groups, block=block, dtype=dtype, x_scale=x_scale, splits=splits
+        )

@@ -3,7 +3,8 @@
 `groups` gives the order of rows; matrices are [groups, out, in], as stored. A thread block computes a block
 of rows of one group and 64 outputs per compute warpgroup. Outputs are the 64-row operand of the tensor cores,
 so a group with few rows wastes little. That operand may be in registers, so eight-bit weights are converted
-there, unless x has eight bits too. Groups without rows are not read.
+there, unless x has eight bits too. Groups without rows are not read. Several thread blocks can share the
+inputs of a product with few outputs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.groups import GRID, Groups, out_per_block
+from pallas_kernels.groups import BLOCK, GRID, Groups, out_per_block
 from pallas_kernels.hopper import COLUMNS, ROWS, store_transposed, tiled
 from pallas_kernels.quantized import GROUP
 
@@ -25,6 +26,7 @@ WIDE = 128  # columns of a stage, if x has eight bits
 IN_FLIGHT = 1 << 16  # bytes of weights, if this leaves shared memory for two blocks per multiprocessor
 SHARED = 110 << 10  # bytes of shared memory of such a block
 STAGES = 4  # otherwise
+LEAST_STEPS = 8  # minimum stages that a block reads if several share the inputs
 
 
 def grouped_product(
@@ -36,6 +38,7 @@ def grouped_product(
     block: int | None = None,
     dtype: jax.typing.DTypeLike | None = None,
     x_scale: jax.Array | None = None,
+    splits: int = 1,
     operand_in_registers: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
@@ -52,6 +55,7 @@ def grouped_product(
         block: rows per thread block, from `groups.one_group`; None chooses for several groups.
         dtype: dtype of the result; None: x's.
         x_scale: float32 [places, rounded up to whole blocks], which multiplies results.
+        splits: thread blocks that share the inputs, from `splits_of`. XLA adds their sums in float32.
         operand_in_registers: the tensor cores read eight-bit weights, converted, from registers. False goes
             through shared memory, which is slower but the only form that Pallas interprets.
         interpret: as in `plgpu.kernel`.
@@ -59,13 +63,10 @@ def grouped_product(
     Returns:
         [places, out]; undefined in places without a row.
     """
-    out, block, dtype = (
-        weight.shape[1],
-        block or groups.block,
-        jnp.dtype(dtype or x.dtype),
-    )
+    out, block, result = weight.shape[1], block or groups.block, jnp.dtype(dtype or x.dtype)
+    dtype = result if splits == 1 else jnp.dtype(jnp.float32)
     warpgroups = out_per_block(len(groups.group), out) // ROWS
-    columns = WIDE if x.dtype.itemsize == 1 and x.shape[1] % WIDE == 0 else COLUMNS  # of a stage
+    columns = _columns(x.dtype, x.shape[1])
     # bytes of a stage
     read, more = warpgroups * ROWS * columns * weight.dtype.itemsize, block * columns * x.dtype.itemsize
     deep = IN_FLIGHT // read
@@ -85,17 +86,40 @@ def grouped_product(
     }
     y: jax.Array = plgpu.kernel(
         _kernel,
-        out_type=jax.ShapeDtypeStruct((len(x), out), dtype),
+        out_type=jax.ShapeDtypeStruct((splits, len(x), out), dtype),
         scratch_types={name: what for name, what in scratch.items() if what is not None},
         # a group's blocks run together, while its matrix is in the L2 cache
-        grid=(len(groups.group), out // (warpgroups * ROWS)),
-        grid_names=("block", "part"),
+        grid=(len(groups.group), out // (warpgroups * ROWS), splits),
+        grid_names=("block", "part", "split"),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="grouped_product",
         interpret=interpret,
     )(x, weight, groups.group, groups.start, groups.length, scale, x_scale)
-    return y
+    return y[0] if splits == 1 else y.sum(0).astype(result)
+
+
+def splits_of(rows: int, weight: jax.Array, x: jax.typing.DTypeLike, cores: int) -> int:
+    """Thread blocks that share the inputs of a product with one group: enough for two blocks on each of the
+    device's multiprocessors, unless partial sums cost too much.
+
+    Args:
+        weight: [out, in], of eight bits.
+        x: dtype of the rows.
+    """
+    out, size = weight.shape
+    blocks = -(-rows // BLOCK[1])
+    steps = size // _columns(jnp.dtype(x), size)
+    blocks *= out // out_per_block(blocks, out)
+    # writing and reading partial sums moves at most half the weight's bytes
+    worth = size // (16 * max(rows, BLOCK[0]))
+    most = min(2 * cores // blocks, worth, steps // LEAST_STEPS)
+    return next((splits for splits in range(most, 1, -1) if steps % splits == 0), 1)
+
+
+def _columns(x: jnp.dtype[Any], size: int) -> int:
+    """Columns of a stage."""
+    return WIDE if x.itemsize == 1 and size % WIDE == 0 else COLUMNS
 
 
 def _kernel(
@@ -104,10 +128,10 @@ def _kernel(
     x_smem: Any, w_smem: Any, a_smem: Any = None, out_smem: Any, full: Any, free: Any,
 ) -> None:  # fmt: skip
     stages, block, columns = x_smem.shape
-    warpgroups, steps = out_smem.shape[0], x_ref.shape[1] // columns
-    index, part, warpgroup = (lax.axis_index(name) for name in ("block", "part", "warpgroup"))
+    warpgroups, steps = out_smem.shape[0], x_ref.shape[1] // columns // out_ref.shape[0]
+    index, part, split, warpgroup = (lax.axis_index(name) for name in ("block", "part", "split", "warpgroup"))
     group, start, length = group_ref[index], start_ref[index], length_ref[index]
-    first = part * warpgroups * ROWS  # this block's first output
+    first, begin = part * warpgroups * ROWS, split * steps  # this block's first output and step
     # outputs of the block, and of all
     own, mine = pl.ds(warpgroup * ROWS, ROWS), pl.ds(first + warpgroup * ROWS, ROWS)
     by_inputs = scale_ref is not None and len(scale_ref.shape) == 3
@@ -142,7 +166,9 @@ def _kernel(
                 result: jax.Array = acc[...]
                 return result
 
-            line = scale_of(scale_ref.at[group, mine, i * columns // GROUP], 1) if by_inputs else None
+            line = (
+                scale_of(scale_ref.at[group, mine, (begin + i) * columns // GROUP], 1) if by_inputs else None
+            )
             y = pl.run_scoped(one, accumulator)
             if line is not None:
                 y *= lax.broadcast_in_dim(line, y.shape, [0])
@@ -178,7 +204,7 @@ def _kernel(
             taken = length & size
             from_smem, to = (
                 ref.at[pl.ds(place * GRID, size * GRID)]
-                for ref, place in ((result, at), (out_ref, start + at))
+                for ref, place in ((result, at), (out_ref.at[split], start + at))
             )
             pl.when(taken > 0)(partial(plgpu.copy_smem_to_gmem, from_smem, to.at[:, mine]))
             at, size = at + taken, size // 2
@@ -187,7 +213,7 @@ def _kernel(
     def memory() -> None:
         @pl.loop(0, steps)
         def _(i: jax.Array) -> None:
-            slot, some = lax.rem(i, stages), pl.ds(i * columns, columns)
+            slot, some = lax.rem(i, stages), pl.ds((begin + i) * columns, columns)
             pl.when(i >= stages)(partial(plgpu.barrier_wait, free.at[slot]))
             plgpu.copy_gmem_to_smem(
                 w_ref.at[group, pl.ds(first, warpgroups * ROWS), some], w_smem.at[slot], full.at[slot]

@@ -50,6 +50,7 @@ int4 = partial(partial, test_int4_product.check)
 int4_groups = partial(partial, test_int4_product.check_grouped)
 grouped = partial(partial, test_grouped_product.check)
 eight_bits = partial(partial, test_grouped_product.eight_bits)
+inputs_split = partial(partial, test_grouped_product.inputs_split)
 scaled_by_group = partial(partial, test_grouped_product.scaled_by_group)
 ampere_decode = partial(partial, test_ampere.check_decode)
 ampere_prefill = partial(partial, test_ampere.check_prefill)
@@ -114,7 +115,8 @@ CASES: Cases = {
         "fp8, float16": grouped(E4M3, "float16", (0, 0, 64), 192, 128),
         "both fp8": eight_bits(E4M3, 5, 64, 256),
         "both int8": eight_bits("int8", 20, 128, 192),
-        "scales by group of inputs": scaled_by_group((0, 3)),
+        "int8, inputs split": inputs_split("int8", 3, 64, 256, 4),
+        "scales by group of inputs, split": scaled_by_group((0, 3), 2),
     },
     "int4_product": {
         "9 rows, offsets": int4(9, 128, 640, 128, True, "int4", "bfloat16"),
@@ -183,6 +185,8 @@ MORE: Cases = {
         "160 rows": grouped("", "bfloat16", (100, 1, 0, 0, 60), 384, 128),
         "float16": grouped("", "float16", (0, 20, 0, 1), 64, 320),
         "int8, float16": grouped("int8", "float16", (9, 8, 0, 7, 1), 128, 512),
+        "both int8, inputs split": eight_bits("int8", 9, 64, 512, 2),
+        "fp8, inputs split": inputs_split(E4M3, 20, 128, 384, 3),
         "scales by group of inputs, 29 rows": scaled_by_group((20, 0, 9)),
     },
     "int4_product": {

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.grouped_product import grouped_product
+from pallas_kernels.grouped_product import grouped_product, splits_of
 from pallas_kernels.groups import GRID, Groups, block_rows, grouped, one_group, out_per_block
 from pallas_kernels.quantized import GROUP, Quantized, dequantize, quantize
 from tests.kernels.interpreted import INTERPRETED, RACES, Runner, interpret, largest_error
@@ -140,7 +140,9 @@ def test_a_dense_product_in_float32_is_one_of_a_single_group() -> None:
     np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
 
 
-def eight_bits(kind: str, rows: int, out: int, size: int, *, runner: Runner = INTERPRETED) -> float:
+def eight_bits(
+    kind: str, rows: int, out: int, size: int, splits: int = 1, *, runner: Runner = INTERPRETED
+) -> float:
     """Both sides in eight bits; what no row is at is not read. Returns `largest_error`."""
     rng = np.random.default_rng(rows)
     x, weight = (
@@ -153,7 +155,7 @@ def eight_bits(kind: str, rows: int, out: int, size: int, *, runner: Runner = IN
         jnp.pad(x.values, ((0, more), (0, 0))),
         jnp.pad(x.scale, (0, more), constant_values=jnp.nan),
     )
-    form = {"block": block, "dtype": jnp.float32, **runner.form()}
+    form = {"block": block, "dtype": jnp.float32, "splits": splits, **runner.form()}
 
     def run(x: jax.Array, values: jax.Array, scale: jax.Array, x_scale: jax.Array) -> jax.Array:
         return grouped_product(x, values[None], scale[None], groups, x_scale=x_scale, **form)[:rows]
@@ -165,13 +167,78 @@ def eight_bits(kind: str, rows: int, out: int, size: int, *, runner: Runner = IN
 
 
 @pytest.mark.parametrize(
-    "case", [("float8_e4m3fn", 5, 64, 256), pytest.param(("int8", 20, 128, 192), marks=pytest.mark.full)]
+    "case",
+    [
+        ("float8_e4m3fn", 5, 64, 256),
+        ("int8", 9, 64, 512, 2),
+        pytest.param(("int8", 20, 128, 192), marks=pytest.mark.full),
+    ],
 )
 def test_both_sides_in_eight_bits(case: tuple[str, int, int, int]) -> None:
     eight_bits(*case)
 
 
-def scaled_by_group(sizes: tuple[int, ...], *, runner: Runner = INTERPRETED) -> float:
+def inputs_split(
+    kind: str, rows: int, out: int, size: int, splits: int, *, runner: Runner = INTERPRETED
+) -> float:
+    """Rows of 16 bits by weights of eight, whose inputs several blocks share; see `largest_error`."""
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.normal(size=(rows, size)), jnp.bfloat16)
+    weight = quantize(jnp.asarray(rng.normal(size=(out, size)), jnp.float32), kind)
+    groups, block = one_group(rows)
+    form = {
+        "block": block,
+        "dtype": jnp.float32,
+        "splits": splits,
+        **runner.form(operand_in_registers=False),
+    }
+
+    def run(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
+        x = jnp.pad(x, ((0, -rows % GRID), (0, 0)))
+        return grouped_product(x, values[None], scale[None], groups, **form)[:rows]
+
+    got = np.asarray(runner.run(run, x, weight.values, weight.scale))
+    want = np.asarray(x, np.float64) @ np.asarray(dequantize(weight), np.float64).T
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+    return largest_error(got, want)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [("int8", 3, 64, 256, 4), pytest.param(("float8_e4m3fn", 20, 128, 384, 3), marks=pytest.mark.full)],
+)
+def test_blocks_share_the_inputs(case: tuple[str, int, int, int, int]) -> None:
+    inputs_split(*case)
+
+
+@given(st.integers(1, 512), st.integers(1, 64), st.integers(1, 300), st.sampled_from(["bfloat16", "int8"]))
+def test_blocks_that_share_inputs_fill_the_device_and_move_little(
+    rows: int, outs: int, steps: int, x: str
+) -> None:
+    out, size = 64 * outs, 64 * steps
+    splits = splits_of(rows, jax.ShapeDtypeStruct((out, size), jnp.int8), x, 132)  # type: ignore[arg-type]
+    stages = size // (128 if x == "int8" and steps % 2 == 0 else 64)
+    assert splits >= 1 and stages % splits == 0
+    if splits > 1:
+        assert stages // splits >= 8
+        assert 8 * rows * out * splits <= out * size / 2, "partial sums"
+        blocks = -(-rows // 128)
+        assert blocks * (out // out_per_block(blocks, out)) * splits <= 2 * 132
+
+
+def test_a_layers_products_are_split_where_they_have_few_outputs() -> None:
+    shapes = {"qkv": (6144, 4096), "out": (4096, 4096), "gate and up": (28672, 4096), "down": (4096, 14336)}
+    found = {
+        rows: [
+            splits_of(rows, jax.ShapeDtypeStruct(shape, jnp.int8), "bfloat16", 132)  # type: ignore[arg-type]
+            for shape in shapes.values()
+        ]
+        for rows in (1, 32, 256)
+    }
+    assert found == {1: [2, 4, 1, 4], 32: [2, 4, 1, 4], 256: [1, 1, 1, 2]}
+
+
+def scaled_by_group(sizes: tuple[int, ...], splits: int = 1, *, runner: Runner = INTERPRETED) -> float:
     """The largest error, see `largest_error`."""
     rng = np.random.default_rng(0)
     chosen = jnp.asarray(np.repeat(np.arange(len(sizes)), sizes))
@@ -182,7 +249,7 @@ def scaled_by_group(sizes: tuple[int, ...], *, runner: Runner = INTERPRETED) -> 
     parts = quantize(jnp.asarray(weight * [[1], [30]], jnp.float32), "float8_e4m3fn")
     stored = Quantized(parts.values.reshape(len(sizes), 64, 256), parts.scale, kind="float8_e4m3fn")
     groups = grouped(chosen, len(sizes))
-    form = {"dtype": jnp.float32, **runner.form(operand_in_registers=False)}
+    form = {"dtype": jnp.float32, "splits": splits, **runner.form(operand_in_registers=False)}
 
     def run(x: jax.Array, values: jax.Array, scale: jax.Array, groups: Groups) -> jax.Array:
         return grouped_product(x[groups.row], values, scale, groups, **form)[groups.place]
@@ -195,9 +262,11 @@ def scaled_by_group(sizes: tuple[int, ...], *, runner: Runner = INTERPRETED) -> 
     return largest_error(got, want)
 
 
-@pytest.mark.parametrize("sizes", [(0, 3), pytest.param((20, 0, 9), marks=pytest.mark.full)])
-def test_scales_by_group_of_inputs(sizes: tuple[int, ...]) -> None:
-    scaled_by_group(sizes)
+@pytest.mark.parametrize(
+    ("sizes", "splits"), [((0, 3), 2), pytest.param((20, 0, 9), 1, marks=pytest.mark.full)]
+)
+def test_scales_by_group_of_inputs(sizes: tuple[int, ...], splits: int) -> None:
+    scaled_by_group(sizes, splits)
 
 
 def test_few_outputs_make_small_blocks() -> None:
