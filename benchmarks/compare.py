@@ -45,7 +45,7 @@ from benchmarks.peers.workload import MAX_MODEL_LEN, SEQUENCES, workload
 SHAPE, VOCABULARY = "134m", 32000
 THREADS = 2
 TIMEOUT = 600  # seconds for one process
-ORDER = ("float32", "bfloat16", "w8a8", "int8", "int8+bfloat16", "int4")
+ORDER = ("float32", "bfloat16", "w8a8", "int8", "int8+bfloat16", "w4a8", "int4")
 REFERENCE = "jengine float32"
 QUICK = 0.06  # share of the output tokens and requests
 

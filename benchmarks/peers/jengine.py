@@ -1,4 +1,4 @@
-"""jengine as a library. w8a8: products in eight bits, the rest in bfloat16."""
+"""jengine as a library. With quantized weights, the rest is in bfloat16."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from jengine.core.request import Logprob
 
 class Engine:
     def __init__(self, folder: Path, precision: str, limits: Limits) -> None:
-        options = (
-            {"dtype": "bfloat16", "quantization": "w8a8"} if precision == "w8a8" else {"dtype": precision}
-        )
+        plain = precision in ("float32", "bfloat16")
+        options = {"dtype": precision} if plain else {"dtype": "bfloat16", "quantization": precision}
         self.llm = LLM(
             folder,
             progress=False,

@@ -120,6 +120,7 @@ WEIGHTS = {
     "gguf-f32": _gguf("F32"),
     "gguf-bf16": _gguf("BF16"),
     "gguf-q8_0": _gguf("Q8_0"),
+    "gguf-q4_0": _gguf("Q4_0"),
 }
 
 _TORCH_PACKAGES = ("torch", "transformers")
@@ -127,7 +128,7 @@ PEERS = {
     "jengine": Peer(
         module="jengine",
         seconds=(60, 25),
-        precisions={"float32": "", "bfloat16": "", "w8a8": ""},
+        precisions={"float32": "", "bfloat16": "", "w8a8": "", "w4a8": "", "int4": ""},
         packages=("jax", "jaxlib"),
     ),
     "vllm": Peer(
@@ -176,7 +177,12 @@ PEERS = {
         module="llama_cpp",
         seconds=(8, 55),
         environment="llama.cpp",
-        precisions={"float32": "gguf-f32", "bfloat16": "gguf-bf16", "int8": "gguf-q8_0"},
+        precisions={
+            "float32": "gguf-f32",
+            "bfloat16": "gguf-bf16",
+            "int8": "gguf-q8_0",
+            "int4": "gguf-q4_0",
+        },
         packages=("llama-cpp-python",),
     ),
     "ctranslate2": Peer(
