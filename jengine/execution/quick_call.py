@@ -19,17 +19,22 @@ class QuickCall:
 
     Args:
         program: has neither effects nor callbacks. Its first call here compares all arguments, as usual.
+
+    Attributes:
+        program: the same.
     """
 
     def __init__(self, program: jax.stages.Compiled) -> None:
         executable: Any = program._executable
         run = executable.unsafe_call
-        self._first: jax.stages.Compiled | None = program
+        self.program, self._compared = program, False
         self._execute, self._handlers = run.xla_executable.execute_sharded, run.out_handler.handlers
         self._out_tree = program.out_tree
         self._kept = sorted(run.kept_var_idx)  # XLA removes arguments that are not used
         kinds = zip(self._kept, executable.in_avals, executable._in_shardings, strict=True)
-        self._kinds = {i: (like, where, [*where.addressable_devices]) for i, like, where in kinds}
+        self._kinds = {
+            i: (like, where, where.addressable_devices_indices_map(like.shape)) for i, like, where in kinds
+        }
 
     def __call__(self, weights: Sequence[jax.Array], *others: Any) -> Any:
         """The program's results.
@@ -41,9 +46,9 @@ class QuickCall:
         Raises:
             TypeError: an array on the host has another shape or dtype than the program was compiled for.
         """
-        if self._first is not None:
-            outs = self._first(weights, *others)
-            self._first = None
+        if not self._compared:
+            outs = self.program(weights, *others)
+            self._compared = True
             return outs
         flat = [*weights]
         for i, array in enumerate(jax.tree.leaves(others), len(flat)):
@@ -53,11 +58,11 @@ class QuickCall:
         return jax.tree.unflatten(self._out_tree, self._execute(flat).consume_with_handlers(self._handlers))
 
     def _placed(self, number: int, array: np.ndarray) -> Any:
-        """An argument from the host, on all of the program's devices."""
+        """An argument from the host, on the program's devices."""
         if number not in self._kinds:
             return array
-        like, sharding, devices = self._kinds[number]
+        like, sharding, parts = self._kinds[number]
         if array.shape != like.shape or array.dtype != like.dtype:
             given, taken = (f"{one.dtype}{[*one.shape]}" for one in (array, like))
             raise TypeError(f"argument {number} is {given}; the program takes {taken}")
-        return pxla.batched_device_put(like, sharding, [array] * len(devices), devices)
+        return pxla.batched_device_put(like, sharding, [array[part] for part in parts.values()], [*parts])

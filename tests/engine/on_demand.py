@@ -27,7 +27,14 @@ from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.program_cache import ProgramCache
 from jengine.execution.program_folder import UntrustedProgram
 from jengine.execution.program_store import ProgramStore
-from jengine.execution.programs import CompilerOptions, Programs, lower, memory_of, program_keys
+from jengine.execution.programs import (
+    CompilerOptions,
+    Programs,
+    callable_of,
+    lower,
+    memory_of,
+    program_keys,
+)
 from jengine.execution.spec import ExecutionSpec
 from jengine.scheduling.costs.step_costs import StepCosts, SwapCosts
 from jengine.table.program_table import ProgramTable
@@ -72,7 +79,7 @@ class OnDemand(Programs):
             program = self.ready[name] = self.ready.pop(name) if name in self.ready else self._obtained(key)
             if len(self.ready) > MOST_READY:
                 del self.ready[next(iter(self.ready))]  # the least recently used one
-            self._programs[key], self.memory[key] = program, memory_of(program)
+            self._programs[key], self.memory[key] = callable_of(key, program), memory_of(program)
         return self._programs[key]
 
     def _obtained(self, key: Key) -> Any:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.restart import restart_scheduler
 from jengine.checkpoints import load, read_config
@@ -25,6 +25,7 @@ from jengine.engine.engine import Engine
 from jengine.engine.operations import ResetPrefixCache
 from jengine.engine.start import start_engine
 from jengine.execution.programs import Programs, lower, memory_of
+from jengine.execution.quick_call import QuickCall
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
 from jengine.parallel.collectives import (
@@ -284,15 +285,20 @@ def test_batch_invariance(variant: str, devices: int, dtype: str, count: int, tm
     check_invariance(start_engine(EngineConfig.of(str(tmp_path), options), progress=False)[0], count, seed=3)
 
 
+def text_of(program: Any) -> str:
+    """The text of a program of `Programs`."""
+    text: str = getattr(program, "program", program).as_text()
+    return text
+
+
 def collectives(program: Any) -> Counter[str]:
-    text = program.as_text()
-    assert text is not None
+    text = text_of(program)
     return Counter(re.findall(rf" = .* ({'|'.join(COLLECTIVES)})(?:-start)?\(", text))
 
 
 def in_loops(program: Any) -> list[str]:
     """Collectives outside the program's entry computation."""
-    text = program.as_text()
+    text = text_of(program)
     entry = text[text.index("\nENTRY ") :]
     return [
         line
@@ -457,3 +463,21 @@ def test_collectives_along_one_axis_or_both() -> None:
     np.testing.assert_array_equal(across, np.broadcast_to(x.sum(0), x.shape))
     np.testing.assert_array_equal(both, np.full_like(x, x.sum()))
     np.testing.assert_array_equal(index, x)
+
+
+def test_arrays_of_the_host_are_divided_as_a_program_takes_them() -> None:
+    devices = make_mesh(2)
+    divided, whole = (NamedSharding(devices, PartitionSpec(*names)) for names in (devices.axis_names, ()))
+    weights = (jax.device_put(jnp.ones(3), whole),)
+    like = (
+        (jax.ShapeDtypeStruct((3,), jnp.float32, sharding=whole),),
+        jax.ShapeDtypeStruct((4, 3), jnp.float32, sharding=divided),
+        jax.ShapeDtypeStruct((2, 3), jnp.float32, sharding=whole),
+    )
+    program = jax.jit(lambda weights, x, y: (weights[0] * x, y + 1)).lower(*like).compile()
+    call = QuickCall(program)
+    for i in range(3):
+        x, y = np.arange(12, dtype=np.float32).reshape(4, 3) + i, np.full((2, 3), i, np.float32)
+        found, more = call(weights, x, y)
+        np.testing.assert_array_equal(found, x)
+        np.testing.assert_array_equal(more, y + 1)

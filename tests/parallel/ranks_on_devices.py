@@ -23,7 +23,7 @@ from tests.engine.running import SMALL, Work, limit_pages, requests_of
 from tests.engine.running import run as answers_of
 from tests.execution.specs import make_spec, temporaries_bound
 from tests.golden.weights import Golden, max_model_len, write_model
-from tests.parallel.many_devices import collectives, in_loops
+from tests.parallel.many_devices import collectives, in_loops, text_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 MESHES = [(2, 1), (2, 2), (4, 1), (2, 4), (4, 2), (8, 1)]
@@ -93,7 +93,8 @@ def check_goldens(engine: RankedEngine, variant: str) -> None:
     for how in ({}, {"rank": len(engine.ranks) - 1, "at_once": 2}):
         found = run(engine, work, **how)
         assert [[token for token, _ in one] for one in found] == expected
-    assert all(one.scheduler.prefixes.queries for one in engine.ranks)
+    asked = sum(one.scheduler.prefixes.queries > 0 for one in engine.ranks)
+    assert asked >= min(len(engine.ranks), len(cases))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ def test_a_trunk_gathers_and_scatters_once_for_each_layer_with_experts() -> None
     spec = make_spec("qwen3_moe", devices=2, ranks=2, expert_parallel=True)
     key, layers = spec.table.trunks()[-1], spec.model.config.num_layers
     compiled = Programs(spec, None, threads=2, progress=False, first=[key])
-    text = compiled[key].as_text()
+    text = text_of(compiled[key])
     assert collectives(compiled[key]) == {
         "all-reduce": 2 * layers + 1,
         "all-gather": layers,
