@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from jengine.checkpoints.hugging_face import model_config
 from jengine.engine.draft_model import build_draft
@@ -14,6 +18,8 @@ from jengine.models.config import ModelConfig
 from jengine.parallel.layout import Layout
 from jengine.parallel.mesh import make_mesh, stage_meshes
 from jengine.table.program_table import ProgramTable
+from pallas_kernels.grouped_product import splits_of
+from pallas_kernels.tuning import CORES
 from tests.golden.weights import VARIANTS
 
 
@@ -70,3 +76,15 @@ def draft_config(head: str | None, model: dict[str, Any]) -> ModelConfig:
     own = {"model_type": "eagle3", "num_hidden_layers": 1, "draft_vocab_size": model["vocab_size"] * 3 // 4}
     own |= {"eagle_aux_hidden_state_layer_ids": [0, 1, model["num_hidden_layers"]]}
     return model_config({**model, **own}, "", DRAFT_HEADS)
+
+
+def partial_sums(weights: Sequence[Any], rows: int) -> list[int]:
+    """Bytes of partial sums, of each product with eight-bit weights whose inputs several blocks share."""
+    found = []
+    for weight in weights:
+        flat: Any = jax.ShapeDtypeStruct(
+            (math.prod(weight.shape[:-1]), weight.shape[-1]), weight.values.dtype
+        )
+        splits = splits_of(rows, flat, flat.dtype if weight.inputs else "bfloat16", CORES)
+        found += [4 * splits * rows * flat.shape[0]] if splits > 1 else []
+    return found

@@ -30,11 +30,10 @@ from jengine.table.pages import SWAPS
 from jengine.table.program_table import TrunkKey
 from pallas_kernels import ahead_of_time, tuning
 from pallas_kernels.four_bits import FourBits
-from pallas_kernels.grouped_product import splits_of
 from pallas_kernels.groups import GRID
 from pallas_kernels.thunks import compiled_with_thunks
 from pallas_kernels.weights import is_weight
-from tests.execution.specs import draft_config, temporaries_bound
+from tests.execution.specs import draft_config, partial_sums, temporaries_bound
 from tests.extras import compiler_for_gpus
 from tests.golden.weights import VARIANTS
 
@@ -352,16 +351,10 @@ FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_blo
 
 
 def check_eight_bit_layer(keys: list[TrunkKey], more: int, quantization: str | None) -> None:
-    """Kernels of a layer, beyond those of bfloat16 and a sum for each product whose inputs several blocks
-    share; and no weight is converted or copied.
-    """
+    """Kernels of a layer, beyond those of bfloat16 and of partial sums; no weight is converted or copied."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3, "dtype": "bfloat16"}
-    model = {
-        **VARIANTS["qwen3_untied"],
-        **HEADS,
-        **sizes,
-        **({} if quantization else {"quantization_config": FP8_BLOCKS}),
-    }
+    blocks = {} if quantization else {"quantization_config": FP8_BLOCKS}
+    model = {**VARIANTS["qwen3_untied"], **HEADS, **sizes, **blocks}
     options = {"quantization": quantization} if quantization else {}
     spec = described("h200", 1, model, max_model_len=8192, **options)
     weights = [leaf for leaf in jax.tree.leaves(spec.params["layers"], is_leaf=is_weight) if is_weight(leaf)]
@@ -373,23 +366,15 @@ def check_eight_bit_layer(keys: list[TrunkKey], more: int, quantization: str | N
         assert text is not None and memory is not None
         kernels = [f"{one.name}: {one.source}" for one, _, _ in parse(text).kernels()]
         _, second, third = (i for i, kernel in enumerate(kernels) if "/kv_write/" in kernel)
-        splits = [(math.prod(leaf.shape[:-1]), _splits(leaf, spec.table.tokens(key))) for leaf in weights[:4]]
-        shared = [(out, count) for out, count in splits if count > 1]
+        shared = partial_sums(weights[:4], spec.table.tokens(key))
         assert third - second <= KERNELS[key] + more + len(shared), kernels[second:third]
         assert len(thunks) == 1, "all of it in a command buffer"
         moved = re.findall(
             rf"= \S*\[(?:1,)?(?:{shapes})\]\S* (?!parameter|bitcast|get-tuple-element)(\S+)\(", text
         )
         assert not moved, "weights are read as they lie"
-        sums = sum(2 * 4 * count * out * spec.table.tokens(key) for out, count in shared)
-        assert memory.temp_size_in_bytes < 2 * 8192 * 1024 // 2 + sums, (
-            "half of the largest weight in bfloat16, partial sums, and what they become"
-        )
-
-
-def _splits(weight: Any, rows: int) -> int:
-    flat = jax.ShapeDtypeStruct((math.prod(weight.shape[:-1]), weight.shape[-1]), weight.values.dtype)
-    return splits_of(rows, flat, flat.dtype if weight.inputs else "bfloat16", tuning.CORES)  # type: ignore[arg-type]
+        most = 2 * 8192 * 1024 // 2 + 2 * sum(shared)
+        assert memory.temp_size_in_bytes < most, "half of the largest weight in bfloat16, and partial sums"
 
 
 @pytest.mark.parametrize(
