@@ -37,7 +37,7 @@ from jengine.engine.start import start_engine
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.step_plan import StepPlan
 from jengine.scheduling.work import Work
-from jengine.table.program_table import DraftKey, ProgramTable, SamplerKey, TrunkKey
+from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 
 GOAL = 1.5  # multiple of the spread of identical steps
 WINDOW = 15  # number of steps whose median error counts
@@ -70,16 +70,10 @@ class Watched(StepCosts):
         super().__init__(table)
         self.steps: list[Step] = []
 
-    def observe(
-        self,
-        trunk: TrunkKey,
-        sampler: SamplerKey,
-        work: Work,
-        seconds: float,
-        draft: DraftKey | None = None,
-    ) -> None:
+    def observe(self, *step: Any, **more: Any) -> None:
+        trunk, sampler, work, seconds, *_ = step
         self.steps.append(Step(trunk, sampler, work, self.seconds(trunk, sampler, work), seconds))
-        super().observe(trunk, sampler, work, seconds, draft)
+        super().observe(*step, **more)
 
 
 class Load:

@@ -37,8 +37,7 @@ from jengine.engine.shapes import describe_engine
 from jengine.engine.start import start_engine
 from jengine.execution.cache_folders import cache_root, costs_file
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts
-from jengine.scheduling.work import Work
-from jengine.table.program_table import DraftKey, ProgramTable, SamplerKey, TrunkKey
+from jengine.table.program_table import ProgramTable
 
 OPTIONS: dict[str, Any] = {"max_model_len": 1024, "dtype": "bfloat16", "warm_up": "all"}
 LOADS = 0.4, 0.7, 0.9  # shares of the maximum rate
@@ -109,13 +108,12 @@ def watched(costs: StepCosts, predictions: StepCosts) -> Iterator[dict[str, list
     sums: dict[str, list[float]] = {"decode": [0.0, 1e-9], "prompts": [0.0, 1e-9]}
     inner = costs.observe
 
-    def observe(
-        trunk: TrunkKey, sampler: SamplerKey, work: Work, seconds: float, draft: DraftKey | None = None
-    ) -> None:
+    def observe(*step: Any) -> None:
+        trunk, sampler, work, seconds, *_ = step
         kind = sums["prompts" if trunk.tiles else "decode"]
         kind[0] += seconds
         kind[1] += predictions.seconds(trunk, sampler, work)
-        inner(trunk, sampler, work, seconds, draft)
+        inner(*step)
 
     costs.observe = observe  # type: ignore[method-assign]
     yield sums

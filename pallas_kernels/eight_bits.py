@@ -116,7 +116,7 @@ class EightBits:
             groups, block = one_group(x.shape[0])
             places = -(-x.shape[0] // block) * block  # a block reads all of its scales
             values, scale = quantize_rows(rows, numbers.kind, places=places, device=device)
-            y = self._of_one_group(values, groups, block, dtype, x.shape[0], device, x_scale=scale)
+            y = self._of_one_group(values, groups, block, dtype, device, x_scale=scale)
             return y[: x.shape[0]]
         x = array_of(x)
         if not serves:
@@ -124,7 +124,7 @@ class EightBits:
         groups, block = one_group(len(x))
         rows = transform(x, numbers.hadamard).astype(x.dtype)
         padded = jnp.pad(rows, ((0, -len(x) % ROW_GRID), (0, 0)))  # a block reads zeros beyond these
-        return self._of_one_group(padded, groups, block, dtype, len(x), device)[: len(x)]
+        return self._of_one_group(padded, groups, block, dtype, device)[: len(x)]
 
     def grouped_product(
         self, x: jax.Array, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None
@@ -210,7 +210,6 @@ class EightBits:
         groups: Groups,
         block: int,
         dtype: jnp.dtype[Any],
-        rows: int,
         device: jax.Device | None,
         x_scale: jax.Array | None = None,
     ) -> jax.Array:
@@ -219,7 +218,7 @@ class EightBits:
 
         values, scale = self.numbers.values, self.numbers.scale[None]
         cores = tuning.cores(device or jax.devices()[0])
-        splits = kernel.splits_of(rows, values, x.dtype, cores)
+        splits = kernel.splits_of(len(groups.place), values, x.dtype, cores)
         return kernel.grouped_product(
             x, values[None], scale, groups, block=block, dtype=dtype, x_scale=x_scale, splits=splits
         )

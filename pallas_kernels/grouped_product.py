@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.groups import BLOCK, GRID, Groups, out_per_block
+from pallas_kernels.groups import BLOCK, GRID, Groups, input_splits, out_per_block
 from pallas_kernels.hopper import COLUMNS, ROWS, store_transposed, tiled
 from pallas_kernels.quantized import GROUP
 
@@ -100,21 +100,17 @@ def grouped_product(
 
 
 def splits_of(rows: int, weight: jax.Array, x: jax.typing.DTypeLike, cores: int) -> int:
-    """Thread blocks that share the inputs of a product with one group: enough for two blocks on each of the
-    device's multiprocessors, unless partial sums cost too much.
+    """Thread blocks that share the inputs of a product with one group, in equal parts; see `input_splits`.
 
     Args:
         weight: [out, in], of eight bits.
         x: dtype of the rows.
     """
     out, size = weight.shape
-    blocks = -(-rows // BLOCK[1])
-    steps = size // _columns(jnp.dtype(x), size)
+    blocks, columns = -(-rows // BLOCK[1]), _columns(jnp.dtype(x), size)
     blocks *= out // out_per_block(blocks, out)
-    # writing and reading partial sums moves at most half the weight's bytes
-    worth = size // (16 * max(rows, BLOCK[0]))
-    most = min(2 * cores // blocks, worth, steps // LEAST_STEPS)
-    return next((splits for splits in range(most, 1, -1) if steps % splits == 0), 1)
+    most = input_splits(blocks, rows, size, 8, columns * LEAST_STEPS, cores)
+    return next(splits for splits in range(most, 0, -1) if size // columns % splits == 0)
 
 
 def _columns(x: jnp.dtype[Any], size: int) -> int:

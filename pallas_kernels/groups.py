@@ -68,6 +68,19 @@ def out_per_block(blocks: int, out: int) -> int:
     return most if out % most == 0 and blocks * (out // most) >= CORES else least
 
 
+def input_splits(blocks: int, rows: int, size: int, bits: int, least: int, cores: int) -> int:
+    """Thread blocks that may share the inputs of a product with few outputs: enough for two blocks on each
+    multiprocessor, unless writing and reading partial sums moves more than half the weight's bytes.
+
+    Args:
+        blocks: thread blocks of the product, if none share.
+        size, bits: number of inputs, and bits of each weight.
+        least: minimum inputs of a thread block.
+    """
+    worth = bits * size // (128 * max(rows, BLOCK[0]))
+    return max(1, min(2 * cores // blocks, worth, size // least))
+
+
 def one_group(rows: int) -> tuple[Groups, int]:
     """Rows of one group where they lie, of which the last block may read some more; and a block's rows."""
     block = min(BLOCK[1], max(BLOCK[0], 1 << (rows - 1).bit_length()))

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.groups import BLOCK, GRID, Groups, one_group
+from pallas_kernels.groups import BLOCK, GRID, Groups, input_splits, one_group
 from pallas_kernels.hopper import COLUMNS, ROWS, tiled
 from pallas_kernels.int4 import SCALES, TILE, WORDS, Int4
 from pallas_kernels.int4_kernel import Form, Inputs, Outputs, Scratch, run
@@ -70,13 +70,9 @@ def int4_product(
 
 
 def splits_of(rows: int, outs: int, size: int, cores: int) -> int:
-    """Thread blocks that share a product's inputs: enough for two blocks on each multiprocessor, unless
-    partial sums cost too much.
-    """
+    """Thread blocks that share a product's inputs; see `input_splits`."""
     blocks = -(-rows // BLOCK[1]) * outs // (ROWS * _warpgroups(outs))
-    # writing and reading partial sums moves at most half the weight's bytes
-    worth = size // (32 * max(rows, BLOCK[0]))
-    return max(1, min(2 * cores // blocks, worth, size // (TILE * LEAST_TILES)))
+    return input_splits(blocks, rows, size, 4, TILE * LEAST_TILES, cores)
 
 
 def grouped_int4_product(

@@ -59,12 +59,12 @@ def measure(small: bool) -> Iterator[Row]:
     tensor cores.
     """
     load, most = SMALL if small else FULL, ceilings(small)
-    weights = _weights(load, None, CHAIN)
+    weights = _weights(load, None)
     for rows in load.rows:
         case = f"bfloat16 weights, {rows} rows, XLA"
         yield attempt(case, partial(_plain, case, load, weights, rows, most))
     for kind in KINDS:
-        weights = _weights(load, kind, CHAIN)
+        weights = _weights(load, kind)
         for rows in load.rows:
             x: Any = jax.ShapeDtypeStruct((rows, load.hidden), jnp.bfloat16)
             one = jax.eval_shape(lambda weights: jax.tree.map(lambda array: array[0], weights), weights)
@@ -77,8 +77,8 @@ def measure(small: bool) -> Iterator[Row]:
             )
 
 
-def _weights(load: Load, kind: str | None, count: int) -> Any:
-    """Random weights [count, out, in], scaled so that results are about as large as inputs; of a kind, or
+def _weights(load: Load, kind: str | None) -> Any:
+    """Random weights [CHAIN, out, in], scaled so that results are about as large as inputs; of a kind, or
     bfloat16.
     """
 
@@ -86,7 +86,7 @@ def _weights(load: Load, kind: str | None, count: int) -> Any:
         plain = jax.random.normal(key, (load.hidden, load.hidden), jnp.bfloat16) * load.hidden**-0.5
         return plain if kind is None else KINDS[kind](plain)
 
-    return jax.jit(lambda: jax.lax.map(draw, jax.random.split(jax.random.key(0), count)))()
+    return jax.jit(lambda: jax.lax.map(draw, jax.random.split(jax.random.key(0), CHAIN)))()
 
 
 def _plain(case: str, load: Load, weights: jax.Array, rows: int, most: Ceilings) -> Row:
@@ -117,12 +117,7 @@ def _row(case: str, load: Load, weights: Any, rows: int, most: Ceilings, small: 
     error = _error(jax.jit(run)(x, first), x, first)
     values = _rates(x, first, chained(run, x, weights), most) | {"error / allowed": error}
     right = "ok" if small else ""
-    return Row(
-        case,
-        values,
-        None if small else GOAL,
-        outcome=right if error <= 1 else FAILED,
-    )
+    return Row(case, values, None if small else GOAL, outcome=right if error <= 1 else FAILED)
 
 
 def _error(got: jax.Array, x: jax.Array, weight: Any) -> float:

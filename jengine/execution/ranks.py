@@ -5,8 +5,8 @@ ranks become those of one program on all devices, and its results become each ra
 a joint array is made of the ranks' arrays on single devices. The cache stays joint until a rank uses it
 alone.
 
-With several stages, each stage has a joint state. One pipeline passes joint trunks through all stages. Each
-rank also has a pipeline of its own, of its part of each stage, which runs all other programs.
+With several stages, each stage has a joint state, and one pipeline passes trunks through all stages. Each of
+the other programs runs on one rank, in a pipeline of that rank's devices.
 """
 
 from __future__ import annotations
