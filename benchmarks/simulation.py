@@ -39,7 +39,14 @@ from jengine.execution.cache_folders import cache_root, costs_file
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts
 from jengine.table.program_table import ProgramTable
 
-OPTIONS: dict[str, Any] = {"max_model_len": 1024, "dtype": "bfloat16", "warm_up": "all"}
+# Simulated requests say nothing about drafts: they generate one token again and again, of which each draft
+# would be right.
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 1024,
+    "dtype": "bfloat16",
+    "warm_up": "all",
+    "speculative_config": "none",
+}
 LOADS = 0.4, 0.7, 0.9  # shares of the maximum rate
 LEARN, MEASURE = 5.0, 25.0  # seconds
 GOAL = 0.15
@@ -95,11 +102,6 @@ def drive(engine: Engine, trace: RequestTrace, rng: np.random.Generator) -> tupl
     return first - trace.arrivals, last - trace.arrivals
 
 
-def frozen(costs: StepCosts) -> StepCosts:
-    """A copy that does not change."""
-    return StepCosts.from_json(costs.to_json())
-
-
 @contextmanager
 def watched(costs: StepCosts, predictions: StepCosts) -> Iterator[dict[str, list[float]]]:
     """In this context, seconds of observed steps and their predictions, for steps with and without
@@ -125,7 +127,7 @@ def shape_of(engine: Engine) -> EngineShape:
     scheduler = engine.scheduler
     return EngineShape(
         table=scheduler.table,
-        costs=frozen(scheduler.predictor.costs),
+        costs=scheduler.predictor.costs.under_usual_load(),
         page_size=scheduler.blocks.page_size,
         num_pages=scheduler.blocks.capacity + 1,
         max_num_seqs=scheduler.registry.max_num_seqs,

@@ -40,7 +40,7 @@ class CostsFile:
 
     def save(self, costs: StepCosts) -> None:
         """Saves costs if they have changed. A write error is logged; the next start then measures again."""
-        data = costs.to_json()
+        data = costs.under_usual_load().to_json()
         if data == self._saved:
             return
         try:

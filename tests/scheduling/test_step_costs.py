@@ -126,6 +126,35 @@ def test_a_slow_time_passes_without_a_trace(seed, slow, length):
         )
 
 
+@pytest.mark.parametrize("slow, share", [(1.5, 0.3), (1.5, 0.7), (3.0, 0.2), (1.05, 0.5)])
+def test_costs_stay_the_same_however_long_some_steps_are_slow(slow, share):
+    """Slow steps are further from the median than the others, or these from slow ones."""
+    machine, rng = Machine(), random.Random(2)
+    costs = machine.measured()
+    trunk, sampler, work, _ = next(machine.steps(1))
+    usual = machine.usual(trunk, sampler, work)
+    for _ in range(10_000):
+        costs.observe(trunk, sampler, work, usual * (slow if rng.random() < share else 1.0))
+    assert costs.seconds(trunk, sampler, work) / costs.drift == pytest.approx(usual, rel=0.25)
+    assert 0.75 < costs.drift < 1.25 * slow
+
+
+def test_costs_under_usual_load_include_the_mean_of_the_load():
+    machine, rng = Machine(), random.Random(3)
+    costs = machine.measured()
+    trunk, sampler, work, _ = next(machine.steps(1))
+    usual = machine.usual(trunk, sampler, work)
+    assert costs.under_usual_load().seconds(trunk, sampler, work) == pytest.approx(usual)
+    for _ in range(5000):
+        costs.observe(trunk, sampler, work, usual * (2.0 if rng.random() < 0.25 else 1.0))
+    for _ in range(STEPS):  # what comes last is no more usual than the rest
+        costs.observe(trunk, sampler, work, usual * 4.0)
+    then = costs.under_usual_load()
+    assert then.drift == 1.0 and then.spread == costs.spread
+    assert then.seconds(trunk, sampler, work) == pytest.approx(1.25 * usual, rel=0.15)
+    assert costs.seconds(trunk, sampler, work) == pytest.approx(4.0 * usual, rel=0.1)
+
+
 @given(at=st.integers(0, 20), many=st.integers(1, STEPS // 2), factor=st.sampled_from([10.0, 1000.0]))
 def test_single_slow_steps_spoil_nothing(at, many, factor):
     machine = Machine()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -225,7 +226,7 @@ class StepCosts:
             self._begin(key, max(usual - attention, LEAST * usual))
         else:
             unexpected = self._drift.observe(math.log(seconds / (known.seconds + attention)))
-            known.seconds *= 1.0 + max(GAIN, EARLY / known.steps) * unexpected
+            known.seconds *= math.exp(max(GAIN, EARLY / known.steps) * unexpected)
             known.steps += 1
 
     def host_seconds(self, rows: int, tiles: int = 0) -> HostSeconds:
@@ -254,8 +255,21 @@ class StepCosts:
         costs.host, costs.swaps = self.host, self.swaps
         return costs
 
+    def under_usual_load(self) -> StepCosts:
+        """A copy whose costs include the mean load of the last hundreds of steps, and not the current one."""
+        usual = self._drift.mean
+        costs = StepCosts(self.table, slopes=Slopes(*[usual * slope for slope in self.slopes]))
+        costs.known = {
+            key: Cost(usual * cost.seconds, cost.steps, [usual * seconds for seconds in cost.first])
+            for key, cost in [*self.known.items()]
+        }
+        costs.swaps = None if self.swaps is None else SwapCosts(*[usual * seconds for seconds in self.swaps])
+        costs.host = copy.deepcopy(self.host)
+        costs._drift.spread = self.spread
+        return costs
+
     def to_json(self) -> bytes:
-        """Serializes all costs, except the current load, for `from_json`."""
+        """Serializes all costs, except the load, for `from_json`."""
         programs = {str(key): cost for key, cost in [*self.known.items()]}
         return msgspec.json.encode(
             SavedCosts(self.table, programs, self.slopes, self.spread, self.host, self.swaps)
@@ -282,7 +296,8 @@ class StepCosts:
 
     def _refine(self, programs: list[Cost], work: Work, predicted: float, unexpected: float) -> None:
         """Adjusts each cost by its share of the step. Together they absorb GAIN of the unexpected relative
-        deviation. programs: the trunk's first.
+        deviation, in logarithms: products of (1 + x) would shrink by the squares of the deviations.
+        programs: the trunk's first.
         """
         slopes = self.slopes
         working = (
@@ -293,10 +308,10 @@ class StepCosts:
         squares = sum([part * part for part in (*[cost.seconds for cost in programs], *working)])
         by = max(GAIN, EARLY / programs[0].steps) * unexpected * predicted / squares
         self.slopes = Slopes(
-            *[slope * (1.0 + by * part) for slope, part in zip(slopes, working, strict=True)]
+            *[slope * math.exp(by * part) for slope, part in zip(slopes, working, strict=True)]
         )
         for cost in programs:
-            cost.seconds *= 1.0 + by * cost.seconds
+            cost.seconds *= math.exp(by * cost.seconds)
             cost.steps += 1
         self._estimates.clear()
 
