@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import random
 import statistics
 import subprocess
@@ -28,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.machine import RESULTS, made_model, save
+from benchmarks.machine import add, made_model
 from jengine.core.config import EngineConfig
 from jengine.core.request import Request, SamplingParams
 from jengine.engine.engine import Engine
@@ -250,9 +249,7 @@ def main() -> None:
     )
     results = {name: measure(name, seconds, slow) for name in models}
     if not options.quick:
-        file = RESULTS / "costs.json"
-        before = json.loads(file.read_text())["models"] if file.exists() else {}
-        save("costs", {"models": {**before, **results}, "goal": GOAL})
+        add("costs", "models", {name: {**result, "goal": GOAL} for name, result in results.items()})
 
 
 if __name__ == "__main__":

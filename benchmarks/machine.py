@@ -72,6 +72,17 @@ def save(name: str, result: dict[str, Any]) -> None:
     print(f"\nsaved to {file.relative_to(ROOT)}")
 
 
+def add(name: str, part: str | None, entries: dict[str, dict[str, Any]]) -> None:
+    """Adds entries to benchmarks/results/NAME.json, or to a part of it, each with its machine."""
+    file = RESULTS / f"{name}.json"
+    results = json.loads(file.read_text()) if file.exists() else {}
+    own = results if part is None else results.setdefault(part, {})
+    own |= {key: {"machine": facts(), **entry} for key, entry in entries.items()}
+    RESULTS.mkdir(exist_ok=True)
+    file.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"\nsaved to {file.relative_to(ROOT)}: {', '.join(entries)}")
+
+
 def made_model(shape: str) -> Path:
     """The folder of a model with random weights, created by tools/make_model.py if missing."""
     from tools.make_model import make_model

@@ -1,12 +1,12 @@
 """Simulation and engine compared: latencies at three loads, a million requests, and the predictions of
 `tune`.
 
-    python -m benchmarks.simulation fidelity
+    python -m benchmarks.simulation fidelity  [--repeat 5]
     python -m benchmarks.simulation million
     python -m benchmarks.simulation search    # then
     python -m benchmarks.simulation run
 
-On two cores they take two minutes, six, half a minute and four, in addition to the compilation of new
+On two cores they take eight minutes, six, half a minute and four, in addition to the compilation of new
 programs. Each part adds its figures to results/simulation.json. Engines run in this process, single-threaded.
 Arrival times are drawn in advance, and are the same in the simulation.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ OPTIONS: dict[str, Any] = {
 LOADS = 0.4, 0.7, 0.9  # shares of the maximum rate
 LEARN, MEASURE = 5.0, 25.0  # seconds
 GOAL = 0.15
+MEASURES = "first_token", "total"
 # Prompts and outputs: mean and standard deviation of the logarithm.
 TRACES = {"chat": ((4.0, 0.8), (4.4, 0.6)), "code": ((5.7, 0.5), (2.7, 0.6))}
 TUNED_SECONDS, OVERLOAD = 14.0, 1.3
@@ -154,53 +156,63 @@ def percentiles(seconds: np.ndarray) -> dict[str, float]:
     return {f"p{rank}_ms": round(1e3 * float(np.percentile(seconds, rank)), 1) for rank in (50, 95)}
 
 
-def fidelity(model: str, loads: Sequence[float] = LOADS) -> dict[str, Any]:
-    """At each load, predictions and measurements."""
+def fidelity(model: str, loads: Sequence[float] = LOADS, repeat: int = 1) -> dict[str, Any]:
+    """At each load, predictions and measurements of `repeat` traces, and the median errors."""
     config, spec = describe_engine(EngineConfig.of(model, OPTIONS))
     # perhaps of a busier machine
     costs_file(cache_root(config.cache_dir), spec.fingerprint()).unlink(missing_ok=True)
     engine, _ = start_engine(config, progress=False)
-    laws, results = TRACES["chat"], {}
     rng = np.random.default_rng(0)
-    some = made_trace(rng, 10.0, 30.0, *laws)
+    some = made_trace(rng, 10.0, 30.0, *TRACES["chat"])
     # The host's costs can only be learned from requests.
-    drive(engine, made_trace(rng, 0.5 * capacity(shape_of(engine), some), LEARN, *laws), rng)
+    learn = made_trace(rng, 0.5 * capacity(shape_of(engine), some), LEARN, *TRACES["chat"])
+    drive(engine, learn, rng)
+    results = {}
     for share in loads:
-        rate = share * capacity(shape_of(engine), some)
-        trace = made_trace(rng, rate, MEASURE, *laws)
-        shape = shape_of(engine)
-        predicted = seconds_of(trace, shape)
-        with watched(engine.scheduler.predictor.costs, shape.costs) as steps:
-            measured = drive(engine, trace, rng)
-        result: dict[str, Any] = {
-            "goal": GOAL,
-            "requests": len(trace),
-            "requests_per_second": round(rate, 2),
-            "steps_measured_to_predicted": {
-                kind: round(got / want, 3) for kind, (got, want) in steps.items()
-            },
-        }
-        then = seconds_of(trace, shape_of(engine))  # with the costs learned in this run
-        for name, want, late, got in zip(("first_token", "total"), predicted, then, measured, strict=True):
-            want, late, got = percentiles(want), percentiles(late), percentiles(got)
-            errors, left = (
-                {rank: round(told[rank] / got[rank] - 1, 3) for rank in got} for told in (want, late)
-            )
-            result[name] = {
-                "predicted": want,
-                "measured": got,
-                "error": errors,
-                "error_with_costs_of_the_run": left,
-            }
-            print(
-                f"{share:.0%} {name:12} predicted {want}  measured {got}  error {errors}  with the run's own"
-                f" costs {left}",
-                flush=True,
-            )
-        print(f"{share:.0%} {result['steps_measured_to_predicted']}", flush=True)
-        results[f"{share:.0%}"] = result
+        runs = [compared(engine, share, some, rng) for _ in range(repeat)]
+        results[f"{share:.0%}"] = {"goal": GOAL, "median_error": median_error(runs), "runs": runs}
+        print(f"{share:.0%} median errors {results[f'{share:.0%}']['median_error']}", flush=True)
     engine.close()
     return results
+
+
+def compared(engine: Engine, share: float, some: RequestTrace, rng: np.random.Generator) -> dict[str, Any]:
+    """One trace at this share of the rate at which the engine could answer `some`."""
+    rate = share * capacity(shape_of(engine), some)
+    trace = made_trace(rng, rate, MEASURE, *TRACES["chat"])
+    shape = shape_of(engine)
+    predicted = seconds_of(trace, shape)
+    with watched(engine.scheduler.predictor.costs, shape.costs) as steps:
+        measured = drive(engine, trace, rng)
+    result: dict[str, Any] = {
+        "requests": len(trace),
+        "requests_per_second": round(rate, 2),
+        "steps_measured_to_predicted": {kind: round(got / want, 3) for kind, (got, want) in steps.items()},
+    }
+    then = seconds_of(trace, shape_of(engine))  # with the costs learned in this run
+    for name, *seconds in zip(MEASURES, predicted, then, measured, strict=True):
+        want, late, got = map(percentiles, seconds)
+        errors, left = ({rank: round(told[rank] / got[rank] - 1, 3) for rank in got} for told in (want, late))
+        result[name] = {
+            "predicted": want,
+            "measured": got,
+            "error": errors,
+            "error_with_costs_of_the_run": left,
+        }
+        print(f"{share:.0%} {name:12} predicted {want}  measured {got}  error {errors}", flush=True)
+    print(f"{share:.0%} {result['steps_measured_to_predicted']}", flush=True)
+    return result
+
+
+def median_error(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Medians over runs, by measure and percentile, of the errors regardless of their sign."""
+    return {
+        name: {
+            rank: round(statistics.median(abs(run[name]["error"][rank]) for run in runs), 3)
+            for rank in runs[0][name]["error"]
+        }
+        for name in MEASURES
+    }
 
 
 def million(requests: int) -> dict[str, Any]:
@@ -304,13 +316,14 @@ def main() -> None:
     parser.add_argument("part", choices=("fidelity", "million", "search", "run"))
     parser.add_argument("--trace", choices=TRACES, help="only this trace, for `search` and `run`")
     parser.add_argument("--load", type=float, action="append", help="only this load, for `fidelity`")
+    parser.add_argument("--repeat", type=int, default=5, help="traces for each load of `fidelity`")
     parser.add_argument("--requests", type=int, default=1_000_000)
     parser.add_argument("--model", help="model to use instead of the 134M shape, which is created if missing")
     options = parser.parse_args()
     model = options.model or (str(made_model("134m")) if options.part != "million" else "")
     names = [options.trace] if options.trace else [*TRACES]
     if options.part == "fidelity":
-        add("fidelity", fidelity(model, options.load or LOADS))
+        add("fidelity", fidelity(model, options.load or LOADS, options.repeat))
     elif options.part == "million":
         add("million", million(options.requests))
     elif options.part == "search":

@@ -20,7 +20,7 @@ import tempfile
 import time
 from typing import Any
 
-from benchmarks.machine import ROOT, made_model, save
+from benchmarks.machine import ROOT, add, made_model
 
 GOALS = {"demo": (5.0, 1.5), "134m": (12.0, 4.0)}  # seconds of a first and a later start
 PROMPT = "def fibonacci(n):"
@@ -135,7 +135,7 @@ def main() -> None:
     models, repeat = (["demo"], 1) if options.quick else (options.models, options.repeat)
     results = {name: measure(name, repeat, options.warm_up) for name in models}
     if not options.quick:
-        save("start_time" if options.warm_up == "progressive" else "start_time_all", {"models": results})
+        add("start_time" if options.warm_up == "progressive" else "start_time_all", "models", results)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import jax
 import numpy as np
 
 from jengine.checkpoints import load, read_config
+from jengine.execution.cache_folders import cache_root
+from jengine.execution.product_forms import product_forms, with_forms
 from jengine.execution.programs import lower
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
@@ -84,6 +86,7 @@ class Step:
             page_size=PAGE_SIZE,
             num_pages=1 + slots * width,
         )
+        spec = with_forms(spec, product_forms(spec, cache_root(None)))
         self.tokens = table.tokens(key)
         sampler = SamplerKey(table.sample_rows(key), "greedy")
         self.programs: tuple[Any, Any] = (lower(spec, key).compile(), lower(spec, sampler).compile())

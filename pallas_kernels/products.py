@@ -26,7 +26,8 @@ from pallas_kernels.support import Impl
 
 ROW_CLASSES = 1, 16, 64  # products have the same form up to each number of rows, and beyond the last
 
-Forms = tuple[tuple[str, str], ...]  # pairs of a `form_key` and "kernel" (the default), "amx" or "xla"
+# pairs of a `form_key` and "kernel" (the default), "panels", "amx" or "xla"
+Forms = tuple[tuple[str, str], ...]
 Axes = tuple[str | None, ...]  # a name per axis
 
 
@@ -96,8 +97,8 @@ class StoredWeight(Weight, Protocol):
         """`product` by a flat weight, by XLA, for any device."""
 
     def by_cpu_kernel(self, x: jax.Array, dtype: jnp.dtype[Any], form: str) -> jax.Array:
-        """`product` by a flat weight, by a CPU's kernel. For weights smaller than tiles, "amx" is
-        "kernel".
+        """`product` by a flat weight, by a CPU's kernel. For weights of which tiles or panels cannot be
+        taken, "amx" and "panels" are "kernel".
         """
 
     def on_gpu(

@@ -33,14 +33,14 @@ def candidates(at: Processor, x: str, kind: str, rows: int) -> tuple[str, ...]:
 
     XLA is not a candidate for eight-bit weights, which it converts in a separate pass, nor for one row, where
     it takes ten times as long as the kernel. With AMX it may be faster from two rows on; otherwise only for
-    prompts.
+    prompts. For prompts, panels are always faster than the kernel.
     """
     if rows == 1 or kind not in (*INPUTS, "w8a8"):
         return ("kernel",)
     by_tiles = ("amx",) if at.tiles and why_no_tiles(x, kind, OUTS) is None else ()
-    if rows <= ROW_CLASSES[-1] and not by_tiles:
-        return ("kernel",)
-    return ("kernel", *by_tiles, "xla")
+    if rows <= ROW_CLASSES[-1]:
+        return ("kernel", *by_tiles, "xla") if by_tiles else ("kernel",)
+    return ("panels" if x == kind == "bfloat16" and at.pairs else "kernel", *by_tiles, "xla")
 
 
 def forms(
@@ -52,7 +52,8 @@ def forms(
         x: dtype of activations; kinds: of weights, see `products.StoredWeight.format`.
         shape: [out, in] of the measured weight.
         known: results of an earlier measurement.
-        by_place: whether a form may sum a row depending on its place, as XLA's may.
+        by_place: whether a row's sum may depend on its place, as in XLA's form, or on the number of rows, as
+            where it decides between forms; otherwise all are the kernel's.
     """
     if x not in INPUTS:
         return {}
@@ -63,7 +64,7 @@ def forms(
             continue
         for rows in (1, *(most // 2 for most in ROW_CLASSES[1:]), MANY):
             key = form_key(rows, x, kind)
-            able = tuple(form for form in candidates(at, x, kind, rows) if by_place or form != "xla")
+            able = candidates(at, x, kind, rows) if by_place else ("kernel",)
             if len(able) == 1 or known.get(key) not in able:
                 found[key] = able[0] if len(able) == 1 else _fastest(able, rows, x, kind, shape)
             else:
