@@ -94,6 +94,8 @@ class EightBits:
         values, scale, hadamard = self.numbers.values, self.numbers.scale, self.numbers.hadamard
         if form == "amx" and products.why_no_tiles(str(x.dtype), self.format, self.shape[0]) is None:
             return products.product_by_tiles(x, values, scale, dtype, hadamard)
+        if form == "panels" and products.why_no_panels(str(x.dtype), self.format, *self.shape) is None:
+            return products.product_by_panels(x, values, scale, dtype, hadamard)
         if not self.numbers.inputs:
             return products.product(x, values, scale, dtype)
         if self.numbers.kind == "int8":

@@ -69,7 +69,7 @@ class Plain:
         if form == "amx" and products.why_no_tiles(str(x.dtype), self.format, self.shape[0]) is None:
             return products.product_by_tiles(x, self.array, None, dtype)
         if form == "panels" and products.why_no_panels(str(x.dtype), self.format, *self.shape) is None:
-            return products.product_by_panels(x, self.array, dtype)
+            return products.product_by_panels(x, self.array, None, dtype)
         return products.product(x, self.array, None, dtype)
 
     def on_gpu(

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cpu import native, tiles
+from pallas_kernels.cpu import native, panels, tiles
 from pallas_kernels.cpu.formats import Processor, processor
 from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
 from pallas_kernels.cpu.products import why_no_tiles
@@ -40,7 +40,7 @@ def candidates(at: Processor, x: str, kind: str, rows: int) -> tuple[str, ...]:
     by_tiles = ("amx",) if at.tiles and why_no_tiles(x, kind, OUTS) is None else ()
     if rows <= ROW_CLASSES[-1]:
         return ("kernel", *by_tiles, "xla") if by_tiles else ("kernel",)
-    return ("panels" if x == kind == "bfloat16" and at.pairs else "kernel", *by_tiles, "xla")
+    return ("panels" if panels.serves(at, x, kind) else "kernel", *by_tiles, "xla")
 
 
 def forms(

@@ -1,10 +1,10 @@
-"""Products of bfloat16 pairs for many rows: x [rows, in] @ weight [out, in].T as a function of (frame, part,
-parts). A part is a panel of outputs for a block of rows.
+"""Products for many rows, of bfloat16 pairs or of bytes: x [rows, in] @ weight [out, in].T as functions of
+(frame, part, parts). A part is a panel of outputs for a block of rows.
 
-A panel of outputs is packed so that a vector has one pair of inputs of 16 outputs. A pair of a row of x is
-broadcast to all lanes. So no sums need to be added up over lanes at the end, as in `multiply.py`, and the
-packed inputs of a panel stay in the cache while all rows of a block are multiplied by them (Goto and van de
-Geijn, 2008).
+Inputs are multiplied in words of 32 bits: two bfloat16, or four bytes. A panel of outputs is packed so that a
+vector has one word of 16 outputs. A word of a row of x is broadcast to all lanes. So sums need not be added up
+over lanes at the end, as in `multiply.py`, and the packed words of a panel stay in the cache while all rows of
+a block are multiplied by them (Goto and van de Geijn, 2008).
 """
 
 from __future__ import annotations
@@ -15,64 +15,96 @@ from pallas_kernels.cpu import native
 from pallas_kernels.cpu.attention_blocks import transposed
 from pallas_kernels.cpu.blocks import rounded
 from pallas_kernels.cpu.code import Code
-from pallas_kernels.cpu.formats import Processor, processor
-from pallas_kernels.cpu.multiply import heights, strips
+from pallas_kernels.cpu.formats import Processor, byte_format, processor
+from pallas_kernels.cpu.kinds import INPUTS
+from pallas_kernels.cpu.multiply import heights, quantize, strips
 from pallas_kernels.cpu.team import PARTS
-from pallas_kernels.cpu.types import F32, I32, I64, LANES, PTR, VOID, vector
+from pallas_kernels.cpu.types import F32, I8, I32, I64, LANES, PTR, VOID, vector
 from pallas_kernels.cpu.values import Value
 
+WORD, VECTOR = 4, 4 * LANES  # bytes
 VECTORS = 4  # of outputs
 OUTS = VECTORS * LANES  # of a panel, and the minimum for a weight
-LINE = 4 * OUTS  # bytes of a pair of inputs of all outputs of a panel
-STEP = 2 * LANES  # inputs packed at a time, of which a weight has a multiple
-DEPTH, ROWS = 768, 768  # maximum inputs that are packed at a time, and rows of a block
+LINE = WORD * OUTS  # bytes of a word of inputs of all outputs of a panel
+WORDS, ROWS = 384, 768  # maximum words that are packed at a time, and rows of a block
 LEAST = 96  # rows of a block, if there are others
+
+
+def serves(at: Processor, x: str, kind: str) -> bool:
+    """Whether a processor multiplies x by weights of this format in vectors of words."""
+    pairs, of_bytes = x == kind == "bfloat16", x in INPUTS and kind == "w8a8"
+    return at.lanes == LANES and ((pairs and at.pairs) or (of_bytes and at.bytes == "vnni"))
 
 
 def why_no_panels(x: str, kind: str, outs: int, size: int) -> str | None:
     """Why the kernel cannot multiply rows of x by weights [outs, size] of this format, or None."""
-    at = processor(native.host())
-    if not (x == kind == "bfloat16" and at.pairs and at.lanes == LANES):
+    if not serves(processor(native.host()), x, kind):
         return (
-            f"{x} by {kind}: panels need bfloat16, and a processor that multiplies vectors of {LANES} pairs"
+            f"{x} by {kind}: panels are for bfloat16 and w8a8, with AVX-512's products of pairs and of bytes"
         )
     if outs < OUTS:
         return f"outputs={outs}: at least {OUTS}"
-    return f"inputs={size}: must be a multiple of {STEP}" if size % STEP else None
+    step = inputs_at_once(kind)
+    return f"inputs={size}: must be a multiple of {step}" if size % step else None
+
+
+def inputs_at_once(kind: str) -> int:
+    """Inputs that are packed at a time, of which a weight of this format has a multiple."""
+    return VECTOR // (1 if kind == "w8a8" else 2)
 
 
 class StripOperands(NamedTuple):
-    """Arguments of a function that multiplies a strip of rows by packed inputs: addresses, and int64.
+    """Arguments of a function that multiplies a strip of rows by packed words: addresses, and int64.
 
     Attributes:
-        x: the first row's first packed input; x_row: bytes from one row to the next.
-        packed: packed inputs; pairs: their number, in pairs.
-        sums: float32 [rows, OUTS] of the inputs before.
-        before, after: whether there are inputs before, and after, these.
+        x: the first row's first packed word; x_row: bytes from one row to the next.
+        packed: packed words; words: their number.
+        sums: 32-bit [rows, OUTS] of the words before.
+        before, after: whether there are words before, and after, these.
         result: of the first row's first output; result_row: bytes from one row to the next.
         out_size: bytes of a number of the result.
+        row_scale, row_sum, out_scale: for bytes, see `blocks.Operands`.
     """
 
     x: Value
     x_row: Value
     packed: Value
-    pairs: Value
+    words: Value
     sums: Value
     before: Value
     after: Value
     result: Value
     result_row: Value
     out_size: Value
+    row_scale: Value
+    row_sum: Value
+    out_scale: Value
 
 
-KINDS = (PTR, I64, PTR, I64, PTR, I64, I64, PTR, I64, I64)  # of StripOperands
+KINDS = (PTR, I64, PTR, I64, PTR, I64, I64, PTR, I64, I64, PTR, PTR, PTR)  # of StripOperands
 
 
-def panels_module(target: native.Target) -> str:
+def pairs_module(target: native.Target) -> str:
     """The functions `multiply`, of x and weight, and `parts`, for what `why_no_panels` does not refuse."""
-    code, at = Code(), processor(target)
-    _pack(code)
-    _strip(code, at)
+    code = Code()
+    _write(code, processor(target), of_bytes=False)
+    return code.text()
+
+
+def bytes_module(target: native.Target, x: str, hadamard: int = 1) -> str:
+    """The functions `quantize`, `quantize_parts`, `multiply` and `parts`, with arguments and results as in
+    `multiply.bytes_module`, to the last bit.
+    """
+    at, code = processor(target), Code()
+    quantize(code, at, x, 1, 2, sums=(byte_format(at).offset, 3), transformed=(hadamard, 4))
+    _write(code, at, of_bytes=True)
+    return code.text()
+
+
+def _write(code: Code, at: Processor, *, of_bytes: bool) -> None:
+    item = 1 if of_bytes else 2
+    _pack(code, of_bytes)
+    _strip(code, at, of_bytes)
     frame, many = code.function("parts", (PTR, I64), internal=False, result=I64)
     rows, count = _shape(code, frame)
     panels = _panels(count)
@@ -82,35 +114,37 @@ def panels_module(target: native.Target) -> str:
     code.ret(panels * blocks)
 
     frame, part, parts = code.kernel("multiply")
-    (x, _), (weight, shape), (result, _) = (
-        code.argument(frame, 0),
-        code.argument(frame, 1),
-        code.result(frame, 0),
-    )
-    (rows, count), size = _shape(code, frame), code.word(shape, 1)
-    out_size, row_bytes, blocks = code.result_size(frame, 0), size * 2, parts // _panels(count)
+    (x, _), (weight, shape) = (code.argument(frame, index) for index in (0, 1))
+    (rows, count), row_bytes = _shape(code, frame), code.word(shape, 1) * item
+    row_scale = row_sum = out_scale = x
+    if of_bytes:
+        x, row_scale, row_sum = (code.result(frame, index)[0] for index in (1, 2, 3))
+        out_scale, _ = code.argument(frame, 2)
+    (result, _), out_size, blocks = code.result(frame, 0), code.result_size(frame, 0), parts // _panels(count)
     most = (rows + (blocks * at.rows - 1)) // (blocks * at.rows) * at.rows  # blocks of nearly equal size
-    packed, sums = code.memory(DEPTH // 2 * LINE), code.memory(ROWS * OUTS * 4)
+    packed, sums = code.memory(WORDS * LINE), code.memory(ROWS * LINE)
     o = (part // blocks * OUTS).least(count - OUTS)  # the last may overlap: both compute equal results
     begin = part % blocks * most
-    with code.loop(0, size, DEPTH) as first:
-        depth = (size - first).least(DEPTH)
-        code.call("pack", VOID, weight + (o * row_bytes + first * 2), row_bytes, depth // 2, packed)
+    with code.loop(0, row_bytes, WORDS * WORD) as first:
+        taken = (row_bytes - first).least(WORDS * WORD)
+        code.call("pack", VOID, weight + (o * row_bytes + first), row_bytes, taken // WORD, packed)
         with strips(code, at, (rows - begin).least(most)) as (row, height):
             given = StripOperands(
-                x=x + ((begin + row) * row_bytes + first * 2),
+                x=x + ((begin + row) * row_bytes + first),
                 x_row=row_bytes,
                 packed=packed,
-                pairs=depth // 2,
+                words=taken // WORD,
                 sums=sums + row * LINE,
                 before=first,
-                after=size - first - depth,
+                after=row_bytes - first - taken,
                 result=result + ((begin + row) * count + o) * out_size,
                 result_row=count * out_size,
                 out_size=out_size,
+                row_scale=row_scale + (begin + row) * 4,
+                row_sum=row_sum + (begin + row) * 4,
+                out_scale=out_scale + o * 4,
             )
             code.call("strip", VOID, *given, height)
-    return code.text()
 
 
 def _shape(code: Code, frame: Value) -> tuple[Value, Value]:
@@ -123,23 +157,26 @@ def _panels(outs: Value) -> Value:
     return (outs + (OUTS - 1)) // OUTS
 
 
-def _pack(code: Code) -> None:
+def _pack(code: Code, of_bytes: bool) -> None:
     """Writes the function `pack` of a panel's weights, the bytes from one output to the next, the number of
-    pairs, and the place for [pairs, OUTS] pairs.
+    words, and the place for [words, OUTS] words. Bytes become unsigned.
     """
-    weight, row, pairs, to = code.function("pack", (PTR, I64, I64, PTR))
-    with code.loop(0, pairs, LANES) as pair, code.loop(0, VECTORS) as n:
-        places = [weight + ((n * LANES + lane) * row + pair * 4) for lane in range(LANES)]
+    weight, row, words, to = code.function("pack", (PTR, I64, I64, PTR))
+    flipped = code.constant(vector(I8, VECTOR), -128).bits(vector(I32))
+    with code.loop(0, words, LANES) as word, code.loop(0, VECTORS) as n:
+        places = [weight + ((n * LANES + lane) * row + word * WORD) for lane in range(LANES)]
         for place in places:
-            code.prefetch(place + DEPTH * 2, far=True)
-        for line, turned in enumerate(transposed([code.load(vector(I32), place) for place in places])):
-            code.store(turned, to + ((pair + line) * LINE + n * (4 * LANES)), 4 * LANES)
+            code.prefetch(place + WORDS * WORD, far=True)
+        lines = transposed([code.load(vector(I32), place) for place in places])
+        for line, turned in enumerate(lines):
+            own = turned ^ flipped if of_bytes else turned
+            code.store(own, to + ((word + line) * LINE + n * VECTOR), VECTOR)
 
 
-def _strip(code: Code, at: Processor) -> None:
+def _strip(code: Code, at: Processor, of_bytes: bool) -> None:
     """Writes the function `strip` of StripOperands and the number of rows, one of `heights`."""
     for height in heights(at):
-        _strip_of(code, height)
+        _strip_of(code, at, height, of_bytes)
     *operands, rows = code.function("strip", (*KINDS, I64))
     with code.cases(rows) as case:
         for height in heights(at):
@@ -147,32 +184,57 @@ def _strip(code: Code, at: Processor) -> None:
                 code.call(f"strip_{height}", VOID, *operands)
 
 
-def _strip_of(code: Code, rows: int) -> None:
+def _strip_of(code: Code, at: Processor, rows: int, of_bytes: bool) -> None:
     given = StripOperands(*code.function(f"strip_{rows}", KINDS))
     places = [(row, n) for row in range(rows) for n in range(VECTORS)]
-    sums = [code.variable(code.constant(vector(F32), 0.0)) for _ in places]
+    kind, read = (vector(I32), vector(I8, VECTOR)) if of_bytes else (vector(F32), vector(F32))
+    dot = byte_format(at).dot if of_bytes else _dot_pairs
+    sums = [code.variable(code.constant(kind, 0 if of_bytes else 0.0)) for _ in places]
 
     def sum_at(row: int, n: int) -> Value:
-        return given.sums + (row * LINE + n * (4 * LANES))
+        return given.sums + (row * LINE + n * VECTOR)
 
     with code.when(given.before > 0):
         for total, place in zip(sums, places, strict=True):
-            total.set(code.load(vector(F32), sum_at(*place), 4 * LANES))
-    with code.loop(0, given.pairs) as pair:
-        line = given.packed + pair * LINE
-        weights = [code.load(vector(F32), line + n * (4 * LANES), 4 * LANES) for n in range(VECTORS)]
+            total.set(code.load(kind, sum_at(*place), VECTOR))
+    with code.loop(0, given.words) as word:
+        line = given.packed + word * LINE
+        weights = [code.load(read, line + n * VECTOR, VECTOR) for n in range(VECTORS)]
         for row in range(rows):
-            mine = code.load(F32, given.x + (given.x_row * row + pair * 4)).splat()
+            mine = code.load(I32, given.x + (given.x_row * row + word * WORD)).splat().bits(read)
             for n, other in enumerate(weights):
                 total = sums[row * VECTORS + n]
-                total.set(code.pairs(mine, other, total.get()))
+                total.set(dot(code, total.get(), mine, other))
     with code.if_else(given.after > 0) as (more, end):
         with more:
             for total, place in zip(sums, places, strict=True):
-                code.store(total.get(), sum_at(*place), 4 * LANES)
-        with end, code.if_else(given.out_size.equals(2)) as (half, full):
-            for side, size in (half, 2), (full, 4):
-                with side:
-                    for total, (row, n) in zip(sums, places, strict=True):
-                        value = rounded(total.get()) if size == 2 else total.get()
-                        code.store(value, given.result + (given.result_row * row + n * LANES * size), size)
+                code.store(total.get(), sum_at(*place), VECTOR)
+        with end:
+            values = [total.get() for total in sums]
+            if of_bytes:
+                values = _scaled(code, given, values, places)
+            with code.if_else(given.out_size.equals(2)) as (half, full):
+                for side, size in (half, 2), (full, 4):
+                    with side:
+                        for value, (row, n) in zip(values, places, strict=True):
+                            stored = rounded(value) if size == 2 else value
+                            code.store(
+                                stored, given.result + (given.result_row * row + n * LANES * size), size
+                            )
+
+
+def _dot_pairs(code: Code, sums: Value, x: Value, weight: Value) -> Value:
+    return code.pairs(x, weight, sums)
+
+
+def _scaled(
+    code: Code, given: StripOperands, sums: list[Value], places: list[tuple[int, int]]
+) -> list[Value]:
+    """Sums of bytes without their excess, times the scales of rows and of outputs."""
+    scales = [code.load(vector(F32), given.out_scale + n * VECTOR, 4) for n in range(VECTORS)]
+    out = []
+    for total, (row, n) in zip(sums, places, strict=True):
+        excess = code.load(I32, given.row_sum + row * 4, 4).splat()
+        of_row = code.load(F32, given.row_scale + row * 4, 4).splat()
+        out.append((total - excess).to(vector(F32)) * of_row * scales[n])
+    return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
@@ -14,19 +15,26 @@ from pallas_kernels import products as forms
 from pallas_kernels.cpu import calls, choice, native, panels, products, team
 from pallas_kernels.cpu.formats import processor
 from pallas_kernels.cpu.kinds import INPUTS
+from pallas_kernels.hadamard import block_of
+from pallas_kernels.quantized import quantize
 from pallas_kernels.weights import stored
 from tests.kernels.interpreted import normal
 
-REFUSED = panels.why_no_panels("bfloat16", "bfloat16", panels.OUTS, panels.STEP)
-pytestmark = pytest.mark.skipif(REFUSED is not None, reason=str(REFUSED))
+AT = processor(native.host())
+PAIRS, BYTES = (panels.serves(AT, "bfloat16", kind) for kind in ("bfloat16", "w8a8"))
+needs_pairs = pytest.mark.skipif(not PAIRS, reason="needs AVX-512's products of bfloat16 pairs")
+needs_bytes = pytest.mark.skipif(not BYTES, reason="needs AVX-512's products of bytes")
 few = settings(max_examples=6, deadline=None, phases=[Phase.generate])  # each is compiled
 rows, chunks, outs = st.integers(1, 2 * panels.ROWS + 9), st.integers(1, 60), st.integers(panels.OUTS, 300)
+STEP = panels.inputs_at_once("bfloat16")
+DEPTH = panels.WORDS * panels.WORD // 2  # inputs that are packed at a time
+MORE_ROWS = "bfloat16 * bfloat16, more rows"
 
 
-def multiplied(x: jax.Array, weight: jax.Array, dtype: Any, name: str) -> np.ndarray[Any, Any]:
-    """In this form."""
-    key = forms.form_key(len(x), "bfloat16", "bfloat16")
-    given = stored(weight).with_forms(((key, "panels"),))
+def multiplied(x: jax.Array, weight: Any, dtype: Any, name: str, form: str = "panels") -> Any:
+    """In this form, which calls a kernel whose name begins so."""
+    given = stored(weight)
+    given = given.with_forms(((forms.form_key(len(x), str(x.dtype), given.format), form),))
     lowered = jax.jit(lambda x, weight: weight.product(x, dtype)).lower(x, given)
     assert name in lowered.as_text()
     got = lowered.compile()(x, given)
@@ -34,8 +42,8 @@ def multiplied(x: jax.Array, weight: jax.Array, dtype: Any, name: str) -> np.nda
     return np.asarray(got, np.float64)
 
 
-def arrays(rows: int, size: int, outs: int) -> tuple[jax.Array, jax.Array]:
-    return normal((rows, size), rows, "bfloat16"), normal((outs, size), outs, "bfloat16")
+def arrays(rows: int, size: int, outs: int, x: str = "bfloat16") -> tuple[jax.Array, jax.Array]:
+    return normal((rows, size), rows, x), normal((outs, size), outs, "bfloat16")
 
 
 def exact(x: jax.Array, weight: jax.Array) -> np.ndarray[Any, Any]:
@@ -47,30 +55,58 @@ def assert_close(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any], dtype: A
     assert (np.abs(got - want) <= rounding * np.abs(want) + 2e-6 * np.abs(want).max()).all()
 
 
+@needs_pairs
 @few
 @given(rows=rows, chunks=chunks, outs=outs, dtype=st.sampled_from(INPUTS))
-def test_the_product(rows: int, chunks: int, outs: int, dtype: str) -> None:
-    x, weight = arrays(rows, chunks * panels.STEP, outs)
+def test_the_product_of_pairs(rows: int, chunks: int, outs: int, dtype: str) -> None:
+    x, weight = arrays(rows, chunks * STEP, outs)
     assert_close(multiplied(x, weight, dtype, "jengine_panels"), exact(x, weight), dtype)
 
 
+@needs_bytes
+@few
+@given(rows=rows, chunks=chunks, outs=outs, x=st.sampled_from(INPUTS), dtype=st.sampled_from(INPUTS))
+def test_products_of_bytes_are_those_of_the_other_kernel(
+    rows: int, chunks: int, outs: int, x: str, dtype: str
+) -> None:
+    """To the last bit. That one is compared with exact products in test_products.py."""
+    size = chunks * panels.inputs_at_once("w8a8")
+    inputs, weight = arrays(rows, size, outs, x)
+    given = quantize(weight, "int8", inputs=True, hadamard=block_of(size))
+    np.testing.assert_array_equal(
+        multiplied(inputs, given, dtype, "jengine_panels"),
+        multiplied(inputs, given, dtype, "jengine_product", "kernel"),
+    )
+
+
+@needs_bytes
+def test_the_largest_sums_of_bytes_are_exact() -> None:
+    size = 2 * panels.WORDS * panels.WORD + panels.inputs_at_once("w8a8")
+    x, weight = jnp.ones((3, size)), quantize(jnp.full((70, size), -2.0), "int8", inputs=True)
+    got = multiplied(x, weight, "float32", "jengine_panels")
+    np.testing.assert_allclose(got, np.full((3, 70), -2.0 * size), rtol=1e-6)
+
+
+@needs_pairs
 @pytest.mark.parametrize("rows", [5, panels.LEAST, panels.LEAST + 7, 4 * panels.LEAST + 1, panels.ROWS + 1])
 def test_many_threads_divide_the_rows_too(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many parts as for 64 threads."""
     monkeypatch.setattr(team, "parts", lambda: 64 * team.PARTS)
-    code = native.compiled(lambda: panels.panels_module(native.host()), "multiply", "parts")
+    code = native.compiled(lambda: panels.pairs_module(native.host()), "multiply", "parts")
     name = calls.register("panels_of_many_threads", lambda: [(code[0], code[1])])
     monkeypatch.setattr(products, "register_panels", lambda: name)
-    x, weight = arrays(rows, panels.DEPTH + panels.STEP, 3 * panels.OUTS - 1)
+    x, weight = arrays(rows, DEPTH + STEP, 3 * panels.OUTS - 1)
     assert_close(multiplied(x, weight, "float32", name), exact(x, weight), "float32")
 
 
-@pytest.mark.parametrize("size, outs", [(panels.STEP + 2, panels.OUTS), (panels.STEP, panels.OUTS - 1)])
+@needs_pairs
+@pytest.mark.parametrize("size, outs", [(STEP + 2, panels.OUTS), (STEP, panels.OUTS - 1)])
 def test_other_sizes_take_the_other_kernel(size: int, outs: int) -> None:
     x, weight = arrays(70, size, outs)
     assert_close(multiplied(x, weight, "float32", "jengine_product"), exact(x, weight), "float32")
 
 
+@needs_pairs
 def test_a_row_is_the_same_among_any_others() -> None:
     x, weight = arrays(200, 96, 70)
     every = multiplied(x, weight, "float32", "jengine_panels")
@@ -80,13 +116,26 @@ def test_a_row_is_the_same_among_any_others() -> None:
         )
 
 
-def test_prompts_take_panels_unless_all_rows_must_be_summed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    at = processor(native.host())
-    assert choice.candidates(at, "bfloat16", "bfloat16", 256)[0] == "panels"
-    assert "panels" not in choice.candidates(at, "bfloat16", "bfloat16", 64)
-    assert "panels" not in choice.candidates(at, "bfloat16", "w8a8", 256)
+def test_prompts_take_panels_where_the_processor_has_the_instructions() -> None:
+    wide = native.Target("x86_64-unknown-linux-gnu", features="+avx512f,+avx512bw,+avx512vl,+avx512dq")
+    pairs, bytes_ = (
+        processor(native.Target(wide.triple, features=f"{wide.features},+{name}"))
+        for name in ("avx512bf16", "avx512vnni")
+    )
+    for at, kind, first in (
+        (pairs, "bfloat16", "panels"),
+        (pairs, "w8a8", "kernel"),
+        (bytes_, "bfloat16", "kernel"),
+        (bytes_, "w8a8", "panels"),
+    ):
+        assert choice.candidates(at, "bfloat16", kind, 256)[0] == first
+        assert choice.candidates(at, "bfloat16", kind, 64) == ("kernel",)
+
+
+def test_panels_are_not_used_where_all_rows_must_be_summed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "candidates", lambda *_: ("panels", "xla"))
     monkeypatch.setattr(choice, "_fastest", lambda able, *_: able[0])
-    key = "bfloat16 * bfloat16, more rows"
-    assert choice.forms("bfloat16", ["bfloat16"], (64, 32), {})[key] == "panels"
-    for known in ({}, {key: "panels"}):
-        assert choice.forms("bfloat16", ["bfloat16"], (64, 32), known, by_place=False)[key] != "panels"
+    assert choice.forms("bfloat16", ["bfloat16"], (64, 32), {})[MORE_ROWS] == "panels"
+    for known in ({}, {MORE_ROWS: "panels"}):
+        found = choice.forms("bfloat16", ["bfloat16"], (64, 32), known, by_place=False)
+        assert {*found.values()} == {"kernel"}

@@ -189,15 +189,18 @@ def test_what_is_measured() -> None:
         == choice.candidates(without, "bfloat16", "bfloat16", 8)
         == ("kernel",)
     )
-    assert choice.candidates(without, "float32", "w8a8", 256) == ("kernel", "xla")
+    assert choice.candidates(without, "float32", "w8a8", 256) == ("panels", "xla")
+    assert choice.candidates(without, "float32", "float32", 256) == ("kernel", "xla")
     assert choice.candidates(with_amx, "bfloat16", "int8", 256) == ("kernel",)
 
 
 def test_a_choice_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_fastest", lambda able, *_: able[-1])
-    found = choice.forms("float32", ["float32", "w8a8"], (64, 32), {"float32 * w8a8, more rows": "kernel"})
-    assert found["float32 * float32, more rows"] == "xla" and found["float32 * w8a8, more rows"] == "kernel"
-    assert set(found.values()) <= {"kernel", "xla", "amx"} and len(found) == 2 * (len(forms.ROW_CLASSES) + 1)
+    first, *_ = choice.candidates(processor(native.host()), "float32", "w8a8", 256)
+    found = choice.forms("float32", ["float32", "w8a8"], (64, 32), {"float32 * w8a8, more rows": first})
+    assert found["float32 * float32, more rows"] == "xla" and found["float32 * w8a8, more rows"] == first
+    assert set(found.values()) <= {"kernel", "panels", "xla", "amx"}
+    assert len(found) == 2 * (len(forms.ROW_CLASSES) + 1)
     monkeypatch.undo()
     assert choice.forms("float32", ["float32"], (64, 32), {})["float32 * float32, more rows"] in (
         "kernel",
