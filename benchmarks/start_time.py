@@ -107,10 +107,7 @@ def measure(name: str, repeat: int, warm_up: str) -> dict[str, Any]:
         results["later"]["seconds"],
         GOALS[name],
     )
-    print(
-        f"{'all':16}{first_seconds:8.2f}{later_seconds:8.2f}   the goals are {goals[0]:.0f} and"
-        f" {goals[1]:.0f}"
-    )
+    print(f"{'all':16}{first_seconds:8.2f}{later_seconds:8.2f}   the goals are {goals[0]:g} and {goals[1]:g}")
     widening, whole = (
         [rate for ready, rate in between["rates"] if (ready == between["programs"]) == done]
         for done in (False, True)

@@ -1,10 +1,10 @@
 """Products for many rows, of bfloat16 pairs or of bytes: x [rows, in] @ weight [out, in].T as functions of
 (frame, part, parts). A part is a panel of outputs for a block of rows.
 
-Inputs are multiplied in words of 32 bits: two bfloat16, or four bytes. A panel of outputs is packed so that a
-vector has one word of 16 outputs. A word of a row of x is broadcast to all lanes. So sums need not be added up
-over lanes at the end, as in `multiply.py`, and the packed words of a panel stay in the cache while all rows of
-a block are multiplied by them (Goto and van de Geijn, 2008).
+Inputs are multiplied in words of 32 bits: two bfloat16, or four bytes. A panel of outputs is packed so that
+a vector has one word of 16 outputs. A word of a row of x is broadcast to all lanes. So sums need not be added
+up over lanes at the end, as in `multiply.py`, and the packed words of a panel stay in the cache while all
+rows of a block are multiplied by them (Goto and van de Geijn, 2008).
 """
 
 from __future__ import annotations
