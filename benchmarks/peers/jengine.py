@@ -1,4 +1,6 @@
-"""jengine as a library. With quantized weights, the rest is in bfloat16."""
+"""jengine as a library, without drafts: with random weights, outputs soon repeat, and drafts of them are right.
+With quantized weights, the rest is in bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ class Engine:
             max_model_len=limits.tokens,
             cache_dir=limits.cache,
             enable_prefix_caching=False,
+            speculative_config="none",
             **options,
         )
 

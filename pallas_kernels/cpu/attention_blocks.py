@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pallas_kernels.cpu.blocks import joined
 from pallas_kernels.cpu.code import Code
 from pallas_kernels.cpu.formats import SIZES
-from pallas_kernels.cpu.types import BF16, F32, I8, I16, I32, I64, LANES, vector
+from pallas_kernels.cpu.types import BF16, F32, I1, I8, I16, I32, I64, LANES, vector
 from pallas_kernels.cpu.values import Value, Variable
 
 SPAN = 64  # tokens of a block
@@ -248,7 +249,7 @@ class Softmax:
         largest, factor: float32 [rows]: largest score so far; factor for the previous sums.
         total: float32 [rows, 16]: sums of weights, by lane.
         k_scale, v_scale: float32 [SPAN] for a quantized cache, or None.
-        window: int32 vector, number of tokens that a query attends to.
+        window: int32, number of tokens that a query attends to.
         scale: float32, above 0; scores are multiplied by scale times log2(e), after the cap if there is one.
         cap: float32; 0: none.
         twice: float32, 2 log2(e) scale / cap.
@@ -267,53 +268,93 @@ class Softmax:
     cap: Value
     twice: Value
 
-    def write(self, code: Code, row: Value, start: Value, scores: Value, weights: Value, pairs: bool) -> None:
-        """Converts a row's scores, float32 [SPAN] from token start on, to weights, bfloat16 if pairs,
-        otherwise float32.
+    def write(
+        self, code: Code, first: Value, start: Value, scores: Value, weights: Value, strip: int, pairs: bool
+    ) -> None:
+        """Converts the scores of a strip of rows, float32 [strip, SPAN] from token `start` on, to weights,
+        [strip, SPAN], bfloat16 if pairs, otherwise float32.
+
+        Args:
+            first: the strip's first row.
         """
-        vectors = range(SPAN // LANES)
-        kept = [code.variable(code.load(vector(F32), scores + n * BYTES)) for n in vectors]
+        row_bytes = SPAN * 4
+        # offsets of the queries from the block's first token
+        ahead = [code.load(I32, self.position + (first + n) * 4) - start.to(I32) for n in range(strip)]
+        # the first row's query is the earliest
+        hidden = (ahead[0] < SPAN - 1) | (ahead[-1] >= self.window)
+        hidden = hidden if self.reach is None else code.constant(I1, 1)
+        for n in range(strip):
+            self._adjust(code, first + n, ahead[n], scores + n * row_bytes, hidden)
+        most_of = [_tree(self._scores(code, scores + n * row_bytes), Value.most) for n in range(strip)]
+        before = code.load(vector(F32, strip), self.largest + first * 4, 4)
+        most = joined(most_of, Value.most).most(before)
+        scale = self.scale.splat(strip)
+        factor = power_of_two(code, (before - most) * scale)
+        code.store(most, self.largest + first * 4, 4)
+        code.store(factor, self.factor + first * 4, 4)
+        less = 0.0 - most * scale
+        for n in range(strip):
+            own = [
+                power_of_two(
+                    code, code.fma(one, self.scale.splat(), less.pick([n] * LANES)), 4 if pairs else 6
+                )
+                for one in self._scores(code, scores + n * row_bytes)
+            ]
+            total = self.total + (first + n) * BYTES
+            added = _tree([*own], Value.__add__)
+            code.store(code.fma(code.load(vector(F32), total), factor.pick([n] * LANES), added), total)
+            self._store(code, own, weights + n * (row_bytes // 2 if pairs else row_bytes), pairs)
+
+    def _scores(self, code: Code, place: Value) -> list[Value]:
+        return [code.load(vector(F32), place + at) for at in range(0, SPAN * 4, BYTES)]
+
+    def _adjust(self, code: Code, row: Value, ahead: Value, place: Value, hidden: Value) -> None:
+        """Scales, caps, biases and masks a row's scores in place, where this changes them.
+
+        Args:
+            hidden: whether some row of the strip does not see all tokens of the block.
+        """
+
+        def change(new: Callable[[int, Value], Value]) -> None:
+            for n, score in enumerate(self._scores(code, place)):
+                code.store(new(n, score), place + n * BYTES)
+
+        def distance(n: int) -> Value:
+            lanes = [n * LANES + lane for lane in range(LANES)]
+            return ahead.splat() - code.constant(vector(I32), lanes)
+
         if self.k_scale is not None:
-            for n in vectors:
-                kept[n].set(kept[n].get() * code.load(vector(F32), self.k_scale + n * BYTES))
+            scales = self.k_scale
+            change(lambda n, score: score * code.load(vector(F32), scales + n * BYTES))
         with code.when(self.cap > 0.0):  # cap * tanh(s / cap)
-            for n in vectors:
-                double = power_of_two(code, (kept[n].get() * self.twice.splat()).least(LARGEST_POWER))
-                kept[n].set(self.cap.splat() * (1.0 - 2.0 / (double + 1.0)))
-        # offset of the query from the block's first token
-        ahead = (code.load(I32, self.position + row * 4) - start.to(I32)).splat()
-        distances = [
-            ahead - code.constant(vector(I32), [n * LANES + lane for lane in range(LANES)]) for n in vectors
-        ]
+
+            def capped(n: int, score: Value) -> Value:
+                double = power_of_two(code, (score * self.twice.splat()).least(LARGEST_POWER))
+                return self.cap.splat() * (1.0 - 2.0 / (double + 1.0))
+
+            change(capped)
         slope = code.load(F32, self.slope + row * 4)
         with code.when(slope > 0.0):
-            for n in vectors:
-                kept[n].set(kept[n].get() - slope.splat() * distances[n].to(vector(F32)))
-        window = self.window
-        if self.reach is not None:  # distances from the last token that is seen
-            reach = code.load(I32, self.reach + row * 4).splat()
-            window, distances = window + reach, [one + reach for one in distances]
-        for n in vectors:
-            kept[n].set(distances[n].below(window).choose(kept[n].get(), MASKED))
-        before = code.load(F32, self.largest + row * 4)
-        most = code.largest(_tree([one.get() for one in kept], Value.most)).most(before)
-        factor = power_of_two(code, (before - most) * self.scale)
-        code.store(most, self.largest + row * 4)
-        code.store(factor, self.factor + row * 4)
-        scale, less = self.scale.splat(), (0.0 - most * self.scale).splat()
-        own = [power_of_two(code, code.fma(one.get(), scale, less), 4 if pairs else 6) for one in kept]
-        total = self.total + row * BYTES
-        code.store(
-            code.fma(code.load(vector(F32), total), factor.splat(), _tree([*own], Value.__add__)), total
-        )
-        for n in vectors:
-            weight = (
-                own[n] if self.v_scale is None else own[n] * code.load(vector(F32), self.v_scale + n * BYTES)
-            )
+            change(lambda n, score: score - slope.splat() * distance(n).to(vector(F32)))
+        with code.when(hidden):
+            reach = None if self.reach is None else code.load(I32, self.reach + row * 4).splat()
+
+            def masked(n: int, score: Value) -> Value:
+                behind, window = distance(n), self.window.splat()
+                if reach is not None:  # distances from the last token that is seen
+                    behind, window = behind + reach, window + reach
+                return behind.below(window).choose(score, MASKED)
+
+            change(masked)
+
+    def _store(self, code: Code, own: list[Value], place: Value, pairs: bool) -> None:
+        for n, weight in enumerate(own):
+            if self.v_scale is not None:
+                weight = weight * code.load(vector(F32), self.v_scale + n * BYTES)
             if pairs:
-                code.store(rounded(code, weight, pairs), weights + n * BYTES // 2)
+                code.store(rounded(code, weight, pairs), place + n * BYTES // 2)
             else:
-                code.store(weight, weights + n * BYTES)
+                code.store(weight, place + n * BYTES)
 
     def weight_of(self, code: Code, row: Value, sink: Value) -> Value:
         """Weight of a sink in a row's sum of weights: float32."""

@@ -8,7 +8,9 @@ from pallas_kernels.cpu.formats import processor
 from pallas_kernels.cpu.native import Target
 from pallas_kernels.cpu.types import LANES
 
-ROWS = 96  # maximum rows of an item, unless a query has more
+# Maximum rows of an item, unless a query has more: of decode rows, and of tiles whose heads are so short that
+# the rows stay in the cache.
+ROWS, TILE_ROWS, SHORT = 96, 192, 128
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,6 @@ def form(
     most = {16: 6, 8: 6}.get(at.lanes, 4 if target.architecture == "aarch64" else 2)
     strip = -(-group // -(-group // most)) if decode else most
     pairs = at.pairs and target.architecture == "x86" and inputs == "bfloat16" and stored != "float32"
-    rows = group if decode else max(group, ROWS)
+    rows = group if decode else max(group, TILE_ROWS if head_dim <= SHORT else ROWS)
     how = rows, most, strip, columns, decode, pairs, pairs and not decode, ahead
     return Form(stored, inputs, head_dim, page_size, group, *how)

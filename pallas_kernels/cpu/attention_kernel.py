@@ -28,7 +28,7 @@ from pallas_kernels.cpu.attention_blocks import (
     pack_values,
     rounded,
 )
-from pallas_kernels.cpu.attention_form import Form
+from pallas_kernels.cpu.attention_form import ROWS, Form
 from pallas_kernels.cpu.code import Code
 from pallas_kernels.cpu.formats import SIZES
 from pallas_kernels.cpu.team import PARTS
@@ -108,7 +108,7 @@ class _Arguments:
     """Addresses and sizes of the arguments and the result in XLA's call frame."""
 
     def __init__(self, code: Code, frame: Value, form: Form, parts: Value) -> None:
-        self.code, self.form = code, form
+        self.code, self.form, self.parts = code, form, parts
         index = iter(range(10))
 
         def argument() -> tuple[Value, Value]:
@@ -175,7 +175,7 @@ class _Arguments:
         """
         code = self.code
         if self.positions is not None:
-            even = self._even(self.tile, code.whole(self.form.rows // self.form.group))
+            even = self._even(self.tile, self._most())
             with code.loop(0, self.tiles) as tile:
                 start = code.load(I32, self.positions + tile * 4).to(I64)
                 yield tile, start, self._length(tile), self.tile, even
@@ -193,6 +193,15 @@ class _Arguments:
                     size.set(self._even(at.get() - first, share.least(several.rows // several.group)))
             rows = at.get() - first
             yield first, start, (start < 0).choose(0, rows), rows, size.get()
+
+    def _most(self) -> Value:
+        """Queries of an item of a tile: fewer than it may have, if there were less than two items for each
+        thread otherwise.
+        """
+        group = self.form.group
+        wanted = (self.parts // (PARTS // 2) // (self.tiles * self.kv_heads)).most(1)  # items of a tile
+        least = (self.tile + wanted - 1) // wanted
+        return least.most(max(ROWS // group, 1)).least(self.form.rows // group)
 
     def _even(self, count: Value, most: Value) -> Value:
         """The size of equal blocks, each of at most `most`."""
@@ -264,7 +273,7 @@ class _Item:
             total=memory(rows * BYTES),
             k_scale=scales[0],
             v_scale=scales[1],
-            window=given.window.to(I32).splat(),
+            window=given.window.to(I32),
             scale=(cap > 0.0).choose(code.constant(F32, 1.0), scale) * LOG2_E,
             cap=cap,
             twice=scale / cap.most(1e-30) * (2 * LOG2_E),
@@ -369,9 +378,7 @@ class _Item:
             self.of_scores.write(
                 code, self.q + row * (form.depth * 4), self.keys + column, self.scores + column
             )
-        with code.loop(0, form.strip) as n:
-            scores, weights = self.scores + n * (SPAN * 4), self.weights + n * (self.depth * 4)
-            self.softmax.write(code, row + n, first, scores, weights, form.pair_values)
+        self.softmax.write(code, row, first, self.scores, self.weights, form.strip, form.pair_values)
         with code.loop(0, self.wide, form.block * BYTES) as column:
             to = self.sums + row * self.wide + column
             self.of_values.write(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -115,8 +115,15 @@ def padded(code: Code, place: Value, count: Value, size: int) -> Value:
 
 
 def totals(sums: Sequence[Variable]) -> Value:
-    """A vector with the sum of each of these vectors, at most one per lane: halves are added repeatedly."""
-    left, groups, lanes = [total.get() for total in sums], 1, sums[0].kind.count
+    """A vector with the sum of each of these vectors, at most one per lane."""
+    return joined([total.get() for total in sums], Value.__add__)
+
+
+def joined(vectors: Sequence[Value], join: Callable[[Value, Value], Value]) -> Value:
+    """A vector with the joined lanes of each of these vectors, at most one per lane: halves are joined
+    repeatedly.
+    """
+    left, groups, lanes = [*vectors], 1, vectors[0].kind.count
     while lanes > 1:
         low, high = (
             [group * lanes + half * lanes // 2 + n for group in range(groups) for n in range(lanes // 2)]
@@ -127,14 +134,14 @@ def totals(sums: Sequence[Variable]) -> Value:
             left += left[:1] * (len(left) % 2)
             low, high = (places + [width + place for place in places] for places in (low, high))
             left = [
-                one.shuffled(other, low) + one.shuffled(other, high)
+                join(one.shuffled(other, low), one.shuffled(other, high))
                 for one, other in zip(left[::2], left[1::2], strict=True)
             ]
             groups *= 2
         else:
-            left = [left[0].pick(low) + left[0].pick(high)]
+            left = [join(left[0].pick(low), left[0].pick(high))]
         lanes //= 2
-    return left[0] if left[0].kind.count == len(sums) else left[0].pick(range(len(sums)))
+    return left[0] if left[0].kind.count == len(vectors) else left[0].pick(range(len(vectors)))
 
 
 def _finish(code: Code, how: Format, sums: Value, own: range, outs: int, out: Out, given: Operands) -> None:

@@ -303,13 +303,14 @@ def test_bits_depend_on_no_other_row_on_no_tile_and_on_no_number_of_threads(
     np.testing.assert_array_equal(some[2:3], alone)
     together = decode(following)
     np.testing.assert_array_equal(together[9:10], alone)
-    for count in 1, 5, 64:
+    for count in 1, 5, 64, 512:
         monkeypatch.setattr(team, "parts", lambda count=count: count)
         monkeypatch.setattr(
             attention, "register", lambda name, make, count=count: calls.register(f"{name}_of_{count}", make)
         )
         jax.clear_caches()
         np.testing.assert_array_equal(prefill(list(range(0, length, 32)), 32), whole)
+        np.testing.assert_array_equal(prefill([0], length), whole)
         np.testing.assert_array_equal(decode([3, 150, 229, 70]), some)
         np.testing.assert_array_equal(decode(following), together)
 
