@@ -1,4 +1,4 @@
-"""jengine as a library, without drafts: with random weights, outputs soon repeat, and drafts of them are right.
+"""jengine as a library, without drafts: with random weights, outputs soon repeat, and drafts are right.
 With quantized weights, the rest is in bfloat16.
 """
 
