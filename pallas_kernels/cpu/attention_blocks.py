@@ -248,6 +248,7 @@ class Softmax:
             before it is multiplied by scale.
         largest, factor: float32 [rows]: largest score so far; factor for the previous sums.
         total: float32 [rows, 16]: sums of weights, by lane.
+        lanes, less: float32 [strip, 16] and [strip]: largest scores by lane, and what is added to exponents.
         k_scale, v_scale: float32 [SPAN] for a quantized cache, or None.
         window: int32, number of tokens that a query attends to.
         scale: float32, above 0; scores are multiplied by scale times log2(e), after the cap if there is one.
@@ -261,6 +262,8 @@ class Softmax:
     largest: Value
     factor: Value
     total: Value
+    lanes: Value
+    less: Value
     k_scale: Value | None
     v_scale: Value | None
     window: Value
@@ -277,38 +280,44 @@ class Softmax:
         Args:
             first: the strip's first row.
         """
-        row_bytes = SPAN * 4
-        # offsets of the queries from the block's first token
-        ahead = [code.load(I32, self.position + (first + n) * 4) - start.to(I32) for n in range(strip)]
-        # the first row's query is the earliest
-        hidden = (ahead[0] < SPAN - 1) | (ahead[-1] >= self.window)
-        hidden = hidden if self.reach is None else code.constant(I1, 1)
-        for n in range(strip):
-            self._adjust(code, first + n, ahead[n], scores + n * row_bytes, hidden)
-        most_of = [_tree(self._scores(code, scores + n * row_bytes), Value.most) for n in range(strip)]
+        row_bytes, weight_bytes = SPAN * 4, SPAN * (2 if pairs else 4)
+        hidden = code.constant(I1, 1)
+        if self.reach is None:  # the first row's query is the earliest
+            earliest, latest = (self._ahead(code, first + n, start) for n in (0, strip - 1))
+            hidden = (earliest < SPAN - 1) | (latest >= self.window)
+        with code.loop(0, strip) as n:
+            place = scores + n * row_bytes
+            self._adjust(code, first + n, start, place, hidden)
+            code.store(_tree(self._scores(code, place), Value.most), self.lanes + n * BYTES)
+        # Of all rows at once: one by one, the rest of each row would wait for its largest score.
         before = code.load(vector(F32, strip), self.largest + first * 4, 4)
-        most = joined(most_of, Value.most).most(before)
-        scale = self.scale.splat(strip)
-        factor = power_of_two(code, (before - most) * scale)
+        own = [code.load(vector(F32), self.lanes + n * BYTES) for n in range(strip)]
+        most, scale = joined(own, Value.most).most(before), self.scale.splat(strip)
         code.store(most, self.largest + first * 4, 4)
-        code.store(factor, self.factor + first * 4, 4)
-        less = 0.0 - most * scale
-        for n in range(strip):
-            own = [
-                power_of_two(
-                    code, code.fma(one, self.scale.splat(), less.pick([n] * LANES)), 4 if pairs else 6
-                )
-                for one in self._scores(code, scores + n * row_bytes)
+        code.store(power_of_two(code, (before - most) * scale), self.factor + first * 4, 4)
+        code.store(0.0 - most * scale, self.less, 4)
+        with code.loop(0, strip) as n:
+            less, factor = (
+                code.load(F32, place + n * 4, 4).splat() for place in (self.less, self.factor + first * 4)
+            )
+            exponents = [
+                code.fma(score, self.scale.splat(), less)
+                for score in self._scores(code, scores + n * row_bytes)
             ]
+            made = [power_of_two(code, one, 4 if pairs else 6) for one in exponents]
             total = self.total + (first + n) * BYTES
-            added = _tree([*own], Value.__add__)
-            code.store(code.fma(code.load(vector(F32), total), factor.pick([n] * LANES), added), total)
-            self._store(code, own, weights + n * (row_bytes // 2 if pairs else row_bytes), pairs)
+            sums = code.fma(code.load(vector(F32), total), factor, _tree([*made], Value.__add__))
+            code.store(sums, total)
+            self._store(code, made, weights + n * weight_bytes, pairs)
+
+    def _ahead(self, code: Code, row: Value, start: Value) -> Value:
+        """Offset of a row's query from the block's first token."""
+        return code.load(I32, self.position + row * 4) - start.to(I32)
 
     def _scores(self, code: Code, place: Value) -> list[Value]:
         return [code.load(vector(F32), place + at) for at in range(0, SPAN * 4, BYTES)]
 
-    def _adjust(self, code: Code, row: Value, ahead: Value, place: Value, hidden: Value) -> None:
+    def _adjust(self, code: Code, row: Value, start: Value, place: Value, hidden: Value) -> None:
         """Scales, caps, biases and masks a row's scores in place, where this changes them.
 
         Args:
@@ -321,7 +330,7 @@ class Softmax:
 
         def distance(n: int) -> Value:
             lanes = [n * LANES + lane for lane in range(LANES)]
-            return ahead.splat() - code.constant(vector(I32), lanes)
+            return self._ahead(code, row, start).splat() - code.constant(vector(I32), lanes)
 
         if self.k_scale is not None:
             scales = self.k_scale

@@ -271,6 +271,8 @@ class _Item:
             largest=memory(rows * 4),
             factor=memory(rows * 4),
             total=memory(rows * BYTES),
+            lanes=memory(form.strip * BYTES),
+            less=memory(form.strip * 4),
             k_scale=scales[0],
             v_scale=scales[1],
             window=given.window.to(I32),
