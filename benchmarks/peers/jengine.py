@@ -1,5 +1,7 @@
-"""jengine as a library, without drafts: with random weights, outputs soon repeat, and drafts are right.
-With quantized weights, the rest is in bfloat16.
+"""jengine as a library, with bursts of decode steps, as its guide recommends for offline work. With quantized
+weights, the rest is in bfloat16.
+
+No drafts: with random weights, outputs soon repeat, and drafts would be right.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ class Engine:
             cache_dir=limits.cache,
             enable_prefix_caching=False,
             speculative_config="none",
+            num_scheduler_steps="auto",
             **options,
         )
 
