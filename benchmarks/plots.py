@@ -16,9 +16,11 @@ SOURCE, TARGET = RESULTS / "compare_avx512_bf16.json", ROOT / "docs" / "assets" 
 ARMS = {
     "jengine w8a8": "jengine w8a8",
     "jengine bfloat16": "jengine bfloat16",
+    "jengine int4": "jengine int4",
     "vLLM bfloat16": "vllm bfloat16",
     "OpenVINO bfloat16": "openvino bfloat16",
-    "OpenVINO int8": "openvino int8",
+    "OpenVINO int8": "openvino int8+bfloat16",
+    "llama.cpp Q4_0": "llama.cpp int4",
 }
 PANELS = {
     "later start": "seconds from start to first token",
@@ -53,7 +55,7 @@ def draw(axes: Axes, title: str, values: list[float]) -> None:
 
 def main() -> None:
     result = json.loads(SOURCE.read_text())
-    figure = Figure(figsize=(6.4, 3.2), layout="constrained")  # two in a row: legible on a phone
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")  # two in a row: legible on a phone
     grid = figure.subplots(2, 2, sharey=True)
     for axes, (measured, title) in zip(grid.flat, PANELS.items(), strict=True):
         draw(axes, title, [result["arms"][arm]["measured"][measured]["median"] for arm in ARMS.values()])
