@@ -159,7 +159,8 @@ def perplexity(arm: str, base: dict[str, list[float]]) -> dict[str, Any]:
 def sizes(llm: LLM) -> dict[str, float]:
     """MiB of weights, and KiB of cache per token."""
     worker: Any = llm.engine.runner.worker
-    weights, cache = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (worker.params, worker.cache))
+    state = worker.state
+    weights, cache = (sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in (state.leaves, state.cache))
     spec = worker.spec
     return {
         "weights_mib": round(weights / 2**20, 2),

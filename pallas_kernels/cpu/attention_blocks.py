@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pallas_kernels.cpu.blocks import joined
+from pallas_kernels.cpu.blocks import joined, transposed
 from pallas_kernels.cpu.code import Code
 from pallas_kernels.cpu.formats import SIZES
 from pallas_kernels.cpu.types import BF16, F32, I1, I8, I16, I32, I64, LANES, vector
@@ -87,21 +87,6 @@ def power_of_two(code: Code, x: Value, degree: int = 6) -> Value:
         y = code.fma(y, f, code.constant(x.kind, c))
     kind = I32 if x.kind == F32 else vector(I32, x.kind.count)
     return (y.bits(kind) + (shifted.bits(kind) << 23)).bits(x.kind)
-
-
-def transposed(lines: list[Value]) -> list[Value]:
-    """Transposes a matrix of 16 vectors with 16 lanes."""
-    step = 1
-    while step < LANES:
-        even = [lane + (LANES - step if lane & step else 0) for lane in range(LANES)]
-        odd = [lane + (LANES if lane & step else step) for lane in range(LANES)]
-        turned = list(lines)
-        for n in range(LANES):
-            if not n & step:
-                first, second = lines[n], lines[n + step]
-                turned[n], turned[n + step] = first.shuffled(second, even), first.shuffled(second, odd)
-        lines, step = turned, 2 * step
-    return lines
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,21 @@ def joined(vectors: Sequence[Value], join: Callable[[Value, Value], Value]) -> V
     return left[0] if left[0].kind.count == len(vectors) else left[0].pick(range(len(vectors)))
 
 
+def transposed(lines: list[Value]) -> list[Value]:
+    """Transposes vectors, as many as each has lanes, a power of two."""
+    count, half = len(lines), 1
+    while half < count:
+        low = [n % (2 * half) // half * count + n // (2 * half) * 2 * half + n % half for n in range(count)]
+        made = list(lines)
+        for n in range(count):
+            if n // half % 2 == 0:
+                one, other = lines[n], lines[n + half]
+                made[n] = one.shuffled(other, low)
+                made[n + half] = one.shuffled(other, [place + half for place in low])
+        lines, half = made, 2 * half
+    return lines
+
+
 def _finish(code: Code, how: Format, sums: Value, own: range, outs: int, out: Out, given: Operands) -> None:
     """Stores these rows of a block, computed from their sums."""
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pallas_kernels.cpu import native
-from pallas_kernels.cpu.attention_blocks import transposed
-from pallas_kernels.cpu.blocks import rounded
+from pallas_kernels.cpu.blocks import rounded, transposed
 from pallas_kernels.cpu.code import Code
 from pallas_kernels.cpu.formats import Processor, byte_format, processor
 from pallas_kernels.cpu.kinds import INPUTS

@@ -15,7 +15,7 @@ from functools import cache
 from typing import NamedTuple
 
 from pallas_kernels.cpu import native
-from pallas_kernels.cpu.blocks import rounded
+from pallas_kernels.cpu.blocks import rounded, transposed
 from pallas_kernels.cpu.code import Code, share
 from pallas_kernels.cpu.formats import SIZES, processor
 from pallas_kernels.cpu.multiply import quantize
@@ -214,18 +214,3 @@ def _store(code: Code, given: TileOperands, row: int, half: int, values: Value, 
             code.store(rounded(values), place, 2)
         with full:
             code.store(values, place, 4)
-
-
-def transposed(lines: list[Value]) -> list[Value]:
-    """Transposes vectors, as many as each has lanes, a power of two."""
-    count, half = len(lines), 1
-    while half < count:
-        low = [n % (2 * half) // half * count + n // (2 * half) * 2 * half + n % half for n in range(count)]
-        made = list(lines)
-        for n in range(count):
-            if n // half % 2 == 0:
-                one, other = lines[n], lines[n + half]
-                made[n] = one.shuffled(other, low)
-                made[n + half] = one.shuffled(other, [place + half for place in low])
-        lines, half = made, 2 * half
-    return lines
