@@ -97,8 +97,8 @@ class StoredWeight(Weight, Protocol):
         """`product` by a flat weight, by XLA, for any device."""
 
     def by_cpu_kernel(self, x: jax.Array, dtype: jnp.dtype[Any], form: str) -> jax.Array:
-        """`product` by a flat weight, by a CPU's kernel. For weights of which tiles or panels cannot be
-        taken, "amx" and "panels" are "kernel".
+        """`product` by a flat weight, by a CPU's kernel. "amx" and "panels" are "kernel" for sizes that they
+        do not support.
         """
 
     def on_gpu(

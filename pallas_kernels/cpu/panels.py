@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pallas_kernels.cpu import native
-from pallas_kernels.cpu.blocks import rounded, transposed
+from pallas_kernels.cpu.blocks import rounded, transposed, zeros
 from pallas_kernels.cpu.code import Code
-from pallas_kernels.cpu.formats import Processor, byte_format, processor
+from pallas_kernels.cpu.formats import SIZES, Format, Processor, byte_format, plain_format, processor
 from pallas_kernels.cpu.kinds import INPUTS
 from pallas_kernels.cpu.multiply import heights, quantize, strips
 from pallas_kernels.cpu.team import PARTS
@@ -85,8 +85,8 @@ KINDS = (PTR, I64, PTR, I64, PTR, I64, I64, PTR, I64, I64, PTR, PTR, PTR)  # of 
 
 def pairs_module(target: native.Target) -> str:
     """The functions `multiply`, of x and weight, and `parts`, for what `why_no_panels` does not refuse."""
-    code = Code()
-    _write(code, processor(target), of_bytes=False)
+    at, code = processor(target), Code()
+    _write(code, at, plain_format(at, "bfloat16", "bfloat16"))
     return code.text()
 
 
@@ -95,15 +95,15 @@ def bytes_module(target: native.Target, x: str, hadamard: int = 1) -> str:
     `multiply.bytes_module`, to the last bit.
     """
     at, code = processor(target), Code()
-    quantize(code, at, x, 1, 2, sums=(byte_format(at).offset, 3), transformed=(hadamard, 4))
-    _write(code, at, of_bytes=True)
+    how = byte_format(at)
+    quantize(code, at, x, 1, 2, sums=(how.offset, 3), transformed=(hadamard, 4))
+    _write(code, at, how)
     return code.text()
 
 
-def _write(code: Code, at: Processor, *, of_bytes: bool) -> None:
-    item = 1 if of_bytes else 2
-    _pack(code, of_bytes)
-    _strip(code, at, of_bytes)
+def _write(code: Code, at: Processor, how: Format) -> None:
+    _pack(code, how)
+    _strip(code, at, how)
     frame, many = code.function("parts", (PTR, I64), internal=False, result=I64)
     rows, count = _shape(code, frame)
     panels = _panels(count)
@@ -114,9 +114,9 @@ def _write(code: Code, at: Processor, *, of_bytes: bool) -> None:
 
     frame, part, parts = code.kernel("multiply")
     (x, _), (weight, shape) = (code.argument(frame, index) for index in (0, 1))
-    (rows, count), row_bytes = _shape(code, frame), code.word(shape, 1) * item
+    (rows, count), row_bytes = _shape(code, frame), code.word(shape, 1) * SIZES[how.x]
     row_scale = row_sum = out_scale = x
-    if of_bytes:
+    if how.offset:
         x, row_scale, row_sum = (code.result(frame, index)[0] for index in (1, 2, 3))
         out_scale, _ = code.argument(frame, 2)
     (result, _), out_size, blocks = code.result(frame, 0), code.result_size(frame, 0), parts // _panels(count)
@@ -156,9 +156,9 @@ def _panels(outs: Value) -> Value:
     return (outs + (OUTS - 1)) // OUTS
 
 
-def _pack(code: Code, of_bytes: bool) -> None:
+def _pack(code: Code, how: Format) -> None:
     """Writes the function `pack` of a panel's weights, the bytes from one output to the next, the number of
-    words, and the place for [words, OUTS] words. Bytes become unsigned.
+    words, and the place for [words, OUTS] words. Bytes become unsigned by their offset.
     """
     weight, row, words, to = code.function("pack", (PTR, I64, I64, PTR))
     flipped = code.constant(vector(I8, VECTOR), -128).bits(vector(I32))
@@ -168,14 +168,14 @@ def _pack(code: Code, of_bytes: bool) -> None:
             code.prefetch(place + WORDS * WORD, far=True)
         lines = transposed([code.load(vector(I32), place) for place in places])
         for line, turned in enumerate(lines):
-            own = turned ^ flipped if of_bytes else turned
+            own = turned ^ flipped if how.offset else turned
             code.store(own, to + ((word + line) * LINE + n * VECTOR), VECTOR)
 
 
-def _strip(code: Code, at: Processor, of_bytes: bool) -> None:
+def _strip(code: Code, at: Processor, how: Format) -> None:
     """Writes the function `strip` of StripOperands and the number of rows, one of `heights`."""
     for height in heights(at):
-        _strip_of(code, at, height, of_bytes)
+        _strip_of(code, how, height)
     *operands, rows = code.function("strip", (*KINDS, I64))
     with code.cases(rows) as case:
         for height in heights(at):
@@ -183,34 +183,32 @@ def _strip(code: Code, at: Processor, of_bytes: bool) -> None:
                 code.call(f"strip_{height}", VOID, *operands)
 
 
-def _strip_of(code: Code, at: Processor, rows: int, of_bytes: bool) -> None:
+def _strip_of(code: Code, how: Format, rows: int) -> None:
     given = StripOperands(*code.function(f"strip_{rows}", KINDS))
     places = [(row, n) for row in range(rows) for n in range(VECTORS)]
-    kind, read = (vector(I32), vector(I8, VECTOR)) if of_bytes else (vector(F32), vector(F32))
-    dot = byte_format(at).dot if of_bytes else _dot_pairs
-    sums = [code.variable(code.constant(kind, 0 if of_bytes else 0.0)) for _ in places]
+    sums = zeros(code, how, len(places))
 
     def sum_at(row: int, n: int) -> Value:
         return given.sums + (row * LINE + n * VECTOR)
 
     with code.when(given.before > 0):
         for total, place in zip(sums, places, strict=True):
-            total.set(code.load(kind, sum_at(*place), VECTOR))
+            total.set(code.load(how.sums, sum_at(*place), VECTOR))
     with code.loop(0, given.words) as word:
         line = given.packed + word * LINE
-        weights = [code.load(read, line + n * VECTOR, VECTOR) for n in range(VECTORS)]
+        weights = [how.load_x(code, line + n * VECTOR) for n in range(VECTORS)]  # they are packed as x is
         for row in range(rows):
-            mine = code.load(I32, given.x + (given.x_row * row + word * WORD)).splat().bits(read)
+            mine = code.load(I32, given.x + (given.x_row * row + word * WORD)).splat().bits(weights[0].kind)
             for n, other in enumerate(weights):
                 total = sums[row * VECTORS + n]
-                total.set(dot(code, total.get(), mine, other))
+                total.set(how.dot(code, total.get(), mine, other))
     with code.if_else(given.after > 0) as (more, end):
         with more:
             for total, place in zip(sums, places, strict=True):
                 code.store(total.get(), sum_at(*place), VECTOR)
         with end:
             values = [total.get() for total in sums]
-            if of_bytes:
+            if how.offset:
                 values = _scaled(code, given, values, places)
             with code.if_else(given.out_size.equals(2)) as (half, full):
                 for side, size in (half, 2), (full, 4):
@@ -220,10 +218,6 @@ def _strip_of(code: Code, at: Processor, rows: int, of_bytes: bool) -> None:
                             code.store(
                                 stored, given.result + (given.result_row * row + n * LANES * size), size
                             )
-
-
-def _dot_pairs(code: Code, sums: Value, x: Value, weight: Value) -> Value:
-    return code.pairs(x, weight, sums)
 
 
 def _scaled(
