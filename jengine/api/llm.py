@@ -78,7 +78,7 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
         config = EngineConfig.of(str(model), with_mesh_size(options, mesh))
         self.model = config.model
         self._interval = config.stream_interval
-        engine, self.started = start_engine(config, mesh=mesh, params=params, progress=progress)
+        engine, self.started = start_engine(config, mesh=mesh, params=params, progress=progress, offline=True)
         self.tokenizer = self.started.require_tokenizer()
         self._shared = SharedEngine(engine, self.tokenizer)
         self.loras = Loras(self._shared.do)

@@ -147,8 +147,9 @@ class EngineConfig:
         overlap: dispatch each step before the tokens of the previous one are read, so that the device does
             not wait for the host.
         num_scheduler_steps: decode steps that run as one program, without the host in between: 1 or 8; auto:
-            8 while no request waits. Steps with prompts, masks, penalties, log probabilities or beams run
-            singly. A new request may wait for two such bursts.
+            8 while no request waits and these steps take at most 100 ms. By default 1, and auto in an LLM on
+            CPUs where no other option rules it out. Steps with prompts, masks, penalties, log probabilities
+            or beams run singly. A new request may wait for two such bursts.
         speculative_config: speculative decoding, which changes no output. auto: each step verifies as many
             drafts as pay, according to what steps cost and how often drafts are right; drafts are what
             followed the same tokens earlier in the request or in outputs of the same client and cache_salt,
@@ -247,7 +248,7 @@ class EngineConfig:
     batch_wait_ms: float = 50.0
     record_trace: str | Path | None = None
     overlap: bool = True
-    num_scheduler_steps: int | str = 1
+    num_scheduler_steps: int | str | None = None
     speculative_config: dict[str, Any] | str | None = "auto"
     stream_interval: int = 1
     kv_events_config: dict[str, Any] | str | None = None
@@ -371,9 +372,12 @@ class EngineConfig:
                 True,
                 f"not with strategy={self.strategy}: it mixes prompts and rows in a step",
             )
-        if str(self.num_scheduler_steps).isdecimal():  # text where an option's file or flag gave it
+        if (
+            isinstance(self.num_scheduler_steps, str) and self.num_scheduler_steps.isdecimal()
+        ):  # text where an option's file or flag gave it
             object.__setattr__(self, "num_scheduler_steps", int(self.num_scheduler_steps))
         if isinstance(self.num_scheduler_steps, bool) or self.num_scheduler_steps not in (
+            None,
             1,
             BURST_STEPS,
             "auto",
@@ -472,7 +476,8 @@ class EngineConfig:
     @property
     def burst_steps(self) -> int:
         """The number of decode steps in a burst; 1: there are no bursts."""
-        return 1 if self.num_scheduler_steps == 1 or self.pipeline_parallel_size > 1 else BURST_STEPS
+        single = self.num_scheduler_steps in (None, 1) or self.pipeline_parallel_size > 1
+        return 1 if single else BURST_STEPS
 
 
 def check_budget(max_num_seqs: int, max_num_batched_tokens: int, tile_size: int) -> None:

@@ -28,7 +28,7 @@ class SchedulingOptions:
     batching: Batching = "continuous"
     batch_wait_ms: float = 50.0
     batch_invariant: bool = False
-    num_scheduler_steps: int | str = 1
+    num_scheduler_steps: int | str | None = None
     speculative_config: dict[str, Any] | str | None = None
     pipeline_parallel_size: int = 1
 

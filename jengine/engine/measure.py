@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 
 import jax
 
@@ -67,7 +66,10 @@ def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress:
         if trunks and not fitted:
             costs.slopes = bench.slopes()
         for trunk in trunks:
-            known[trunk] = bench.cost(bench.step(trunk, bench.rows_of(trunk), SHORT), costs)
+            # requests as the sampler was measured with, since its cost is subtracted
+            variant = ready.sampler(trunk, VARIANTS[0]).variant
+            step = bench.step(trunk, bench.rows_of(trunk), SHORT, variant=variant)
+            known[trunk] = bench.cost(step, costs)
             bar.update()
         for burst in bursts:
             known[burst] = bench.cost(bench.burst(burst), costs)
@@ -250,8 +252,7 @@ class Bench:
             times.append(time.perf_counter())
             if len(times) + len(running) < RUNS + 1 + stages and times[-1] - begun < ENOUGH:
                 running.append(dispatch())
-        seconds = sorted(after - earlier for earlier, after in pairwise(times[stages:]))
-        return seconds[(len(seconds) - 1) // 2]
+        return typical(times[stages:])
 
     def _plan(self, key: TrunkKey, spans: list[Span], variant: Variant, work: Work) -> StepPlan:
         samples = [Sample(i, span.length - 1, span.seq, span.slot) for i, span in enumerate(spans)]
@@ -294,6 +295,15 @@ class Bench:
     def _tokens(self, count: int) -> list[int]:
         vocab = self._spec.model.config.vocab_size
         return [i * 7919 % vocab for i in range(1, count + 1)]
+
+
+def typical(times: list[float]) -> float:
+    """The lower median of the seconds between times, of two steps together: where the host is busy, it reads
+    one result late and the next one at once.
+    """
+    apart = min(2, len(times) - 1)
+    seconds = sorted((after - before) / apart for before, after in zip(times, times[apart:], strict=False))
+    return seconds[(len(seconds) - 1) // 2]
 
 
 Point = tuple[Work, float]

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jengine.base.errors import InvalidArgument
 from jengine.checkpoints.calibration import check_stateless, check_unconverted
-from jengine.core.config import EngineConfig
+from jengine.core.config import BURST_STEPS, EngineConfig
 from jengine.core.pipeline import check_pipeline
 from jengine.core.speculation import AUTO, Speculation
 from jengine.devices.cpu_threads import limit_cpu_threads
@@ -60,17 +60,24 @@ def describe_engine(config: EngineConfig) -> tuple[EngineConfig, ExecutionSpec]:
 
 
 def spec_of(
-    config: EngineConfig, source: ModelSource, devices: Devices, given: PrebuiltPrograms | None
+    config: EngineConfig,
+    source: ModelSource,
+    devices: Devices,
+    given: PrebuiltPrograms | None,
+    *,
+    offline: bool = False,
 ) -> tuple[EngineConfig, ExecutionSpec]:
     """The same for a model and devices.
 
     Args:
         given: programs that the user gave.
+        offline: see `start_engine`.
     """
     if config.pipeline_parallel_size > 1:
         check_pipeline(config)
         config = dataclasses.replace(config, speculative_config="none")
     device, config = devices.local, source.complete(config)
+    config = _with_bursts(config, device.platform, offline=offline)
     dtype: Any = devices.agree(
         str(jnp.dtype(choose_dtype(config.dtype, source.config, device, devices.root)))
     )
@@ -81,6 +88,17 @@ def spec_of(
     shapes = with_stages(config, shapes, devices.stages)
     forms = devices.agree(product_forms(shapes, devices.root) if given is None else given.product_forms)
     return config, with_forms(shapes, dict(forms))
+
+
+def _with_bursts(config: EngineConfig, platform: str, *, offline: bool) -> EngineConfig:
+    """The options with bursts where they only gain, if num_scheduler_steps is not given."""
+    if config.num_scheduler_steps is not None:
+        return config
+    devices = config.pipeline_parallel_size, config.data_parallel_size, config.num_processes
+    refused = config.batch_invariant or config.draft_tokens or config.tile_size < BURST_STEPS
+    gains = offline and platform == "cpu" and config.programs is None
+    steps = "auto" if gains and not refused and max(devices) == 1 else 1
+    return dataclasses.replace(config, num_scheduler_steps=steps)
 
 
 def with_pages(config: EngineConfig, spec: ExecutionSpec, devices: Devices) -> ExecutionSpec:

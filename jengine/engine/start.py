@@ -111,6 +111,7 @@ def start_engine(
     mesh: Mesh | None = None,
     params: Any = None,
     progress: Progress = True,
+    offline: bool = False,
 ) -> tuple[AnyEngine, Started]:
     """Does everything that comes before the first request. The tokenizer's end-of-sequence token ends
     sequences too, beside those that the model's files name.
@@ -129,6 +130,7 @@ def start_engine(
             without a copy. The caller and the engine then share it: it must not be deleted, nor donated to
             a jitted function, until other weights have taken its place.
         progress: whether to show progress bars on a terminal; a function is called with the progress as well.
+        offline: requests come together, so that a burst keeps none waiting; see num_scheduler_steps.
 
     Raises:
         InvalidArgument: the model or device does not support an option.
@@ -139,7 +141,7 @@ def start_engine(
     others = len(engines())
     try:
         with jax.set_mesh(None):  # the caller's context may have another mesh
-            return _start(config, mesh, params, progress)
+            return _start(config, mesh, params, progress, offline)
     except OutOfMemory as full:
         if not others:
             raise
@@ -161,7 +163,7 @@ def follow(config: EngineConfig, *, progress: Progress = True) -> None:
         raise InvalidArgument("process_id", config.process_id, "process 0 takes requests and cannot follow")
     link = connect(config)
     assert isinstance(link, Follower)
-    runner, programs, *_ = _prepare(config, link, None, None, progress)
+    _, runner, programs, *_ = _prepare(config, link, None, None, progress, offline=False)
     programs.obtain_others(link)
     worker, sender = runner.worker, ResultSender(link.send_result)
     for number, frame in enumerate(iter(link.heard, END), 1):
@@ -172,7 +174,7 @@ def follow(config: EngineConfig, *, progress: Progress = True) -> None:
 
 
 def _start(
-    config: EngineConfig, mesh: Mesh | None, params: Any, progress: Progress
+    config: EngineConfig, mesh: Mesh | None, params: Any, progress: Progress, offline: bool
 ) -> tuple[AnyEngine, Started]:
     if config.process_id > 0:
         raise InvalidArgument(
@@ -185,7 +187,9 @@ def _start(
             )
     check_ranks(config, mesh)
     link = connect(config)
-    runner, programs, started, shared, names = _prepare(config, link, mesh, params, progress)
+    config, runner, programs, started, shared, names = _prepare(
+        config, link, mesh, params, progress, offline=offline
+    )
     worker, spec = runner.worker, runner.spec
     weights = (
         LiveWeights(started.folder, spec, worker.state, shared=shared)
@@ -242,10 +246,10 @@ def _engine(
 
 
 def _prepare(
-    config: EngineConfig, link: Link, mesh: Mesh | None, params: Any, progress: Progress
-) -> tuple[Runner, ProgramSet, Started, bool, PageNames | None]:
-    """Prepares weights and programs on this process's devices. Returns also whether the caller may hold the
-    same arrays, and names of pages if these travel.
+    config: EngineConfig, link: Link, mesh: Mesh | None, params: Any, progress: Progress, *, offline: bool
+) -> tuple[EngineConfig, Runner, ProgramSet, Started, bool, PageNames | None]:
+    """Prepares weights and programs on this process's devices. Returns the completed options first, and last
+    whether the caller may hold the same arrays, and names of pages if these travel.
     """
     compile_count()  # starts counting
     clock = time.perf_counter()
@@ -263,7 +267,7 @@ def _prepare(
         refuse_stages(config, "params" if params is not None else "a converted folder")
     claim_gpu_memory(config.gpu_memory_utilization)
     devices = Devices.take(config, link, mesh)
-    config, shapes = spec_of(config, source, devices, given)
+    config, shapes = spec_of(config, source, devices, given, offline=offline)
     check_spec(config, shapes)
     started = _facts(config, source, shapes, seconds)
     if given is not None:
@@ -318,7 +322,7 @@ def _prepare(
     if isinstance(link, Leader):
         link.watch()
     shared = source.params is not None and own_names(spec.model, source.params)
-    return runner, programs, started, shared, names
+    return config, runner, programs, started, shared, names
 
 
 def _same(values: list[str]) -> str:

@@ -15,6 +15,7 @@ from jengine import LLM, AsyncLLM, EngineConfig, EngineThread, InvalidArgument, 
 from jengine.engine.engine import Engine
 from jengine.engine.measure import Bench
 from jengine.engine.operations import ResetPrefixCache
+from jengine.engine.start import start_engine
 from jengine.execution.batch import Batch, BatchLayout
 from jengine.scheduling.step_plan import StepPlan
 from tests.engine.counting import assert_idle
@@ -54,7 +55,7 @@ def llms(text_model: Path) -> list[LLM]:
     # steps with drafts are no bursts
     options: dict[str, Any] = {**SMALL, "max_model_len": 192, "speculative_config": "none", "progress": False}
     with on_demand():
-        return [LLM(text_model, **options), LLM(text_model, **options, num_scheduler_steps=8)]
+        return [LLM(text_model, **options, num_scheduler_steps=steps) for steps in (1, 8)]
 
 
 @pytest.mark.parametrize(("how", "overlap"), [(8, True), ("auto", False)])
@@ -177,6 +178,33 @@ def test_aborts_and_arrivals_within_bursts(llms: list[LLM], online: AsyncLLM) ->
         assert last is not None and last.outputs[0].token_ids == tokens == expected.token_ids
 
     asyncio.run(run_all())
+
+
+def test_an_llm_runs_bursts_by_default(text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {**SMALL, "max_model_len": 192, "speculative_config": "none", "progress": False}
+    with on_demand(), LLM(text_model, **options) as llm:
+        assert llm.engine.scheduler.options.num_scheduler_steps == "auto"
+        run_so_far = bursts(llm.engine, monkeypatch)
+        llm.generate([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+        assert run_so_far() > 0
+
+
+@pytest.mark.parametrize(
+    ("offline", "options"),
+    [
+        (False, {}),
+        (True, {"batch_invariant": True}),
+        (True, {"tile_size": 4}),
+        (True, {"num_scheduler_steps": 1}),
+    ],
+)
+def test_by_default_steps_are_single_elsewhere(
+    offline: bool, options: dict[str, Any], text_model: Path
+) -> None:
+    config = EngineConfig.of(str(text_model), {**SMALL, "max_model_len": 192, **options})
+    with on_demand():
+        engine, _ = start_engine(config, progress=False, offline=offline)
+    assert engine.scheduler.table.steps == engine.scheduler.options.num_scheduler_steps == 1
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,12 @@ def test_predictions_of_prompts_and_lengths(llm: LLM) -> None:
 
 
 def test_a_prediction_knows_what_runs_and_what_is_cached(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("observe", "observe_plan", "observe_collect"):  # so that predictions differ by nothing else
+    for name in (
+        "observe",
+        "observe_burst",
+        "observe_plan",
+        "observe_collect",
+    ):  # so that predictions differ by nothing else
         monkeypatch.setattr(StepCosts, name, lambda *_: None)
     llm.reset_prefix_cache()
     prompt, params = [*range(2, 62)], GREEDY.clone(max_tokens=4, ignore_eos=True)
@@ -53,7 +58,7 @@ def test_a_prediction_knows_what_runs_and_what_is_cached(llm: LLM, monkeypatch: 
     llm.generate(prompt, params, use_tqdm=False)
     assert hypothetical(scheduler, request).cached == 48
     streams = [
-        llm.stream([7 + i] * 8, params.clone(max_tokens=40)) for i in range(scheduler.registry.max_num_seqs)
+        llm.stream([7 + i] * 8, params.clone(max_tokens=160)) for i in range(scheduler.registry.max_num_seqs)
     ]  # it has to wait for one of them
     for stream in streams:
         next(stream)

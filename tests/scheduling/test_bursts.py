@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.pages.block_table import GroupPages
+from jengine.scheduling.rules.bursts import LONGEST
 from jengine.scheduling.work import NO_WORK
 from jengine.table.program_table import BurstKey
 from tests.scheduling.strict_device import Loop
@@ -77,6 +79,16 @@ def test_auto_waits_until_nothing_does(how: int | str, bursts: bool) -> None:
     one.abort(waiting)
     one.drain(1)
     assert one.device.bursts > 2 and all(sequence.finish_reason == "length" for sequence in running)
+
+
+@pytest.mark.parametrize(("seconds", "bursts"), [(LONGEST * 0.99, True), (LONGEST * 1.01, False)])
+def test_auto_runs_short_bursts_alone(seconds: float, bursts: bool) -> None:
+    one = loop(num_scheduler_steps="auto")
+    costs = StepCosts(one.scheduler.table, {key: seconds for key in one.scheduler.table.bursts()})
+    one.scheduler.predictor.costs = costs
+    one.add([1], max_tokens=40, ignore_eos=True)
+    one.drain(1)
+    assert (one.device.bursts > 0) is bursts
 
 
 @pytest.mark.parametrize("params", [{"logprobs": 1}, {"presence_penalty": 1.0}, {"logit_bias": {3: 1.0}}])

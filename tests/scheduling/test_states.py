@@ -94,14 +94,16 @@ def test_preempted_sequences_go_on_from_a_snapshot() -> None:
     assert one.device.hits == 40
 
 
-def test_what_was_generated_leaves_snapshots_too() -> None:
-    one, prompt = loop(), tokens(43)
+@pytest.mark.parametrize("steps", [1, 8])
+def test_what_was_generated_leaves_snapshots_too(steps: int) -> None:
+    one, prompt = loop(num_scheduler_steps=steps), tokens(43)
     sequence = one.add(prompt, max_tokens=100, ignore_eos=True)
     while len(sequence.tokens) < 100:
         one.step(1)
     assert cached(one, [*sequence.tokens[:80], *tokens(5, 1)]) == 64, "while it runs"
     one.drain(1)
     assert cached(one, [*sequence.tokens, *tokens(5, 1)]) == SPARSE * TILE * 2 == 128
+    assert (one.device.bursts > 0) is (steps > 1)
 
 
 def drafting(right: float, draft_states: int, **options: object) -> Loop:

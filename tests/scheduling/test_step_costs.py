@@ -183,6 +183,29 @@ def test_a_program_that_was_not_measured_is_learned_from_few_steps_the_first_of_
     assert costs.seconds(trunk, sampler, work) == pytest.approx(usual) and costs.known[trunk].settled
 
 
+@settings(max_examples=30)
+@given(seed=st.integers(0, 99))
+def test_a_new_sampler_takes_no_noise_of_a_large_trunk(seed):
+    trunk, sampler, rng = TrunkKey(32, 4), TABLE.sampler(TrunkKey(32, 4), "greedy"), random.Random(seed)
+    known = {trunk: 0.200, SamplerKey(sampler.rows, "full"): 0.012}
+    costs = StepCosts(TABLE, known, slopes=Slopes(0.0, 0.0, 0.0))
+    for _ in range(FIRST):
+        costs.observe(trunk, sampler, Work(), rng.uniform(0.8, 1.2) * 0.202)
+    assert costs.known[sampler].settled and costs.base(sampler) < 0.010
+    assert costs.base(trunk) == 0.200
+
+
+def test_programs_that_are_new_together_share_a_step_as_their_estimates():
+    trunk, sampler = TrunkKey(32, 4), TABLE.sampler(TrunkKey(32, 4), "full")
+    costs = StepCosts(TABLE, slopes=Slopes(0.0, 0.0, 0.0))
+    ratio = costs.base(trunk) / costs.base(sampler)
+    for _ in range(FIRST):
+        costs.observe(trunk, sampler, Work(), 0.050)
+    assert costs.known[trunk].settled and costs.known[sampler].settled
+    assert costs.base(trunk) / costs.base(sampler) == pytest.approx(ratio)
+    assert costs.seconds(trunk, sampler) == pytest.approx(0.050)
+
+
 @given(
     known=st.dictionaries(KEYS, st.floats(1e-4, 1.0), max_size=6),
     trunk=KEYS,

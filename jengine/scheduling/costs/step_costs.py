@@ -36,7 +36,8 @@ FIRST = 5  # the median of this many steps is a program's first cost; later step
 # steps
 GAIN = 0.03
 EARLY = 0.5  # the gain is EARLY / steps while a trunk has few steps and this is larger than GAIN
-LEAST = 0.01  # minimum share of a step attributed to its sampler
+LEAST = 0.01  # minimum share of a step attributed to each of its programs
+SETTLED = 0.1  # assumed relative error of a settled cost, where that of an estimate is 1
 DRAFT_SHARE = 0.2  # of a trunk's cost: that of one token of the draft model, before it is measured
 
 
@@ -207,12 +208,10 @@ class StepCosts:
         usual, attention = seconds / self._drift.factor, self.slopes.seconds(work)
         keys: list[TableKey] = [trunk, sampler] if draft is None else [trunk, sampler, draft]
         predicted = sum([self.base(key) for key in keys]) + attention
-        for key in keys:
-            known = self.known.get(key)
-            if known is None or not known.settled:
-                others = sum([self.base(other) for other in keys if other != key])
-                self._begin(key, max(usual - others - attention, LEAST * usual))
-                return
+        new = [key for key in keys if not self._settled(key)]
+        if new:
+            self._begin_together(keys, new, usual - attention, LEAST * usual)
+            return
         unexpected = self._drift.observe(math.log(seconds / predicted))
         self._refine([self.known[key] for key in keys], work, predicted, unexpected)
 
@@ -287,6 +286,22 @@ class StepCosts:
         return costs
 
     # --- learning -----------------------------------------------------------------------------------
+
+    def _settled(self, key: TableKey) -> bool:
+        known = self.known.get(key)
+        return known is not None and known.settled
+
+    def _begin_together(
+        self, keys: list[TableKey], new: list[TableKey], seconds: float, least: float
+    ) -> None:
+        """Records one of the first steps of programs: each takes a share of the step's deviation from the sum
+        of costs, by its assumed error. So a new sampler does not take a large trunk's noise.
+        """
+        costs = {key: self.base(key) for key in keys}
+        errors = {key: cost if key in new else SETTLED * cost for key, cost in costs.items()}
+        deviation = (seconds - sum(costs.values())) / sum(errors.values())
+        for key in new:
+            self._begin(key, max(costs[key] + deviation * errors[key], least))
 
     def _begin(self, key: TableKey, seconds: float) -> None:
         if key not in self.known:

@@ -143,6 +143,11 @@ class States:
                 pages[right - back] = self._take()
         self.spare += pages
 
+    @staticmethod
+    def until_grid(tokens: int, tile_size: int) -> int:
+        """Tokens that a sequence generates after `tokens` until it may leave a snapshot."""
+        return SPARSE * tile_size - tokens % (SPARSE * tile_size)
+
     def _on_grid(self, of: StatePages, end: int, tile_size: int) -> bool:
         """Whether a sequence leaves a snapshot here among the tokens that it generates."""
         return of.findable and end % (SPARSE * tile_size) == 0 and end % self._page_size == 0

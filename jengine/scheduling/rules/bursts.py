@@ -12,12 +12,15 @@ from jengine.scheduling.step.plan_builder import PlanBuilder
 from jengine.scheduling.work import Work
 from jengine.table.program_table import VARIANTS
 
+LONGEST = 0.1  # predicted seconds of a burst with num_scheduler_steps="auto"
+
 
 class Bursts(Rule):
     """Turns a decode step into a burst, if its program is ready, no row needs the host, and there are enough
     pages.
 
-    With num_scheduler_steps="auto", also requires that nothing is waiting.
+    With num_scheduler_steps="auto", also requires that nothing is waiting, and that the burst is short: a
+    stream's tokens arrive together.
     """
 
     def __init__(self, registry: Registry, limits: SequenceLimits, predictor: StepPredictor) -> None:
@@ -40,6 +43,11 @@ class Bursts(Rule):
         ):
             return
         lengths = [min(steps, s.last_position - s.num_computed) for s in rows]
+        if blocks.states is not None:  # the state at a burst's end is the only one that can be kept
+            until, tile_size = blocks.states.until_grid, self._predictor.tile_size
+            lengths = [
+                min(length, until(s.num_computed, tile_size)) for s, length in zip(rows, lengths, strict=True)
+            ]
         if max(lengths) < steps:
             return
         ready = self._predictor.ready
@@ -50,7 +58,14 @@ class Bursts(Rule):
             len(rows),
             adapted=plan.adapted,
         )
-        if ready.burst(trunk, variant) is None:
+        burst = ready.burst(trunk, variant)
+        if burst is None:
+            return
+        work = Work(
+            plan.work.context * steps + len(rows) * steps * (steps - 1) // 2,
+            (plan.work.longest + steps // 2) * steps,
+        )
+        if self._auto and self._predictor.costs.burst_seconds(burst, work) > LONGEST:
             return
         ends = [s.num_computed + length for s, length in zip(rows, lengths, strict=True)]
         growing = [
@@ -67,8 +82,4 @@ class Bursts(Rule):
             plan.enter(sequence.slot, blocks.grow(sequence.number, end))
         for span, length in zip(plan.spans, lengths, strict=True):
             span.length = length
-        work = plan.work
-        plan.work = Work(
-            work.context * steps + len(rows) * steps * (steps - 1) // 2, (work.longest + steps // 2) * steps
-        )
-        plan.steps, plan.lengthened = steps, True
+        plan.work, plan.steps, plan.lengthened = work, steps, True
