@@ -79,7 +79,9 @@ class FourBits:
     def by_cpu_kernel(self, x: jax.Array, dtype: jnp.dtype[Any], form: str) -> jax.Array:
         from pallas_kernels.cpu import products
 
-        return products.product_of_int4(x, self.numbers, dtype)
+        refused = products.why_no_panels(str(x.dtype), self.format, *self.shape)
+        by_panels = form == "panels" and refused is None
+        return products.product_of_int4(x, self.numbers, dtype, by_panels=by_panels)
 
     def on_gpu(
         self, x: Rows, dtype: jnp.dtype[Any], *, impl: Impl = "auto", device: jax.Device | None = None

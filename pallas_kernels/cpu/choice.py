@@ -22,6 +22,7 @@ from pallas_kernels.products import ROW_CLASSES, form_key
 from pallas_kernels.quantized import quantize
 from pallas_kernels.weights import product, stored
 
+FOUR_BITS = "int4", "w4a8"
 MANY = 256  # number of rows representing a prompt
 REPEATS = 5
 # required share of the first form's time, so that noise does not change the choice and cause compilations
@@ -33,8 +34,10 @@ def candidates(at: Processor, x: str, kind: str, rows: int) -> tuple[str, ...]:
 
     XLA is not a candidate for eight-bit weights, which it converts in a separate pass, nor for one row, where
     it takes ten times as long as the kernel. With AMX it may be faster from two rows on; otherwise only for
-    prompts. For prompts, panels are always faster than the kernel.
+    prompts. For prompts, panels are always faster than the kernel, and for four bits than XLA.
     """
+    if kind in FOUR_BITS:
+        return ("panels" if rows > ROW_CLASSES[-1] and panels.serves(at, x, kind) else "kernel",)
     if rows == 1 or kind not in (*INPUTS, "w8a8"):
         return ("kernel",)
     by_tiles = ("amx",) if at.tiles and why_no_tiles(x, kind, OUTS) is None else ()
@@ -60,7 +63,7 @@ def forms(
     at, found = processor(native.host()), {}
     at = at if tiles.permitted() else replace(at, tiles=False)
     for kind in kinds:
-        if kind not in (*WEIGHTS, "w8a8", "fp8 inputs"):
+        if kind not in (*WEIGHTS, *FOUR_BITS, "w8a8", "fp8 inputs"):
             continue
         for rows in (1, *(most // 2 for most in ROW_CLASSES[1:]), MANY):
             key = form_key(rows, x, kind)

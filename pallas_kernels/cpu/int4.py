@@ -166,7 +166,7 @@ def _single(code: Code, name: str, how: How, outs: int) -> None:
 
     def multiply(x: Value, tile: Value) -> None:
         for each, total in zip(own, sums, strict=True):
-            for n, weights in enumerate(_weights(code, how, each, tile)):
+            for n, weights in enumerate(weights_of(code, how, each, tile)):
                 total.set(form.dot(code, total.get(), form.load_x(code, x + n * form.step * x_size), weights))
 
     tiles = weight.size // TILE
@@ -188,11 +188,11 @@ def _unpack(code: Code, how: How) -> None:
     with code.loop(0, count) as each:
         own, target = weight.at(each), into + each * into_row
         with code.loop(0, tiles) as tile:
-            for n, weights in enumerate(_weights(code, how, own, tile)):
+            for n, weights in enumerate(weights_of(code, how, own, tile)):
                 code.store(weights, target + (tile * (TILE * item) + n * how.format.step * item))
 
 
-def _weights(code: Code, how: How, own: Packed, tile: Value) -> list[Value]:
+def weights_of(code: Code, how: How, own: Packed, tile: Value) -> list[Value]:
     """Loads the weights of the first output's tile, in order, for `how.format`. Prefetches words AHEAD
     bytes.
     """

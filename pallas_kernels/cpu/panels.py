@@ -1,5 +1,5 @@
 """Products for many rows, of bfloat16 pairs or of bytes: x [rows, in] @ weight [out, in].T as functions of
-(frame, part, parts). A part is a panel of outputs for a block of rows.
+(frame, part, parts). A part is a panel of outputs for a block of rows. `int4_panels.py` has four-bit weights.
 
 Inputs are multiplied in words of 32 bits: two bfloat16, or four bytes. A panel of outputs is packed so that
 a vector has one word of 16 outputs. A word of a row of x is broadcast to all lanes. So sums need not be added
@@ -9,6 +9,7 @@ rows of a block are multiplied by them (Goto and van de Geijn, 2008).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from pallas_kernels.cpu import native
@@ -19,7 +20,7 @@ from pallas_kernels.cpu.kinds import INPUTS
 from pallas_kernels.cpu.multiply import heights, quantize, strips
 from pallas_kernels.cpu.team import PARTS
 from pallas_kernels.cpu.types import F32, I8, I32, I64, LANES, PTR, VOID, vector
-from pallas_kernels.cpu.values import Value
+from pallas_kernels.cpu.values import Value, Variable
 
 WORD, VECTOR = 4, 4 * LANES  # bytes
 VECTORS = 4  # of outputs
@@ -27,11 +28,16 @@ OUTS = VECTORS * LANES  # of a panel, and the minimum for a weight
 LINE = WORD * OUTS  # bytes of a word of inputs of all outputs of a panel
 WORDS, ROWS = 384, 768  # maximum words that are packed at a time, and rows of a block
 LEAST = 96  # rows of a block, if there are others
+PAIRS, BYTES = ("bfloat16", "int4"), ("w8a8", "w4a8")  # formats of weights, by the words that are multiplied
+
+# Writes the packing of a panel, given the frame, the first output, the first byte of a row of x, the number
+# of words, and the address of [words, OUTS] words.
+Pack = Callable[[Value, Value, Value, Value, Value], None]
 
 
 def serves(at: Processor, x: str, kind: str) -> bool:
     """Whether a processor multiplies x by weights of this format in vectors of words."""
-    pairs, of_bytes = x == kind == "bfloat16", x in INPUTS and kind == "w8a8"
+    pairs, of_bytes = x == "bfloat16" and kind in PAIRS, x in INPUTS and kind in BYTES
     return at.lanes == LANES and ((pairs and at.pairs) or (of_bytes and at.bytes == "vnni"))
 
 
@@ -39,7 +45,8 @@ def why_no_panels(x: str, kind: str, outs: int, size: int) -> str | None:
     """Why the kernel cannot multiply rows of x by weights [outs, size] of this format, or None."""
     if not serves(processor(native.host()), x, kind):
         return (
-            f"{x} by {kind}: panels are for bfloat16 and w8a8, with AVX-512's products of pairs and of bytes"
+            f"{x} by {kind}: panels need AVX-512's products of bfloat16 pairs, for {' and '.join(PAIRS)}, "
+            f"or of bytes, for {' and '.join(BYTES)}"
         )
     if outs < OUTS:
         return f"outputs={outs}: at least {OUTS}"
@@ -48,8 +55,10 @@ def why_no_panels(x: str, kind: str, outs: int, size: int) -> str | None:
 
 
 def inputs_at_once(kind: str) -> int:
-    """Inputs that are packed at a time, of which a weight of this format has a multiple."""
-    return VECTOR // (1 if kind == "w8a8" else 2)
+    """A weight of this format has a multiple of this number of inputs: those of a vector, or for four bits
+    those of the smallest group.
+    """
+    return VECTOR if kind == "w8a8" else VECTOR // 2
 
 
 class StripOperands(NamedTuple):
@@ -62,7 +71,10 @@ class StripOperands(NamedTuple):
         before, after: whether there are words before, and after, these.
         result: of the first row's first output; result_row: bytes from one row to the next.
         out_size: bytes of a number of the result.
-        row_scale, row_sum, out_scale: for bytes, see `blocks.Operands`.
+        row_scale, row_sum, out_scale: for bytes, see `blocks.Operands`. By groups, row_sum has float32 sums
+            of the row's bytes, and out_scale float32 [groups, 2, OUTS]: scales, and what the sums are
+            multiplied by.
+        row_sums: bytes from one row's sums to the next.
     """
 
     x: Value
@@ -78,15 +90,17 @@ class StripOperands(NamedTuple):
     row_scale: Value
     row_sum: Value
     out_scale: Value
+    row_sums: Value
 
 
-KINDS = (PTR, I64, PTR, I64, PTR, I64, I64, PTR, I64, I64, PTR, PTR, PTR)  # of StripOperands
+KINDS = (PTR, I64, PTR, I64, PTR, I64, I64, PTR, I64, I64, PTR, PTR, PTR, I64)  # of StripOperands
 
 
 def pairs_module(target: native.Target) -> str:
     """The functions `multiply`, of x and weight, and `parts`, for what `why_no_panels` does not refuse."""
     at, code = processor(target), Code()
-    _write(code, at, plain_format(at, "bfloat16", "bfloat16"))
+    how = plain_format(at, "bfloat16", "bfloat16")
+    write(code, at, how, _stored(code, how))
     return code.text()
 
 
@@ -97,13 +111,19 @@ def bytes_module(target: native.Target, x: str, hadamard: int = 1) -> str:
     at, code = processor(target), Code()
     how = byte_format(at)
     quantize(code, at, x, 1, 2, sums=(how.offset, 3), transformed=(hadamard, 4))
-    _write(code, at, how)
+    write(code, at, how, _stored(code, how))
     return code.text()
 
 
-def _write(code: Code, at: Processor, how: Format) -> None:
-    _pack(code, how)
-    _strip(code, at, how)
+def write(code: Code, at: Processor, how: Format, pack: Pack, group: int | None = None) -> None:
+    """Writes the functions `multiply` and `parts`. If x is quantized, its bytes, scales and sums are results
+    1 to 3.
+
+    Args:
+        group: inputs whose sums have a scale of their own, see `StripOperands`. `pack` writes these scales
+            behind WORDS words.
+    """
+    _strip(code, at, how, group)
     frame, many = code.function("parts", (PTR, I64), internal=False, result=I64)
     rows, count = _shape(code, frame)
     panels = _panels(count)
@@ -113,21 +133,25 @@ def _write(code: Code, at: Processor, how: Format) -> None:
     code.ret(panels * blocks)
 
     frame, part, parts = code.kernel("multiply")
-    (x, _), (weight, shape) = (code.argument(frame, index) for index in (0, 1))
-    (rows, count), row_bytes = _shape(code, frame), code.word(shape, 1) * SIZES[how.x]
-    row_scale = row_sum = out_scale = x
-    if how.offset:
+    x, x_shape = code.argument(frame, 0)
+    (rows, count), row_bytes = _shape(code, frame), code.word(x_shape, 1) * SIZES[how.x]
+    row_scale, row_sum, out_scale, row_sums = x, x, x, code.whole(4)
+    if how.x == "int8":
         x, row_scale, row_sum = (code.result(frame, index)[0] for index in (1, 2, 3))
         out_scale, _ = code.argument(frame, 2)
+    if group:
+        row_sums = code.word(code.result(frame, 3)[1], 1) * 4
     (result, _), out_size, blocks = code.result(frame, 0), code.result_size(frame, 0), parts // _panels(count)
     most = (rows + (blocks * at.rows - 1)) // (blocks * at.rows) * at.rows  # blocks of nearly equal size
-    packed, sums = code.memory(WORDS * LINE), code.memory(ROWS * LINE)
+    by_group = 2 * WORDS * WORD // group if group else 0  # lines of scales
+    packed, sums = code.memory((WORDS + by_group) * LINE), code.memory(ROWS * LINE)
     o = (part // blocks * OUTS).least(count - OUTS)  # the last may overlap: both compute equal results
     begin = part % blocks * most
     with code.loop(0, row_bytes, WORDS * WORD) as first:
         taken = (row_bytes - first).least(WORDS * WORD)
-        code.call("pack", VOID, weight + (o * row_bytes + first), row_bytes, taken // WORD, packed)
+        pack(frame, o, first, taken // WORD, packed)
         with strips(code, at, (rows - begin).least(most)) as (row, height):
+            summed = row_sum + (begin + row) * row_sums
             given = StripOperands(
                 x=x + ((begin + row) * row_bytes + first),
                 x_row=row_bytes,
@@ -140,8 +164,9 @@ def _write(code: Code, at: Processor, how: Format) -> None:
                 result_row=count * out_size,
                 out_size=out_size,
                 row_scale=row_scale + (begin + row) * 4,
-                row_sum=row_sum + (begin + row) * 4,
-                out_scale=out_scale + o * 4,
+                row_sum=summed + first // group * 4 if group else summed,
+                out_scale=packed + WORDS * LINE if group else out_scale + o * 4,
+                row_sums=row_sums,
             )
             code.call("strip", VOID, *given, height)
 
@@ -156,9 +181,21 @@ def _panels(outs: Value) -> Value:
     return (outs + (OUTS - 1)) // OUTS
 
 
+def _stored(code: Code, how: Format) -> Pack:
+    """Packs weights that are stored as x is. Bytes become unsigned by their offset."""
+    _pack(code, how)
+
+    def pack(frame: Value, o: Value, first: Value, words: Value, to: Value) -> None:
+        weight, shape = code.argument(frame, 1)
+        row_bytes = code.word(shape, 1) * SIZES[how.x]
+        code.call("pack", VOID, weight + (o * row_bytes + first), row_bytes, words, to)
+
+    return pack
+
+
 def _pack(code: Code, how: Format) -> None:
     """Writes the function `pack` of a panel's weights, the bytes from one output to the next, the number of
-    words, and the place for [words, OUTS] words. Bytes become unsigned by their offset.
+    words, and the place for [words, OUTS] words.
     """
     weight, row, words, to = code.function("pack", (PTR, I64, I64, PTR))
     flipped = code.constant(vector(I8, VECTOR), -128).bits(vector(I32))
@@ -172,10 +209,13 @@ def _pack(code: Code, how: Format) -> None:
             code.store(own, to + ((word + line) * LINE + n * VECTOR), VECTOR)
 
 
-def _strip(code: Code, at: Processor, how: Format) -> None:
+def _strip(code: Code, at: Processor, how: Format, group: int | None) -> None:
     """Writes the function `strip` of StripOperands and the number of rows, one of `heights`."""
     for height in heights(at):
-        _strip_of(code, how, height)
+        if group:
+            _strip_by_group(code, how, height, group)
+        else:
+            _strip_of(code, how, height)
     *operands, rows = code.function("strip", (*KINDS, I64))
     with code.cases(rows) as case:
         for height in heights(at):
@@ -185,48 +225,86 @@ def _strip(code: Code, at: Processor, how: Format) -> None:
 
 def _strip_of(code: Code, how: Format, rows: int) -> None:
     given = StripOperands(*code.function(f"strip_{rows}", KINDS))
-    places = [(row, n) for row in range(rows) for n in range(VECTORS)]
+    places = _places(given, rows)
     sums = zeros(code, how, len(places))
-
-    def sum_at(row: int, n: int) -> Value:
-        return given.sums + (row * LINE + n * VECTOR)
-
     with code.when(given.before > 0):
         for total, place in zip(sums, places, strict=True):
-            total.set(code.load(how.sums, sum_at(*place), VECTOR))
-    with code.loop(0, given.words) as word:
+            total.set(code.load(how.sums, place, VECTOR))
+    _add(code, how, given, sums, code.whole(0), given.words)
+    with code.if_else(given.after > 0) as (more, end):
+        with more:
+            for total, place in zip(sums, places, strict=True):
+                code.store(total.get(), place, VECTOR)
+        with end:
+            values = [total.get() for total in sums]
+            _store(code, given, _scaled(code, given, values) if how.offset else values)
+
+
+def _strip_by_group(code: Code, how: Format, rows: int, group: int) -> None:
+    """Sums of a group's bytes stay in registers. Those of all groups, float32, do not fit there too."""
+    given = StripOperands(*code.function(f"strip_{rows}", KINDS))
+    places, kind, each = _places(given, rows), vector(F32), group // WORD
+    sums = zeros(code, how, len(places))
+    with code.when(given.before.equals(0)):
+        for place in places:
+            code.store(code.constant(kind, 0.0), place, VECTOR)
+    with code.loop(0, given.words, each) as first:
+        for total in sums:
+            total.set(code.constant(how.sums, 0))
+        _add(code, how, given, sums, first, (first + each).least(given.words))
+        index = first // each
+        lines = [given.out_scale + (index * 2 + line) * LINE for line in range(2)]
+        scales, by_sum = (
+            [code.load(kind, line + n * VECTOR, VECTOR) for n in range(VECTORS)] for line in lines
+        )
+        for row in range(rows):
+            of_row = code.load(F32, given.row_sum + (given.row_sums * row + index * 4), 4).splat()
+            for n in range(VECTORS):
+                place, own = places[row * VECTORS + n], sums[row * VECTORS + n].get().to(kind)
+                before = code.fma(by_sum[n], of_row, code.load(kind, place, VECTOR))
+                code.store(code.fma(own, scales[n], before), place, VECTOR)
+    with code.when(given.after.equals(0)):
+        of_rows = [code.load(F32, given.row_scale + row * 4, 4).splat() for row in range(rows)]
+        values = [code.load(kind, place, VECTOR) * of_rows[n // VECTORS] for n, place in enumerate(places)]
+        _store(code, given, values)
+
+
+def _places(given: StripOperands, rows: int) -> list[Value]:
+    """Addresses of vectors of sums, row by row."""
+    return [given.sums + (row * LINE + n * VECTOR) for row in range(rows) for n in range(VECTORS)]
+
+
+def _add(
+    code: Code, how: Format, given: StripOperands, sums: list[Variable], first: Value, end: Value
+) -> None:
+    """Adds products of these words to sums, row by row."""
+    with code.loop(first, end) as word:
         line = given.packed + word * LINE
         weights = [how.load_x(code, line + n * VECTOR) for n in range(VECTORS)]  # they are packed as x is
-        for row in range(rows):
+        for row in range(len(sums) // VECTORS):
             mine = code.load(I32, given.x + (given.x_row * row + word * WORD)).splat().bits(weights[0].kind)
             for n, other in enumerate(weights):
                 total = sums[row * VECTORS + n]
                 total.set(how.dot(code, total.get(), mine, other))
-    with code.if_else(given.after > 0) as (more, end):
-        with more:
-            for total, place in zip(sums, places, strict=True):
-                code.store(total.get(), sum_at(*place), VECTOR)
-        with end:
-            values = [total.get() for total in sums]
-            if how.offset:
-                values = _scaled(code, given, values, places)
-            with code.if_else(given.out_size.equals(2)) as (half, full):
-                for side, size in (half, 2), (full, 4):
-                    with side:
-                        for value, (row, n) in zip(values, places, strict=True):
-                            stored = rounded(value) if size == 2 else value
-                            code.store(
-                                stored, given.result + (given.result_row * row + n * LANES * size), size
-                            )
 
 
-def _scaled(
-    code: Code, given: StripOperands, sums: list[Value], places: list[tuple[int, int]]
-) -> list[Value]:
+def _store(code: Code, given: StripOperands, values: list[Value]) -> None:
+    """Stores vectors of results, row by row."""
+    with code.if_else(given.out_size.equals(2)) as (half, full):
+        for side, size in (half, 2), (full, 4):
+            with side:
+                for index, value in enumerate(values):
+                    row, n = divmod(index, VECTORS)
+                    stored = rounded(value) if size == 2 else value
+                    code.store(stored, given.result + (given.result_row * row + n * LANES * size), size)
+
+
+def _scaled(code: Code, given: StripOperands, sums: list[Value]) -> list[Value]:
     """Sums of bytes without their excess, times the scales of rows and of outputs."""
     scales = [code.load(vector(F32), given.out_scale + n * VECTOR, 4) for n in range(VECTORS)]
     out = []
-    for total, (row, n) in zip(sums, places, strict=True):
+    for index, total in enumerate(sums):
+        row, n = divmod(index, VECTORS)
         excess = code.load(I32, given.row_sum + row * 4, 4).splat()
         of_row = code.load(F32, given.row_scale + row * 4, 4).splat()
         out.append((total - excess).to(vector(F32)) * of_row * scales[n])

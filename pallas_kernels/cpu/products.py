@@ -12,6 +12,7 @@ from pallas_kernels.cpu.calls import call, register
 from pallas_kernels.cpu.hadamard import transform_module
 from pallas_kernels.cpu.int4 import int4_module
 from pallas_kernels.cpu.int4_bytes import int4_bytes_module
+from pallas_kernels.cpu.int4_panels import int4_bytes_panels_module, int4_panels_module
 from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
 from pallas_kernels.cpu.multiply import bytes_module, product_module
 from pallas_kernels.cpu.panels import why_no_panels as why_no_panels
@@ -109,14 +110,19 @@ def product_by_tiles(
     return y.astype(dtype)
 
 
-def product_of_int4(x: jax.Array, weight: Int4, dtype: jax.typing.DTypeLike) -> jax.Array:
+def product_of_int4(
+    x: jax.Array, weight: Int4, dtype: jax.typing.DTypeLike, *, by_panels: bool = False
+) -> jax.Array:
     """x @ weight.T, sums in float32; weights [out, in] are unpacked in registers.
 
     With `Int4.inputs`, x is transformed and quantized row by row to int8 first, and sums within a group are
     exact.
+
+    Args:
+        by_panels: faster for many rows; of what `why_no_panels` refuses nothing.
     """
     if weight.inputs:
-        return _product_of_int4_and_bytes(x, weight, dtype)
+        return _product_of_int4_and_bytes(x, weight, dtype, by_panels)
     if weight.hadamard > 1:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape, jnp.float32)]
         x = call(register_transform(str(x.dtype), weight.hadamard), shapes, x)[0]
@@ -124,31 +130,29 @@ def product_of_int4(x: jax.Array, weight: Int4, dtype: jax.typing.DTypeLike) -> 
         (x.shape[0], weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32
     )
     offset = [] if weight.offset is None else [weight.offset]
-    y: jax.Array = call(
-        register_int4(str(x.dtype), weight.group, bool(offset), weight.kind),
-        out,
-        x,
-        weight.values,
-        weight.scale,
-        *offset,
-    )
+    form = weight.group, bool(offset), weight.kind
+    name = register_int4_panels(*form) if by_panels else register_int4(str(x.dtype), *form)
+    y: jax.Array = call(name, out, x, weight.values, weight.scale, *offset)
     return y.astype(dtype)
 
 
-def _product_of_int4_and_bytes(x: jax.Array, weight: Int4, dtype: jax.typing.DTypeLike) -> jax.Array:
+def _product_of_int4_and_bytes(
+    x: jax.Array, weight: Int4, dtype: jax.typing.DTypeLike, by_panels: bool
+) -> jax.Array:
     rows, size = x.shape
+    arranged = [] if by_panels else [jax.ShapeDtypeStruct((rows, -(-size // TILE) * TILE), jnp.int8)]
     shapes = [
         jax.ShapeDtypeStruct(
             (rows, weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32
         ),
         jax.ShapeDtypeStruct((rows, size), jnp.int8),
         jax.ShapeDtypeStruct((rows,), jnp.float32),
-        jax.ShapeDtypeStruct((rows, -(-size // TILE) * TILE), jnp.int8),
+        *arranged,
         jax.ShapeDtypeStruct((rows, weight.scale.shape[-1]), jnp.float32),
         *_transformed(x, weight.hadamard),
     ]
     offset = [] if weight.offset is None else [weight.offset]
-    name = register_int4_bytes(str(x.dtype), weight)
+    name = (register_int4_bytes_panels if by_panels else register_int4_bytes)(str(x.dtype), weight)
     y: jax.Array = call(name, shapes, x, weight.values, weight.scale, *offset)[0]
     return y.astype(dtype)
 
@@ -241,14 +245,45 @@ def register_int4(x: str, group: int, offset: bool, kind: str = "int4") -> str:
     )
 
 
+def register_int4_panels(group: int, offset: bool, kind: str = "int4") -> str:
+    name = f"jengine_panels_{kind}_{group}{'_offset' if offset else ''}"
+
+    def make() -> list[int | tuple[int, int]]:
+        multiply, parts = native.compiled(
+            lambda: int4_panels_module(native.host(), group, offset, kind), "multiply", "parts", name=name
+        )
+        return [(multiply, parts)]
+
+    return register(name, make)
+
+
+def register_int4_bytes_panels(x: str, weight: Int4) -> str:
+    form = weight.group, weight.offset is not None, weight.hadamard
+    name = f"jengine_panels_{x}_{_w4a8(*form)}"
+
+    def make() -> list[int | tuple[int, int]]:
+        quantize, quantize_parts, multiply, parts = native.compiled(
+            lambda: int4_bytes_panels_module(native.host(), x, *form),
+            *("quantize", "quantize_parts", "multiply", "parts"),
+            name=name,
+        )
+        return [(quantize, quantize_parts), (multiply, parts)]
+
+    return register(name, make)
+
+
+def _w4a8(group: int, offset: bool, hadamard: int) -> str:
+    return f"w4a8_{group}{'_offset' if offset else ''}_{hadamard}"
+
+
 def register_int4_bytes(x: str, weight: Int4) -> str:
-    group, offset, hadamard = weight.group, weight.offset is not None, weight.hadamard
-    name = f"jengine_product_{x}_w4a8_{group}{'_offset' if offset else ''}_{hadamard}"
+    form = weight.group, weight.offset is not None, weight.hadamard
+    name = f"jengine_product_{x}_{_w4a8(*form)}"
 
     def make() -> list[int | tuple[int, int]]:
         functions = "quantize", "quantize_parts", "multiply"
         quantize, parts, multiply = native.compiled(
-            lambda: int4_bytes_module(native.host(), x, group, offset, hadamard), *functions, name=name
+            lambda: int4_bytes_module(native.host(), x, *form), *functions, name=name
         )
         return [(quantize, parts), multiply]
 
@@ -269,6 +304,12 @@ def register_transform(x: str, block: int) -> str:
 
 def prepare_int4(x: str, weight: Int4) -> None:
     """As `prepare`."""
+    outs, size = weight.shape[-2], weight.size
+    if why_no_panels(x, "w4a8" if weight.inputs else "int4", outs, size) is None:
+        if weight.inputs:
+            register_int4_bytes_panels(x, weight)
+        else:
+            register_int4_panels(weight.group, weight.offset is not None, weight.kind)
     if x in INPUTS and weight.inputs:
         register_int4_bytes(x, weight)
     elif x in INPUTS:

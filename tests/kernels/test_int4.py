@@ -55,7 +55,7 @@ shapes = st.tuples(
 
 # an operation alone would be compiled for each shape, too
 packing = jax.jit(pack, static_argnames=("group", "parts", "kind"))
-quantizing = jax.jit(quantize_int4, static_argnames=("group", "parts", "hadamard"))
+quantizing = jax.jit(quantize_int4, static_argnames=("group", "parts", "hadamard", "inputs"))
 wide_values = jax.jit(dequantize)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,18 +17,24 @@ from pallas_kernels.cpu import calls, choice, native, panels, products, team
 from pallas_kernels.cpu.formats import processor
 from pallas_kernels.cpu.kinds import INPUTS
 from pallas_kernels.hadamard import block_of
+from pallas_kernels.int4 import GROUPS, KINDS, Int4, pack
 from pallas_kernels.quantized import quantize
 from pallas_kernels.weights import stored
 from tests.kernels.interpreted import normal
+from tests.kernels.test_int4 import packed, quantizing, wide_values
 
 AT = processor(native.host())
 PAIRS, BYTES = (panels.serves(AT, "bfloat16", kind) for kind in ("bfloat16", "w8a8"))
 needs_pairs = pytest.mark.skipif(not PAIRS, reason="needs AVX-512's products of bfloat16 pairs")
 needs_bytes = pytest.mark.skipif(not BYTES, reason="needs AVX-512's products of bytes")
-few = settings(max_examples=6, deadline=None, phases=[Phase.generate])  # each is compiled
+fewer, few = (
+    settings(max_examples=examples, deadline=None, phases=[Phase.generate])  # each is compiled
+    for examples in (2, 6)
+)
 rows, chunks, outs = st.integers(1, 2 * panels.ROWS + 9), st.integers(1, 60), st.integers(panels.OUTS, 300)
 STEP = panels.inputs_at_once("bfloat16")
 DEPTH = panels.WORDS * panels.WORD // 2  # inputs that are packed at a time
+FOUR_BITS = "int4", "w4a8"
 MORE_ROWS = "bfloat16 * bfloat16, more rows"
 
 
@@ -87,6 +94,78 @@ def test_the_largest_sums_of_bytes_are_exact() -> None:
     np.testing.assert_allclose(got, np.full((3, 70), -2.0 * size), rtol=1e-6)
 
 
+def four_bits(outs: int, size: int, group: int, *, offset: bool, inputs: bool, hadamard: int = 1) -> Int4:
+    how: dict[str, Any] = {"group": group, "hadamard": hadamard, "inputs": inputs}
+    made = quantizing(normal((outs, size), outs), **how)
+    return made if offset else dataclasses.replace(made, offset=None)
+
+
+@needs_bytes
+@pytest.mark.parametrize("group", GROUPS)
+@fewer
+@given(
+    rows=rows,
+    chunks=chunks,
+    outs=outs,
+    x=st.sampled_from(INPUTS),
+    dtype=st.sampled_from(INPUTS),
+    offset=st.booleans(),
+    transformed=st.booleans(),
+)
+def test_products_of_bytes_and_four_bits(
+    group: int, rows: int, chunks: int, outs: int, x: str, dtype: str, offset: bool, transformed: bool
+) -> None:
+    """The other kernel scales and adds in another order. The last group may have fewer inputs."""
+    size = chunks * panels.inputs_at_once("w4a8")
+    block = block_of(size) if transformed else 1
+    inputs = normal((rows, size), rows, x)
+    weight = four_bits(outs, size, group, offset=offset, inputs=True, hadamard=block)
+    got = multiplied(inputs, weight, dtype, "jengine_panels")
+    want = multiplied(inputs, weight, "float32", "jengine_product", "kernel")
+    assert_close(got, want, dtype)
+    if not transformed:
+        assert_close(got, multiplied(inputs, weight, "float32", "", "xla"), dtype)
+        of_bytes = quantize(inputs, "int8")
+        scales = np.asarray(of_bytes.scale, np.float64)[:, None]
+        assert_close(got, exact(of_bytes.values, wide_values(weight)) * scales, dtype)
+
+
+@needs_bytes
+def test_sums_within_a_group_are_exact() -> None:
+    """Codes and bytes are the largest, and scales powers of two."""
+    size = 3 * panels.WORDS * panels.WORD + panels.inputs_at_once("w4a8")
+    numbers = jnp.full((70, size), 7, jnp.int8)
+    scale = jnp.full((70, -(-size // GROUPS[0])), 0.5)
+    weight = pack(numbers, scale, None, group=GROUPS[0], inputs=True)
+    got = multiplied(jnp.full((3, size), 127.0), weight, "float32", "jengine_panels")
+    np.testing.assert_array_equal(got, np.full((3, 70), 127 * 3.5 * size))
+
+
+@needs_pairs
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group", GROUPS)
+@fewer
+@given(rows=rows, chunks=chunks, outs=outs, dtype=st.sampled_from(INPUTS), offset=st.booleans())
+def test_products_of_four_bits(
+    group: int, kind: str, rows: int, chunks: int, outs: int, dtype: str, offset: bool
+) -> None:
+    """Weights are rounded to bfloat16, as the other kernel rounds them."""
+    size = -(-chunks * panels.inputs_at_once("int4") // group) * group
+    weight, wide = packed(outs, size, group, offset=offset, kind=kind)
+    x = normal((rows, size), rows, "bfloat16")
+    want = exact(x, jnp.asarray(wide, jnp.float32).astype("bfloat16"))
+    assert_close(multiplied(x, weight, dtype, "jengine_panels_" + kind), want, dtype)
+    assert_close(multiplied(x, weight, dtype, "jengine_product", "kernel"), want, dtype)
+
+
+@needs_pairs
+def test_inputs_of_four_bits_are_transformed() -> None:
+    x = normal((70, 160), 1, "bfloat16")
+    weight = four_bits(70, 160, 128, offset=True, inputs=False, hadamard=block_of(160))
+    got = multiplied(x, weight, "float32", "jengine_panels_int4")
+    assert_close(got, multiplied(x, weight, "float32", "jengine_product", "kernel"), "float32")
+
+
 @needs_pairs
 @pytest.mark.parametrize("rows", [5, panels.LEAST, panels.LEAST + 7, 4 * panels.LEAST + 1, panels.ROWS + 1])
 def test_many_threads_divide_the_rows_too(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +186,21 @@ def test_other_sizes_take_the_other_kernel(size: int, outs: int) -> None:
 
 
 @needs_pairs
-def test_a_row_is_the_same_among_any_others() -> None:
+@needs_bytes
+@pytest.mark.parametrize("inputs", [False, True])
+@pytest.mark.parametrize("size, outs", [(130, panels.OUTS), (128, panels.OUTS - 1)])
+def test_other_sizes_of_four_bits_take_the_other_kernel(size: int, outs: int, inputs: bool) -> None:
+    x, weight = normal((70, size), 1, "bfloat16"), four_bits(outs, size, 32, offset=True, inputs=inputs)
+    multiplied(x, weight, "float32", "jengine_product")
+
+
+@needs_pairs
+@needs_bytes
+@pytest.mark.parametrize("kind", ["bfloat16", "int4", "w4a8"])
+def test_a_row_is_the_same_among_any_others(kind: str) -> None:
     x, weight = arrays(200, 96, 70)
+    if kind != "bfloat16":
+        weight = four_bits(70, 96, 64, offset=True, inputs=kind == "w4a8")
     every = multiplied(x, weight, "float32", "jengine_panels")
     for first, end in ((0, 1), (3, 9), (7, 200)):
         np.testing.assert_array_equal(
@@ -124,9 +216,13 @@ def test_prompts_take_panels_where_the_processor_has_the_instructions() -> None:
     )
     for at, kind, first in (
         (pairs, "bfloat16", "panels"),
+        (pairs, "int4", "panels"),
         (pairs, "w8a8", "kernel"),
+        (pairs, "w4a8", "kernel"),
         (bytes_, "bfloat16", "kernel"),
+        (bytes_, "int4", "kernel"),
         (bytes_, "w8a8", "panels"),
+        (bytes_, "w4a8", "panels"),
     ):
         assert choice.candidates(at, "bfloat16", kind, 256)[0] == first
         assert choice.candidates(at, "bfloat16", kind, 64) == ("kernel",)
@@ -139,3 +235,13 @@ def test_panels_are_not_used_where_all_rows_must_be_summed_alike(monkeypatch: py
     for known in ({}, {MORE_ROWS: "panels"}):
         found = choice.forms("bfloat16", ["bfloat16"], (64, 32), known, by_place=False)
         assert {*found.values()} == {"kernel"}
+
+
+def test_four_bits_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(choice, "_fastest")
+    found = choice.forms("bfloat16", FOUR_BITS, (64, 32), {})
+    for kind in FOUR_BITS:
+        prompts = "panels" if panels.serves(AT, "bfloat16", kind) else "kernel"
+        assert found.pop(f"bfloat16 * {kind}, more rows") == prompts
+    assert {*found.values()} == {"kernel"}
+    assert {*choice.forms("bfloat16", FOUR_BITS, (64, 32), {}, by_place=False).values()} == {"kernel"}
