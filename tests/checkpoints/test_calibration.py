@@ -13,7 +13,7 @@ import pytest
 from jengine import cli
 from jengine.base.errors import InvalidArgument
 from jengine.checkpoints import conversion, load, load_calibrated, read_config, read_text, resolve
-from jengine.checkpoints.calibration import _moments
+from jengine.checkpoints.calibrated import _moments
 from jengine.core.config import EngineConfig
 from jengine.engine.shapes import describe
 from jengine.models import build
