@@ -19,7 +19,16 @@ from pallas_kernels.products import Weight
 from pallas_kernels.rows import Rows, array_of
 from pallas_kernels.weights import product, weight_of
 
-PRIOR = 128  # rows
+# An expert is fitted to its own rows and, as if it had them too, to PRIOR rows of all experts and to PRIOR
+# uncorrelated rows of the same variance. Measured: squared errors of outputs relative to rounding to nearest,
+# in int4, on three texts that were not read, with 16 experts that are parts of two MLPs of SmolLM2-135M.
+#
+#     median rows of an expert      55    215    880
+#     its own alone               0.94   0.82
+#     and 128 of all              0.94   0.76   0.67
+#     and 128 uncorrelated ones   0.79   0.71   0.66
+#     and 256 of both             0.79   0.71   0.66
+PRIOR = 128
 CHUNK = 512  # rows of an expert that are read together
 
 
@@ -45,25 +54,24 @@ class Calibrated:
         return y
 
     def grouped_product(self, x: jax.Array, groups: Groups, **how: Any) -> jax.Array:
-        """Quantizes each expert's matrix for the rows of its group; see `_shrunk`."""
-        sizes = np.asarray(groups.size)
-        ends = np.cumsum(sizes)
-        ranges = list(zip(ends - sizes, ends, strict=True))
+        """Quantizes each expert's matrix for the rows of its group, and a few of all; see PRIOR."""
+        ends = np.cumsum(groups.size).tolist()
+        ranges = list(zip([0, *ends], ends, strict=False))
         taken = jnp.zeros(len(x), jnp.bool_).at[groups.place].set(True)  # other places hold any numbers
         chunk = min(CHUNK, len(x))
         x = jnp.pad(jnp.where(taken[:, None], x, 0), ((0, chunk), (0, 0)))
         if self.made is None:
             nothing, block = jnp.zeros((x.shape[1],) * 2), self.target.hadamard
-            pooled = _sum(x, 0, ends[-1], nothing, chunk) * (PRIOR / len(groups.place))
+            prior = _prior(_sum(x, 0, ends[-1], nothing, chunk), PRIOR / len(groups.place))
             each = []
             for expert, (start, end) in enumerate(ranges):
-                moments = _transformed(_sum(x, start, end, pooled, chunk), block)
+                moments = _transformed(_sum(x, start, end, prior, chunk), block)
                 flat = _expert(self.weight, expert).reshape(-1, self.shape[-1])
                 each.append(self._fitted(flat, moments, self.shape[1:]))
             self._keep(jax.tree.map(lambda *arrays: jnp.stack(arrays), *each))
         y = jnp.zeros((len(x), *self.shape[1:-1]), x.dtype)
         for expert, (start, end) in enumerate(ranges):
-            for first in range(start, end, chunk):  # beyond the end, the next expert's rows replace these
+            for first in range(start, end, chunk):  # the next expert's replace those beyond the end
                 y = _with_product(y, x, self.made, expert, first, chunk)
         return y[:-chunk]
 
@@ -119,15 +127,23 @@ def _transformed(moments: jax.Array, block: int) -> jax.Array:
 
 @partial(jax.jit, static_argnames="chunk")
 def _sum(x: jax.Array, start: jax.Array, end: jax.Array, moments: jax.Array, chunk: int) -> jax.Array:
-    """Adds x^T x of rows start to end of x [N, in] to moments, float32 [in, in]. N - end is at least a chunk."""
+    """Adds x^T x of rows start to end of x [N, in] to moments, float32 [in, in]. At least a chunk follows."""
 
     def add(i: jax.Array, moments: jax.Array) -> jax.Array:
         first = start + i * chunk
         rows = lax.dynamic_slice_in_dim(x, first, chunk)
         here = first + jnp.arange(chunk) < end
-        return moments + _squared(jnp.where(here[:, None], rows, 0))
+        added: jax.Array = _squared(jnp.where(here[:, None], rows, 0))
+        return moments + added
 
-    return lax.fori_loop(0, (end - start + chunk - 1) // chunk, add, moments)
+    total: jax.Array = lax.fori_loop(0, (end - start + chunk - 1) // chunk, add, moments)
+    return total
+
+
+@jax.jit
+def _prior(moments: jax.Array, share: float) -> jax.Array:
+    """A share of these moments, float32 [in, in], and as much of those of uncorrelated inputs."""
+    return share * (moments + jnp.diagonal(moments).mean() * jnp.eye(len(moments)))
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="chunk")
@@ -136,7 +152,8 @@ def _with_product(
 ) -> jax.Array:
     """y [N, *out], with products of a chunk of x [N, in] by an expert's matrix in the chunk's place."""
     rows = product(lax.dynamic_slice_in_dim(x, first, chunk), stacked[expert])
-    return lax.dynamic_update_slice_in_dim(y, rows.reshape(chunk, *y.shape[1:]), first, 0)
+    updated: jax.Array = lax.dynamic_update_slice_in_dim(y, rows.reshape(chunk, *y.shape[1:]), first, 0)
+    return updated
 
 
 # Compiled once for all layers. Outside of jit, control flow would be compiled again at each call.
