@@ -143,7 +143,9 @@ def _sum(x: jax.Array, start: jax.Array, end: jax.Array, moments: jax.Array, chu
 @jax.jit
 def _prior(moments: jax.Array, share: float) -> jax.Array:
     """A share of these moments, float32 [in, in], and as much of those of uncorrelated inputs."""
-    return share * (moments + jnp.diagonal(moments).mean() * jnp.eye(len(moments)))
+    uncorrelated = jnp.diagonal(moments).mean() * jnp.eye(len(moments))
+    both: jax.Array = share * (moments + uncorrelated)
+    return both
 
 
 @partial(jax.jit, donate_argnums=0, static_argnames="chunk")
