@@ -85,6 +85,10 @@ class Adapted:
     def shape(self) -> tuple[int, ...]:
         return self.base.shape
 
+    @property
+    def eager(self) -> bool:
+        return self.base.eager
+
     def product(self, x: Rows, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         array = array_of(x)
         wanted = jnp.dtype(dtype or array.dtype)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ class EightBits:
 
     numbers: Quantized
     forms: Forms = ()
+    eager: ClassVar[bool] = False
 
     @property
     def shape(self) -> tuple[int, ...]:

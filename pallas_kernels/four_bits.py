@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ class FourBits:
 
     numbers: Int4
     forms: Forms = ()
+    eager: ClassVar[bool] = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ class Plain:
 
     array: jax.Array
     forms: Forms = ()
+    eager: ClassVar[bool] = False
 
     @property
     def shape(self) -> tuple[int, ...]:

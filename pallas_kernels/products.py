@@ -42,6 +42,12 @@ class Weight(Protocol):
     def shape(self) -> tuple[int, ...]:
         """[*out, in], however the numbers are stored."""
 
+    @property
+    def eager(self) -> bool:
+        """Whether products read the numbers in x, and of an expert, all rows at once. So they cannot be
+        traced.
+        """
+
     def product(self, x: Rows, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         """Multiplies x [rows, in] by the matrix -> [rows, outs], in x's dtype or the given one.
 

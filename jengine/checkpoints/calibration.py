@@ -7,7 +7,6 @@ So GPTQ fits each weight to its actual inputs, which come from quantized weights
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from jax.sharding import Mesh
 
 from jengine.base.errors import InvalidArgument
 from jengine.base.progress import Progress, progress_bar
+from jengine.checkpoints.calibrated import Calibrated
 from jengine.checkpoints.in_memory import Tensors
 from jengine.checkpoints.quantization import fitted
 from jengine.checkpoints.weights import load
@@ -26,15 +26,9 @@ from jengine.models import Model, Params, build
 from jengine.models.config import ModelConfig
 from jengine.models.layers import Attend
 from jengine.text.tokenizer import Tokenizer
-from pallas_kernels.gptq import gptq
-from pallas_kernels.groups import Groups
-from pallas_kernels.hadamard import gain, transform
-from pallas_kernels.int4 import Int4, pack
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.products import Weight
 from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
-from pallas_kernels.rows import Rows, array_of
-from pallas_kernels.weights import is_weight, product, stored, weight_of
+from pallas_kernels.weights import is_weight, stored
 from pallas_kernels.xla import Rotation, rotate
 
 FORMATS = "int4", "w4a8"  # of weights that are calibrated
@@ -104,8 +98,6 @@ def calibrate(
 ) -> Params:
     """Quantizes plain parameters on one device to the forms of `targets`.
 
-    Weights of experts are rounded to nearest, because few tokens reach each expert.
-
     Args:
         targets: the abstract parameters of `model`, with shardings.
         tokens: int32 [sequences, length].
@@ -126,58 +118,6 @@ def calibrate(
     return jax.tree.map(
         lambda leaf: leaf.result() if isinstance(leaf, Calibrated) else leaf, mixed, is_leaf=is_weight
     )
-
-
-class Calibrated:
-    """A `Weight` that is quantized when its first product runs. If anything else uses it first, it is rounded
-    to nearest.
-    """
-
-    def __init__(self, weight: jax.Array, target: Int4, count: Any) -> None:
-        self.weight = weight
-        self.target, self.count = target, count
-        self.shape = target.shape
-        self.made: Int4 | None = None
-
-    def product(self, x: Rows, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-        x = array_of(x)
-        if self.made is None:
-            self.made = self.quantized(x)
-            self.count(1)
-        y: jax.Array = _product(x, self.made, dtype=dtype)
-        return y
-
-    def grouped_product(self, x: jax.Array, groups: Groups, **how: Any) -> jax.Array:
-        return weight_of(self.result()).grouped_product(x, groups, **how)
-
-    def take(self, rows: jax.Array) -> jax.Array:
-        return weight_of(self.result()).take(rows)
-
-    def __getitem__(self, index: Any) -> Weight:
-        return weight_of(self.result())[index]
-
-    def of_expert(self, expert: jax.Array, tokens: jax.Array) -> Weight:
-        return self[expert]
-
-    def quantized(self, x: jax.Array) -> Int4:
-        block, group = self.target.hadamard, self.target.group
-        flat = self.weight.reshape(-1, self.weight.shape[-1])
-        weight = transform(flat.astype(jnp.float32), block) / gain(block)
-        numbers, scale, offset = (
-            part.reshape(*self.shape[:-1], -1) for part in gptq(weight, _moments(x, block), group)
-        )
-        how: Any = {"group": group, "dtype": self.target.dtype, "inputs": self.target.inputs}
-        made = pack(numbers, scale, offset, hadamard=block, **how)
-        placed: Int4 = jax.device_put(made, jax.tree.map(lambda leaf: leaf.sharding, self.target))
-        return placed
-
-    def result(self) -> Int4:
-        """The quantized weight."""
-        if self.made is None:
-            with jax.ensure_compile_time_eval():  # a loop over experts may ask for it while it is traced
-                self.made = fitted(self.weight, self.target)
-        assert self.made is not None
-        return self.made
 
 
 def _attend(count: int) -> Attend:
@@ -204,22 +144,6 @@ def _attend(count: int) -> Attend:
         return y.reshape(-1, *y.shape[2:])
 
     return attend
-
-
-@partial(jax.jit, static_argnames="block")
-def _moments(x: jax.Array, block: int) -> jax.Array:
-    """The sum of x^T x over x [N, in], after transforming x by blocks: float32 [in, in].
-
-    It transforms the sum instead of x, so bfloat16 numbers are multiplied exactly, and faster than as
-    float32.
-    """
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    moments = jnp.matmul(x.T, x, precision=precision, preferred_element_type=jnp.float32)
-    return transform(transform(moments, block).T, block).T
-
-
-# Compiled once for all layers. Outside of jit, control flow would be compiled again at each call.
-_product = jax.jit(product, static_argnames="dtype")
 
 
 @jax.jit

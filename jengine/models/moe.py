@@ -182,9 +182,11 @@ class Experts(nnx.Module):
         x = self.entering(x)
         own, apart = self.held(chosen)
         params = self.gate_up[...], self.down[...], value(self.gate_up_bias)
-        y = _weighted(
-            lax.platform_dependent(x, own, *params, cpu=self.by_block, default=self.by_group), weights
-        )
+        if any(weight.eager for weight in params[:2]):
+            y = self.by_group(x, own, *params)
+        else:
+            y = lax.platform_dependent(x, own, *params, cpu=self.by_block, default=self.by_group)
+        y = _weighted(y, weights)
         if self.down_bias is not None:
             bias = _weighted(self.down_bias.at[own].get(mode="fill", fill_value=0), weights)
             y += bias if apart else jnp.where(jnp.equal(shard_index(), 0), bias, 0)  # results are summed

@@ -45,6 +45,10 @@ class Changed:
     def shape(self) -> tuple[int, ...]:
         return self.base.shape
 
+    @property
+    def eager(self) -> bool:
+        return self.base.eager
+
     def product(self, x: Rows, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         array = array_of(x)
         added = jnp.dot(array, self.change.reshape(-1, self.shape[-1]).T, precision="highest")
