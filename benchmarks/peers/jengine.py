@@ -25,7 +25,7 @@ class Engine:
             cache_dir=limits.cache,
             enable_prefix_caching=False,
             speculative_config="none",
-            num_scheduler_steps="auto",
+            num_scheduler_steps=8,
             **options,
         )
 
