@@ -115,12 +115,14 @@ class Product:
         right: Value | Callable[[Value, int], Value],
         out: Value,
         factors: Value | None = None,
+        meanwhile: Callable[[Value], None] | None = None,
     ) -> None:
         """out = left @ right, or out = factors * out + left @ right, with a float32 factor for each row.
 
         Args:
             right: its address, or a function that returns the n-th vector of row k.
             left, out, factors: addresses.
+            meanwhile: writes code that runs before row k of `right` is multiplied.
         """
 
         def column(base: Value, n: int) -> Value:
@@ -135,6 +137,8 @@ class Product:
                     first = code.load(vector(F32), column(out + row * self.out, n)) * factor
                 sums.append(code.variable(first))
         with code.loop(0, self.depth) as k:
+            if meanwhile is not None:
+                meanwhile(k)
             if isinstance(right, Value):
                 ours = [
                     code.load(vector(F32), column(right + k * self.right, n)) for n in range(self.columns)
@@ -152,23 +156,35 @@ class Product:
 
 
 def pack_keys(
-    code: Code, places: Value, later: Value, base: Value, to: Value, stored: str, head_dim: int, pairs: bool
+    code: Code,
+    places: Value,
+    later: Value,
+    base: Value,
+    to: Value,
+    stored: str,
+    head_dim: int,
+    pairs: bool,
+    fetched: int = SPAN,
 ) -> None:
     """Transposes keys of SPAN tokens: to[depth][SPAN].
 
     Args:
         places: addresses of the tokens' keys, int64 [SPAN], in an array of keys that begins at base.
-        later: addresses of the next block's keys, which are prefetched.
+        later: addresses of the next block's keys.
+        fetched: how many of the next block's keys are prefetched.
     """
     total, row = 2 * LANES if pairs else LANES, head_dim * SIZES[stored]
     whole, rest = divmod(head_dim, total)
+    share = fetched * LANES // SPAN
 
     def turn(group: Value, line: Value | int, count: int) -> None:
         start, lines = base + line * (total * SIZES[stored]), []
         for n in range(LANES):
-            index = (group * LANES + n) * 8
-            lines.append(numbers(code, code.load(I64, places + index) * row + start, stored, pairs, count))
-            code.prefetch(code.load(I64, later + index) * row + start, far=True)
+            place = code.load(I64, places + (group * LANES + n) * 8)
+            lines.append(numbers(code, place * row + start, stored, pairs, count))
+        for n in range(share):
+            place = code.load(I64, later + (group * share + n) * 8)
+            code.prefetch(place * row + start, far=True)
         for n, turned in enumerate(transposed(lines)):
             code.store(turned, to + (line * LANES + n) * (SPAN * 4) + group * BYTES)
 

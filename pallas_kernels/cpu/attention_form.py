@@ -74,6 +74,13 @@ class Form:
         return self.decode and not costly and self.vectors * LANES == self.head_dim
 
     @property
+    def spread(self) -> bool:
+        """Whether prefetching is spread over all steps of a block of tokens, for a single query. Its products
+        are so small that memory would be idle meanwhile.
+        """
+        return self.decode and self.rows == self.group and self.columns == 4
+
+    @property
     def several(self) -> Form | None:
         """The options for several decode rows of a sequence; None if one fills an item."""
         count = ROWS // self.group

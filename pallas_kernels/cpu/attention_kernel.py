@@ -12,10 +12,11 @@ Single queries at consecutive positions of a sequence, whose tables name the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from pallas_kernels.cpu.attention_arguments import Arguments, Block
 from pallas_kernels.cpu.attention_blocks import (
     BYTES,
     LEAST,
@@ -28,15 +29,13 @@ from pallas_kernels.cpu.attention_blocks import (
     pack_values,
     rounded,
 )
-from pallas_kernels.cpu.attention_form import ROWS, Form
+from pallas_kernels.cpu.attention_form import Form
 from pallas_kernels.cpu.code import Code
 from pallas_kernels.cpu.formats import SIZES
-from pallas_kernels.cpu.team import PARTS
-from pallas_kernels.cpu.types import F32, I1, I32, I64, LANES, vector
+from pallas_kernels.cpu.types import F32, I32, I64, LANES, vector
 from pallas_kernels.cpu.values import Value
 
 NO_SINK = -1e30  # adds exactly zero to a sum of weights
-PACKING = 12  # cost of packing a block of tokens, in rows that are multiplied by it
 
 
 def source(form: Form) -> str:
@@ -50,7 +49,7 @@ def source(form: Form) -> str:
     """
     code = Code()
     frame, part, parts = code.kernel(form.name)
-    given = _Arguments(code, frame, form, parts)
+    given = Arguments(code, frame, form, parts)
     alone = _Item(code, form, given)
     together = _Item(code, form.several, given) if form.several else None
     total = code.variable(code.whole(0))
@@ -82,176 +81,27 @@ def _memory(code: Code, size: int) -> Value:
 
 
 @dataclass(frozen=True)
-class _Block:
-    """Queries of a tile or of a sequence's decode rows, and the tokens that they attend to.
+class _Tokens:
+    """SPAN tokens of a kv head.
 
     Attributes:
-        tile: index of the tile, or of the first of the sequence's rows.
-        first, count: range of the queries in the tile, or among these rows.
-        real: number of queries without padding, which come first.
-        position: position of the first query.
+        tile: index of the row of block tables.
+        head: the kv head.
         oldest, end: range of tokens that some query attends to.
-        cost: approximate cost of an item in blocks of tokens.
+        first: the first of the tokens.
     """
 
     tile: Value
-    first: Value
-    count: Value
-    real: Value
-    position: Value
+    head: Value
     oldest: Value
     end: Value
-    cost: Value
-
-
-class _Arguments:
-    """Addresses and sizes of the arguments and the result in XLA's call frame."""
-
-    def __init__(self, code: Code, frame: Value, form: Form, parts: Value) -> None:
-        self.code, self.form, self.parts = code, form, parts
-        index = iter(range(10))
-
-        def argument() -> tuple[Value, Value]:
-            return code.argument(frame, next(index))
-
-        self.q, q_shape = argument()
-        self.tables, table_shape = argument()
-        self.lengths, _ = argument()
-        self.positions = None if form.decode else argument()[0]
-        self.until = argument()[0] if form.ahead else None
-        options, _ = argument()
-        self.keys, k_shape = argument()
-        scaled = argument() if form.quantized else None
-        self.k_scales = None if scaled is None else scaled[0]
-        scale_shape = k_shape if scaled is None else scaled[1]
-        self.values, _ = argument()
-        self.v_scales = argument()[0] if form.quantized else None
-        self.out, _ = code.result(frame, 0)
-        self.tiles, self.width, self.kv_heads = (
-            code.word(shape, n) for shape, n in ((q_shape, 0), (table_shape, 1), (k_shape, 1))
-        )
-        self.tile = code.whole(1) if form.decode else code.word(q_shape, 1)
-        self.scale_rows = code.word(scale_shape, 1)  # of a page, at least one for each kv head
-        self.heads = self.kv_heads * form.group
-        self.scale, self.cap, window = (code.load(F32, options + n * 4) for n in range(3))
-        self.sinks = options + 3 * 4
-        self.slopes = self.sinks + self.heads * 4
-        self.windowed = window > 0.0
-        self.window = self.windowed.choose(window.to(I64), 2**31 - 1)
-        if form.several is not None:
-            self.share = self._share(parts)
-
-    def blocks(self) -> Iterator[_Block]:
-        """A loop over the blocks of queries. May be used once; code written in its body runs for each
-        block.
-        """
-        code = self.code
-        for tile, start, length, queries, size in self._tiles():
-            with code.loop(0, queries, size) as first:
-                own = (queries - first).least(size)
-                real, position = (length - first).most(0).least(own), start + first
-                oldest, end = self._oldest(position), self._end(tile, first, real, position + real)
-                cost = self._spans(oldest, end) * (real * self.form.group + PACKING)
-                cost = (real > 0).choose(cost, 1)
-                yield _Block(tile, first, own, real, position, oldest, end, cost)
-
-    def _end(self, tile: Value, first: Value, real: Value, end: Value) -> Value:
-        """The end of the tokens that some query of a block sees; `end`: that of its own tokens."""
-        if self.until is None:
-            return end
-        code, out = self.code, self.code.variable(end)
-        with code.loop(0, real) as query:
-            out.set(out.get().most(self.last_seen(tile, first + query) + 1))
-        return out.get()
-
-    def last_seen(self, tile: Value, query: Value) -> Value:
-        """The last token that a query of a tile sees."""
-        assert self.until is not None
-        return self.code.load(I32, self.until + (tile * self.tile + query) * 4).to(I64)
-
-    def _tiles(self) -> Iterator[tuple[Value, Value, Value, Value, Value]]:
-        """A loop over tiles, or over sequences of decode rows: index, position of the first query, number of
-        real queries, of queries, and of queries in a block.
-        """
-        code = self.code
-        if self.positions is not None:
-            even = self._even(self.tile, self._most())
-            with code.loop(0, self.tiles) as tile:
-                start = code.load(I32, self.positions + tile * 4).to(I64)
-                yield tile, start, self._length(tile), self.tile, even
-            return
-        at, several = code.variable(code.whole(0)), self.form.several
-        with code.repeat(lambda: at.get() < self.tiles):
-            first, size = at.get(), code.variable(code.whole(1))
-            at.set(first + 1)
-            start = self._length(first) - 1
-            if several is not None:
-                with code.repeat(lambda: self._continues(first, at.get())):
-                    at.set(at.get() + 1)
-                with code.when(at.get() - first > 1):
-                    share = self.share // self._spans(self._oldest(start), start + 1) + 1
-                    size.set(self._even(at.get() - first, share.least(several.rows // several.group)))
-            rows = at.get() - first
-            yield first, start, (start < 0).choose(0, rows), rows, size.get()
-
-    def _most(self) -> Value:
-        """Queries of an item of a tile: fewer than it may have, if there were less than two items for each
-        thread otherwise.
-        """
-        group = self.form.group
-        wanted = (self.parts // (PARTS // 2) // (self.tiles * self.kv_heads)).most(1)  # items of a tile
-        least = (self.tile + wanted - 1) // wanted
-        return least.most(max(ROWS // group, 1)).least(self.form.rows // group)
-
-    def _even(self, count: Value, most: Value) -> Value:
-        """The size of equal blocks, each of at most `most`."""
-        blocks = (count + most - 1) // most
-        return (count + blocks - 1) // blocks
-
-    def _continues(self, first: Value, row: Value) -> Value:
-        """Whether a decode row belongs to the sequence of the rows [first, row), at the next position: all
-        pages that it reads are theirs.
-        """
-        code, size = self.code, self.form.page_size
-        out = code.variable(code.constant(I1, 0))
-        with code.when(row < self.tiles):
-            start, newest = self._length(first) - 1, self._length(row) - 1
-            with code.when((start >= 0) & newest.equals(start + (row - first))):
-                differ = code.variable(code.constant(I32, 0))
-                own, theirs = (self.tables + n * self.width * 4 for n in (row, first))
-                with code.loop(self._oldest(start) // size, newest // size + 1) as n:
-                    differ.set(differ.get() | (code.load(I32, own + n * 4) ^ code.load(I32, theirs + n * 4)))
-                out.set(differ.get().equals(0))
-        return out.get()
-
-    def _share(self, parts: Value) -> Value:
-        """A thread's share of the work on decode rows, in blocks of tokens times rows. An item of several
-        rows has at most about as much, so that no thread is idle because there are few sequences.
-        """
-        code = self.code
-        total = code.variable(code.whole(0))
-        with code.loop(0, self.tiles) as row:
-            end = self._length(row)
-            with code.when(end > 0):
-                total.set(total.get() + self._spans(self._oldest(end - 1), end))
-        return total.get() * self.kv_heads * PARTS // parts
-
-    def _length(self, tile: Value) -> Value:
-        return self.code.load(I32, self.lengths + tile * 4).to(I64)
-
-    def _oldest(self, position: Value) -> Value:
-        """The first token that a query attends to."""
-        return self.windowed.choose((position + 1 - self.window).most(0), 0)
-
-    def _spans(self, oldest: Value, end: Value) -> Value:
-        """The approximate number of blocks in a range of tokens."""
-        return (end - oldest) // SPAN + 2
+    first: Value
 
 
 class _Item:
     """A block of queries for one kv head, and its memory."""
 
-    def __init__(self, code: Code, form: Form, given: _Arguments) -> None:
+    def __init__(self, code: Code, form: Form, given: Arguments) -> None:
         self.code, self.form, self.given = code, form, given
         self.row = form.head_dim * SIZES[form.inputs]  # bytes of a row of queries
         memory = partial(_memory, code)
@@ -287,7 +137,7 @@ class _Item:
             form.strip, form.block, self.depth, form.pair_values, self.depth * 4, self.wide, self.wide
         )
 
-    def write(self, block: _Block, head: Value) -> None:
+    def write(self, block: Block, head: Value) -> None:
         code, given, group = self.code, self.given, self.form.group
         base = ((block.tile * given.tile + block.first) * given.heads + head * group) * self.row
         with code.loop(block.real, block.count) as query, code.loop(0, group) as member:
@@ -301,7 +151,7 @@ class _Item:
                 sink = code.load(F32, given.sinks + (head * group + row % group) * 4)
                 self._put(given.out + base + (row // group * given.heads + row % group) * self.row, row, sink)
 
-    def _begin(self, block: _Block, head: Value, q: Value, rows: Value) -> None:
+    def _begin(self, block: Block, head: Value, q: Value, rows: Value) -> None:
         """Initializes rows. Rows after the last real one repeat the last query."""
         code, form, soft = self.code, self.form, self.softmax
         size, at_once = SIZES[form.inputs], 2 * LANES if form.pair_keys else LANES
@@ -328,21 +178,25 @@ class _Item:
             for n in range(form.vectors):
                 code.store(nothing, self.sums + row * self.wide + n * BYTES)
 
-    def _visit(self, block: _Block, head: Value, rows: Value) -> None:
+    def _visit(self, block: Block, head: Value, rows: Value) -> None:
         """Visits each block of tokens."""
         code, form, given, soft = self.code, self.form, self.given, self.softmax
         start = block.oldest // SPAN * SPAN
-        self._find(block, head, start, self._places(start))
+        self._find(_Tokens(block.tile, head, block.oldest, block.end, start), self._places(start))
         with code.loop(start, block.end, SPAN) as first:
-            following, places, later = first + SPAN, self._places(first), self._places(first + SPAN)
-            more = following < block.end  # otherwise the next head's first tokens are prefetched
-            self._find(
-                block,
-                more.choose(head, (head + 1).least(given.kv_heads - 1)),
-                more.choose(following, start),
+            places, later = self._places(first), self._places(first + SPAN)
+            self._find(self._next(block, head, first + SPAN), later)
+            pack_keys(
+                code,
+                places,
                 later,
+                given.keys,
+                self.keys,
+                form.stored,
+                form.head_dim,
+                form.pair_keys,
+                SPAN // 2 if form.spread else SPAN,
             )
-            pack_keys(code, places, later, given.keys, self.keys, form.stored, form.head_dim, form.pair_keys)
             if not form.in_place:
                 pack_values(
                     code,
@@ -365,20 +219,22 @@ class _Item:
             if form.ahead:
                 seeing = code.whole(0)
             with code.loop(seeing, rows, form.strip) as row:
-                self._strip(row, first, partial(self._values, places, later) if form.in_place else None)
+                self._strip(row, first, places, later)
 
-    def _strip(
-        self, row: Value, first: Value, values: Callable[[Value], Callable[[Value, int], Value]] | None
-    ) -> None:
+    def _strip(self, row: Value, first: Value, places: Value, later: Value) -> None:
         """Processes some rows of queries with the block of tokens that starts at `first`.
 
         Args:
-            values: returns, for a column, the `right` argument of `Product.write`; None: values are packed.
+            places, later: addresses of this block's tokens, and of those that are prefetched.
         """
         code, form = self.code, self.form
         with code.loop(0, SPAN * 4, form.columns * BYTES) as column:
             self.of_scores.write(
-                code, self.q + row * (form.depth * 4), self.keys + column, self.scores + column
+                code,
+                self.q + row * (form.depth * 4),
+                self.keys + column,
+                self.scores + column,
+                meanwhile=partial(self._fetch_keys, later) if form.spread else None,
             )
         self.softmax.write(code, row, first, self.scores, self.weights, form.strip, form.pair_values)
         with code.loop(0, self.wide, form.block * BYTES) as column:
@@ -386,10 +242,21 @@ class _Item:
             self.of_values.write(
                 code,
                 self.weights,
-                values(column) if values else self.values + column,
+                self._values(places, later, column) if form.in_place else self.values + column,
                 to,
                 self.softmax.factor + row * 4,
             )
+
+    def _fetch_keys(self, later: Value, k: Value) -> None:
+        """Prefetches the last half of the next block's keys, a share before each of `depth` steps."""
+        code, form = self.code, self.form
+        row = form.head_dim * SIZES[form.stored]
+        lines = -(-row // BYTES)  # of a key
+        share = -(-SPAN // 2 * lines // form.depth)
+        for n in range(share):
+            line = (k * share + n).least(SPAN // 2 * lines - 1)
+            place = code.load(I64, later + (SPAN // 2 + line // lines) * 8)
+            code.prefetch(self.given.keys + place * row + line % lines * BYTES, far=True)
 
     def _values(self, places: Value, later: Value, column: Value) -> Callable[[Value, int], Value]:
         """Values read in place."""
@@ -414,13 +281,41 @@ class _Item:
         """Addresses of the scales of the tokens at `places`."""
         return places + 2 * SPAN * 8
 
-    def _find(self, block: _Block, head: Value, first: Value, to: Value) -> None:
-        """Finds the address of each token from `first` on. For a token that no query attends to, uses
-        another's address.
+    def _next(self, block: Block, head: Value, first: Value) -> _Tokens:
+        """What is prefetched before the tokens from `first` on are needed: these, or if there are none, the
+        first tokens of the next head, or those of the next decode row.
+        """
+        given = self.given
+        start = block.oldest // SPAN * SPAN
+        own, same = first < block.end, head + 1 < given.kv_heads
+        tokens = _Tokens(
+            block.tile,
+            own.choose(head, same.choose(head + 1, head)),
+            block.oldest,
+            block.end,
+            own.choose(first, start),
+        )
+        if not self.form.spread:
+            return tokens
+        row = (block.tile + 1).least(given.tiles - 1)
+        end = given.length(row)
+        oldest = given.oldest(end - 1)
+        stays = own | same | (end <= 0)
+        return _Tokens(
+            stays.choose(block.tile, row),
+            stays.choose(tokens.head, 0),
+            stays.choose(block.oldest, oldest),
+            stays.choose(block.end, end),
+            stays.choose(tokens.first, oldest // SPAN * SPAN),
+        )
+
+    def _find(self, at: _Tokens, to: Value) -> None:
+        """Finds the address of each of SPAN tokens. For a token that no query attends to, uses another's
+        address.
         """
         code, size = self.code, self.form.page_size
-        table = self.given.tables + block.tile * self.given.width * 4
-        oldest, newest = block.oldest, block.end - 1
+        table = self.given.tables + at.tile * self.given.width * 4
+        first, head, oldest, newest = at.first, at.head, at.oldest, at.end - 1
         with code.loop(0, SPAN, LANES) as lane:
             tokens = (first + lane).to(I32).splat() + code.constant(vector(I32), list(range(LANES)))
             tokens = tokens.most(oldest.to(I32).splat()).least(newest.to(I32).splat())
