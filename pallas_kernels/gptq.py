@@ -1,7 +1,8 @@
 """GPTQ (arXiv:2210.17323): four-bit weights whose errors cancel on inputs similar to given ones.
 
 Columns are rounded one after the other. Later columns compensate for the error of each, as far as their
-inputs are correlated.
+inputs are correlated. If the inputs deviate from those that the weights were trained for, the weights first
+compensate for that (asymmetric calibration, GPTAQ, arXiv:2504.02692).
 """
 
 from __future__ import annotations
@@ -22,36 +23,56 @@ Numbers = tuple[jax.Array, jax.Array, jax.Array]
 Column = tuple[jax.Array, jax.Array]
 
 
-def gptq(weight: jax.Array, moments: jax.Array, group: int) -> Numbers:
+def gptq(weight: jax.Array, moments: jax.Array, group: int, cross: jax.Array | None = None) -> Numbers:
     """Numbers int8 [out, in], scale and offset float32 [out, ceil(in / group)] for weights [out, in].
 
     Args:
         moments: float32 [in, in]: the sum over inputs x of x^T x.
+        cross: float32 [in, in]: the sum over inputs x of r^T x, where r is the input that x deviates from.
+            The outputs from x are fitted to those of the weight from r. None: r is x.
     """
     missing = -weight.shape[1] % group
     weight = jnp.pad(weight.astype(jnp.float32), ((0, 0), (0, missing)), mode="edge")
     moments = jnp.pad(moments, ((0, missing), (0, missing)))
+    if cross is not None:
+        cross = jnp.pad(cross, ((0, missing), (0, missing)))
     for damping in DAMPING:
         upper = _inverse_root(moments, damping)
         if bool(jnp.isfinite(upper).all()):
             break
     else:
         raise ValueError("the inputs are not finite")
+    if cross is not None:
+        weight = _compensating(weight, moments, cross, upper)
     numbers, scale, offset = _rounded(weight, upper, group)
     return numbers[:, : weight.shape[1] - missing], scale, offset
 
 
 @jax.jit
 def _inverse_root(moments: jax.Array, damping: float) -> jax.Array:
-    """The upper triangular U such that U^T U is the inverse of the damped moments."""
+    """The upper triangular U such that U^T U is the inverse of the damped moments, divided by `_scale`."""
     size = moments.shape[0]
-    scale = jnp.maximum(jnp.diagonal(moments).mean(), 1e-30)
-    damped = moments / scale + damping * jnp.eye(size)
+    damped = moments / _scale(moments) + damping * jnp.eye(size)
     # Derived from the factor of the damped moments in reverse order: computing an inverse would lose half of
     # the digits.
     reversed_lower = jnp.linalg.cholesky(damped[::-1, ::-1])
     root = lax.linalg.triangular_solve(reversed_lower, jnp.eye(size), left_side=True, lower=True)
     return root[::-1, ::-1]
+
+
+def _scale(moments: jax.Array) -> jax.Array:
+    return jnp.maximum(jnp.diagonal(moments).mean(), 1e-30)
+
+
+@jax.jit
+def _compensating(weight: jax.Array, moments: jax.Array, cross: jax.Array, upper: jax.Array) -> jax.Array:
+    """The weight V [out, in] whose outputs x V^T are nearest to r W^T, for the given weight W.
+
+    It minimizes the sum of |r W^T - x V^T|^2 plus the damping times |W - V|^2, so V is W if r is x.
+    See `gptq` for moments and cross, and `_inverse_root` for upper.
+    """
+    missed = _product(weight, (cross - moments) / _scale(moments))
+    return weight + _product(_product(missed, upper.T), upper)
 
 
 @partial(jax.jit, static_argnames="group")

@@ -1,7 +1,15 @@
-"""Weights that are quantized when their first product runs, fitted to its inputs."""
+"""Weights that are quantized when their first product runs, fitted to its inputs.
+
+In calibration, the model reads each token twice in one pass. The first half of all rows, the reference, goes
+through the unquantized weights. The second half goes through the quantized ones. So when a weight is
+quantized, both its inputs in the unquantized model and those in the quantized model are known, and the
+quantized weight can correct errors of earlier ones. `twice` makes the halves, and `halves` finds them.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -29,12 +37,27 @@ from pallas_kernels.weights import product, weight_of
 #     and 128 uncorrelated ones   0.79   0.71   0.66
 #     and 256 of both             0.79   0.71   0.66
 PRIOR = 128
-CHUNK = 512  # rows of an expert that are read together
+CHUNK = 512  # rows that are multiplied together, and rows of an expert that are read together
+Part = tuple[Any, int, int]  # a weight, and the first and the end of the rows that it multiplies
+
+
+def twice(tokens: np.ndarray) -> np.ndarray:
+    """Sequences [sequences, length] -> [2 * sequences, length]: the reference, and the same again."""
+    return np.concatenate([tokens, tokens])
+
+
+def halves(rows: int) -> tuple[slice, slice]:
+    """Which rows of a step are the reference, and which are of the quantized model.
+
+    Args:
+        rows: of all tokens, in their order; also if each token has the same number of several rows.
+    """
+    return slice(0, rows // 2), slice(rows // 2, rows)
 
 
 class Calibrated:
-    """A `Weight` that is quantized when its first product runs. If anything else uses it first, it is rounded
-    to nearest.
+    """A `Weight` that is quantized when its first product runs, and multiplies `halves` of its rows by the
+    unquantized and the quantized matrix. If anything else uses it first, it is rounded to nearest.
     """
 
     eager = True
@@ -49,30 +72,38 @@ class Calibrated:
         x = array_of(x)
         if self.made is None:
             flat = self.weight.reshape(-1, self.shape[-1])
-            self._keep(self._fitted(flat, _moments(x, self.target.hadamard), self.shape))
-        y: jax.Array = _product(x, self.made, dtype=dtype)
-        return y
+            self._keep(self._fitted(flat, *_moments(x, self.target.hadamard), shape=self.shape))
+        y = jnp.zeros((len(x), math.prod(self.shape[:-1])), dtype or x.dtype)
+        reference, quantized = halves(len(x))
+        parts = (self.weight, 0, reference.stop), (self.made, quantized.start, len(x))
+        # The last chunk starts earlier where x ends; that is in the same part, which has at least a chunk.
+        return _products(y, x, parts, min(CHUNK, reference.stop))
 
     def grouped_product(self, x: jax.Array, groups: Groups, **how: Any) -> jax.Array:
-        """Quantizes each expert's matrix for the rows of its group, and a few of all; see PRIOR."""
-        ends = np.cumsum(groups.size).tolist()
-        ranges = list(zip([0, *ends], ends, strict=False))
+        """Quantizes each expert's matrix for the quantized model's rows of its group, and a few of all of
+        these; see PRIOR.
+
+        The reference of these rows is unknown: a token may have reached other experts there.
+        """
+        ranges = _ranges(groups)
         taken = jnp.zeros(len(x), jnp.bool_).at[groups.place].set(True)  # other places hold any numbers
         chunk = min(CHUNK, len(x))
         x = jnp.pad(jnp.where(taken[:, None], x, 0), ((0, chunk), (0, 0)))
         if self.made is None:
-            nothing, block = jnp.zeros((x.shape[1],) * 2), self.target.hadamard
-            prior = _prior(_sum(x, 0, ends[-1], nothing, chunk), PRIOR / len(groups.place))
+            total, block = jnp.zeros((x.shape[1],) * 2), self.target.hadamard
+            for _, middle, end in ranges:
+                total = _sum(x, middle, end, total, chunk)
+            prior = _prior(total, 2 * PRIOR / len(groups.place))
             each = []
-            for expert, (start, end) in enumerate(ranges):
-                moments = _transformed(_sum(x, start, end, prior, chunk), block)
+            for expert, (_, middle, end) in enumerate(ranges):
+                moments = _transformed(_sum(x, middle, end, prior, chunk), block)
                 flat = _expert(self.weight, expert).reshape(-1, self.shape[-1])
-                each.append(self._fitted(flat, moments, self.shape[1:]))
+                each.append(self._fitted(flat, moments, shape=self.shape[1:]))
             self._keep(jax.tree.map(lambda *arrays: jnp.stack(arrays), *each))
         y = jnp.zeros((len(x), *self.shape[1:-1]), x.dtype)
-        for expert, (start, end) in enumerate(ranges):
-            for first in range(start, end, chunk):  # the next expert's replace those beyond the end
-                y = _with_product(y, x, self.made, expert, first, chunk)
+        for expert, (start, middle, end) in enumerate(ranges):
+            of_reference, of_quantized = (_expert(all_of, expert) for all_of in (self.weight, self.made))
+            y = _products(y, x, ((of_reference, start, middle), (of_quantized, middle, end)), chunk)
         return y[:-chunk]
 
     def take(self, rows: jax.Array) -> jax.Array:
@@ -91,11 +122,15 @@ class Calibrated:
         assert self.made is not None
         return self.made
 
-    def _fitted(self, flat: jax.Array, moments: jax.Array, shape: tuple[int, ...]) -> Int4:
-        """A matrix [outs, in], quantized for inputs with these moments, in the given shape [*out, in]."""
+    def _fitted(
+        self, flat: jax.Array, moments: jax.Array, cross: jax.Array | None = None, *, shape: tuple[int, ...]
+    ) -> Int4:
+        """A matrix [outs, in], quantized for inputs with these moments, in the given shape [*out, in]; see
+        `gptq` for cross.
+        """
         block, group = self.target.hadamard, self.target.group
         weight = transform(flat.astype(jnp.float32), block) / gain(block)
-        parts = (part.reshape(*shape[:-1], -1) for part in gptq(weight, moments, group))
+        parts = (part.reshape(*shape[:-1], -1) for part in gptq(weight, moments, group, cross))
         how: Any = {"group": group, "dtype": self.target.dtype, "inputs": self.target.inputs}
         return pack(*parts, hadamard=block, **how)
 
@@ -104,16 +139,33 @@ class Calibrated:
         self.count(1)
 
 
-def _moments(x: jax.Array, block: int) -> jax.Array:
-    """The sum of x^T x over x [N, in], after transforming x by blocks: float32 [in, in]."""
-    moments: jax.Array = _transformed(_squared(x), block)
-    return moments
+def _ranges(groups: Groups) -> list[tuple[int, int, int]]:
+    """Of each group: its first place, the first place of the quantized model's rows, and its end.
+
+    Within a group, rows keep their order (`counted`), so those of the reference come first.
+    """
+    size = np.asarray(groups.size)
+    reference, _ = halves(len(groups.place))
+    count = np.bincount(np.asarray(groups.owner[groups.place[reference]]), minlength=len(size))
+    ends = np.cumsum(size)
+    return list(zip(*(places.tolist() for places in (ends - size, ends - size + count, ends)), strict=True))
+
+
+def _moments(x: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    """`moments` and `cross` of `gptq`, each float32 [in, in], from the halves of x [N, in], which are
+    transformed by blocks.
+    """
+    reference, quantized = (x[half] for half in halves(len(x)))
+    return _transformed(_sum_of_products(quantized, quantized), block), _transformed(
+        _sum_of_products(reference, quantized), block
+    )
 
 
 @jax.jit
-def _squared(x: jax.Array) -> jax.Array:
+def _sum_of_products(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x^T y in float32, for x and y [N, in]."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.matmul(x.T, x, precision=precision, preferred_element_type=jnp.float32)
+    return jnp.matmul(x.T, y, precision=precision, preferred_element_type=jnp.float32)
 
 
 @partial(jax.jit, static_argnames="block")
@@ -133,7 +185,8 @@ def _sum(x: jax.Array, start: jax.Array, end: jax.Array, moments: jax.Array, chu
         first = start + i * chunk
         rows = lax.dynamic_slice_in_dim(x, first, chunk)
         here = first + jnp.arange(chunk) < end
-        added: jax.Array = _squared(jnp.where(here[:, None], rows, 0))
+        rows = jnp.where(here[:, None], rows, 0)
+        added: jax.Array = _sum_of_products(rows, rows)
         return moments + added
 
     total: jax.Array = lax.fori_loop(0, (end - start + chunk - 1) // chunk, add, moments)
@@ -148,20 +201,28 @@ def _prior(moments: jax.Array, share: float) -> jax.Array:
     return both
 
 
+def _products(y: jax.Array, x: jax.Array, parts: Iterable[Part], chunk: int) -> jax.Array:
+    """y [N, *out], with products of parts of x [N, in] in their places.
+
+    Chunk by chunk, only y is as large as all products. A part's last chunk may exceed its end; what follows
+    must be written later, or have no meaning.
+    """
+    for weight, start, end in parts:
+        for first in range(start, end, chunk):
+            y = _with_product(y, x, weight, first, chunk)
+    return y
+
+
+# Compiled once for all layers. Outside of jit, control flow would be compiled again at each call.
 @partial(jax.jit, donate_argnums=0, static_argnames="chunk")
-def _with_product(
-    y: jax.Array, x: jax.Array, stacked: Int4, expert: jax.Array, first: jax.Array, chunk: int
-) -> jax.Array:
-    """y [N, *out], with products of a chunk of x [N, in] by an expert's matrix in the chunk's place."""
-    rows = product(lax.dynamic_slice_in_dim(x, first, chunk), stacked[expert])
+def _with_product(y: jax.Array, x: jax.Array, weight: Any, first: jax.Array, chunk: int) -> jax.Array:
+    """y [N, *out], with products of a chunk of x [N, in] in the chunk's place."""
+    rows = product(lax.dynamic_slice_in_dim(x, first, chunk), weight, y.dtype)
     updated: jax.Array = lax.dynamic_update_slice_in_dim(y, rows.reshape(chunk, *y.shape[1:]), first, 0)
     return updated
 
 
-# Compiled once for all layers. Outside of jit, control flow would be compiled again at each call.
-_product = jax.jit(product, static_argnames="dtype")
-
-
 @jax.jit
-def _expert(weights: jax.Array, expert: jax.Array) -> jax.Array:
+def _expert(weights: Any, expert: jax.Array) -> Any:
+    """An expert's matrix, of a plain or a quantized parameter."""
     return weights[expert]

@@ -1,7 +1,8 @@
 """Calibrates four-bit weights on text: the model reads the text once and quantizes each weight when its
 product runs.
 
-So GPTQ fits each weight to its actual inputs, which come from quantized weights of earlier products.
+So GPTQ fits each weight to its actual inputs, which come from quantized weights of earlier products, and to
+its outputs in the unquantized model, which reads the text in the same pass (`calibrated.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 
 from jengine.base.errors import InvalidArgument
 from jengine.base.progress import Progress, progress_bar
-from jengine.checkpoints.calibrated import Calibrated
+from jengine.checkpoints.calibrated import Calibrated, twice
 from jengine.checkpoints.in_memory import Tensors
 from jengine.checkpoints.quantization import fitted
 from jengine.checkpoints.weights import load
@@ -112,6 +113,7 @@ def calibrate(
     total = sum(stored(leaf).format in FORMATS for leaf in jax.tree.leaves(targets, is_leaf=is_weight))
     with progress_bar(total=total, desc="calibrating", show=progress) as bar:
         mixed = jax.tree.map(prepared, params, targets, model.axes, is_leaf=is_weight)
+        tokens = twice(tokens)
         count, length = tokens.shape
         positions = jnp.tile(jnp.arange(length), count)
         model.bind(mixed).hidden(jnp.asarray(tokens.reshape(-1)), positions, _attend(count))

@@ -15,7 +15,7 @@ from jengine import cli
 from jengine.base.errors import InvalidArgument
 from jengine.checkpoints import calibrated as subject
 from jengine.checkpoints import conversion, load, load_calibrated, read_config, read_text, resolve
-from jengine.checkpoints.calibrated import Calibrated, _moments
+from jengine.checkpoints.calibrated import Calibrated, _moments, halves, twice
 from jengine.core.config import EngineConfig
 from jengine.engine.shapes import describe
 from jengine.models import build
@@ -35,6 +35,7 @@ from tests.text.conftest import byte_level, write
 EXPERTS, OUT, IN = 4, 24, 64
 MANY, FEW, NONE = 0, 1, 2  # experts, by how many rows reach them
 CHUNK = 64
+Reference = tuple[jax.Array, jax.Array]  # rows, and the expert of each
 
 
 def inputs(rows: int, size: int) -> jax.Array:
@@ -95,9 +96,11 @@ def test_few_inputs_mislead_little() -> None:
 
 
 def test_moments_of_transformed_inputs() -> None:
-    x = inputs(64, 48).astype(jnp.bfloat16)
+    x = inputs(128, 48).astype(jnp.bfloat16)
     spread = np.asarray(transform(x.astype(jnp.float32), 48), np.float64)
-    np.testing.assert_allclose(_moments(x, 48), spread.T @ spread, rtol=1e-4, atol=1e-2)
+    moments, cross = _moments(x, 48)
+    np.testing.assert_allclose(moments, spread[64:].T @ spread[64:], rtol=1e-4, atol=1e-2)
+    np.testing.assert_allclose(cross, spread[:64].T @ spread[64:], rtol=1e-4, atol=1e-2)
 
 
 def test_moments_without_an_inverse() -> None:
@@ -105,6 +108,74 @@ def test_moments_without_an_inverse() -> None:
     x = jnp.zeros((2, 64)).at[:, :3].set(1.0)
     numbers, scale, _ = gptq(jnp.ones((4, 64)), x.T @ x, 32)
     assert np.isfinite(np.asarray(scale)).all() and numbers.dtype == jnp.int8
+
+
+def deviating(x: jax.Array) -> jax.Array:
+    """Inputs of a quantized model beside those of the unquantized one: mixed a little, with some noise."""
+    mixing, noise = (
+        jax.random.normal(jax.random.key(n), shape) for n, shape in ((5, (IN, IN)), (6, x.shape))
+    )
+    return 0.9 * x + x @ mixing / 50 + 0.2 * noise
+
+
+def test_outputs_are_nearer_to_those_of_the_unquantized_model() -> None:
+    """On other inputs of the same kind, if inputs deviate from the unquantized model's."""
+    reference, weight = inputs(1024, IN), jax.random.normal(jax.random.key(3), (48, IN))
+    x = deviating(reference)
+    seen, unseen = slice(512), slice(512, None)
+    moments, cross = x[seen].T @ x[seen], reference[seen].T @ x[seen]
+    errors = []
+    for known in (cross, None):
+        numbers, scale, offset = gptq(weight, moments, 32, known)
+        made = numbers * jnp.repeat(scale, 32, 1) + jnp.repeat(offset, 32, 1)
+        errors.append(float(jnp.square(reference[unseen] @ weight.T - x[unseen] @ made.T).mean()))
+    assert errors[0] < 0.8 * errors[1]
+
+
+def test_inputs_that_do_not_deviate_change_nothing() -> None:
+    x, weight = inputs(512, 200), jax.random.normal(jax.random.key(3), (48, 200))
+    moments = x.T @ x
+    for one, other in zip(gptq(weight, moments, 128), gptq(weight, moments, 128, moments), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("rows", [6, 300, 1400])
+@pytest.mark.parametrize("rows_too", [False, True])
+def test_each_half_is_multiplied_by_its_weight(rows: int, rows_too: bool) -> None:
+    """The reference by the unquantized one. In chunks or not, the last of which may have fewer rows."""
+    reference, weight = inputs(rows // 2, IN), jax.random.normal(jax.random.key(3), (OUT, 2, IN))
+    x = jnp.concatenate([reference, deviating(reference)])
+    target = quantize_int4(weight, group=32, hadamard=IN, inputs=rows_too)
+    made = Calibrated(weight, target, lambda count: None)
+    y, again = made.product(x), made.product(x, jnp.bfloat16)
+    first, second = halves(rows)
+    np.testing.assert_allclose(y[first], product(x[first], weight), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(y[second], product(x[second], made.result()), rtol=1e-5, atol=1e-5)
+    assert np.abs(y[second] - product(x[second], weight)).max() > 0.1
+    assert again.dtype == jnp.bfloat16
+    np.testing.assert_allclose(again.astype(jnp.float32), y, rtol=0.01)
+
+
+def test_weights_know_the_inputs_that_theirs_deviate_from() -> None:
+    """A weight is fitted to the outputs of the first half; without deviation, as `gptq` fits it alone."""
+    reference, weight = inputs(512, IN), jax.random.normal(jax.random.key(3), (OUT, IN))
+    target, x = quantize_int4(weight, group=32, hadamard=IN), deviating(reference)
+
+    def fitted(first: jax.Array) -> jax.Array:
+        made = Calibrated(weight, target, lambda count: None)
+        made.product(jnp.concatenate([first, x]))
+        return dequantize(made.result())
+
+    informed, alone = fitted(reference), fitted(x)
+    errors = [float(jnp.square(reference @ weight.T - x @ made.T).mean()) for made in (informed, alone)]
+    assert errors[0] < 0.8 * errors[1]
+
+
+def test_tokens_are_read_twice() -> None:
+    tokens = np.arange(6, dtype=np.int32).reshape(2, 3)
+    reference, quantized = (twice(tokens).reshape(-1)[half].reshape(2, 3) for half in halves(12))
+    np.testing.assert_array_equal(reference, tokens)
+    np.testing.assert_array_equal(quantized, tokens)
 
 
 @dataclass(frozen=True)
@@ -139,16 +210,23 @@ class Routed:
     def rounded(self, rows_too: bool = False) -> Int4:
         return quantize_int4(self.weight, group=32, hadamard=IN, inputs=rows_too)
 
-    def calibrated(self, rows_too: bool = False, empty: float = 0.0) -> tuple[jax.Array, Int4]:
-        """The products of x, float32 [rows, OUT, 2], and the weights.
+    def calibrated(
+        self, rows_too: bool = False, empty: float = 0.0, reference: Reference | None = None
+    ) -> tuple[jax.Array, jax.Array, Int4]:
+        """The products of the reference and of x, float32 [rows, OUT, 2], and the weights.
 
         Args:
             empty: what places without a row hold.
+            reference: the unquantized model's rows, and their experts; None: x and chosen.
         """
-        groups = grouped(self.chosen, EXPERTS)
-        x = jnp.full((len(groups.row), IN), empty).at[groups.place].set(self.x)
+        rows, experts = reference or (self.x, self.chosen)
+        groups = grouped(jnp.concatenate([experts, self.chosen]), EXPERTS)
+        both = jnp.concatenate([rows, self.x])
+        x = jnp.full((len(groups.row), IN), empty).at[groups.place].set(both)
         weight = Calibrated(self.weight, self.rounded(rows_too), lambda count: None)
-        return weight.grouped_product(x, groups)[groups.place], weight.result()
+        y = weight.grouped_product(x, groups)[groups.place]
+        first, second = halves(len(y))
+        return y[first], y[second], weight.result()
 
     def errors(self, made: Int4) -> np.ndarray:
         """Mean squared errors of each expert's products of unseen inputs."""
@@ -167,28 +245,34 @@ def routed() -> Routed:
 def test_experts_are_nearer_on_such_inputs(rows_too: bool, routed: Routed) -> None:
     """Also one that few rows reach, and one that none reach."""
     errors, nearest = (
-        routed.errors(made) for made in (routed.calibrated(rows_too)[1], routed.rounded(rows_too))
+        routed.errors(made) for made in (routed.calibrated(rows_too)[-1], routed.rounded(rows_too))
     )
     assert (errors < np.array([0.6, 0.8, 0.8, 0.65]) * nearest).all()  # 0.51, 0.71, 0.70, 0.54
 
 
 def test_few_rows_of_an_expert_mislead_little(routed: Routed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without rows of the others, the one with few rows is no nearer than rounded to nearest."""
-    errors = routed.errors(routed.calibrated()[1])
+    errors = routed.errors(routed.calibrated()[-1])
     monkeypatch.setattr(subject, "PRIOR", 0)
-    assert errors[FEW] < 0.8 * routed.errors(routed.calibrated()[1])[FEW]  # 0.65
+    assert errors[FEW] < 0.8 * routed.errors(routed.calibrated()[-1])[FEW]  # 0.65
 
 
 def test_products_of_experts_are_those_of_their_weights(
     routed: Routed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever places without a row hold, and in chunks or not."""
+    """Of the unquantized ones for the reference, whose rows reach other experts and change no moments.
+    Whatever places without a row hold, and in chunks or not.
+    """
     monkeypatch.setattr(subject, "CHUNK", CHUNK)
-    y, made = routed.calibrated(empty=jnp.nan)
+    other = 3 * routed.x[::-1], jnp.roll(routed.chosen, 5).at[:20].set(NONE)
+    reference, y, made = routed.calibrated(empty=jnp.nan, reference=other)
+    want = jnp.einsum("ni,noki->nok", other[0], routed.weight[other[1]])
+    np.testing.assert_allclose(reference, want, atol=2e-4)
     want = jnp.einsum("ni,noki->nok", routed.x, dequantize(made)[routed.chosen])
     np.testing.assert_allclose(y, want, atol=1e-4)
+    assert jnp.abs(y - jnp.einsum("ni,noki->nok", routed.x, routed.weight[routed.chosen])).max() > 0.1
     monkeypatch.setattr(subject, "CHUNK", 512)
-    differences = np.asarray(dequantize(routed.calibrated()[1]) - dequantize(made))
+    differences = np.asarray(dequantize(routed.calibrated()[-1]) - dequantize(made))
     assert (np.abs(differences) > 1e-4).mean() < 0.01  # numbers half way between two
 
 
