@@ -171,7 +171,7 @@ def test_bits_do_not_depend_on_the_batch_in_stages(stages: int, count: int, tmp_
     options = {**SMALL, **OPTIONS, "max_model_len": 192, "dtype": "float32", "pipeline_parallel_size": stages}
     with on_demand():
         engine = start_engine(EngineConfig.of(str(tmp_path), options), progress=False)[0]
-    check_invariance(engine, count, seed=3)
+    check_invariance(engine, count, seed=3, stages=stages)
 
 
 @pytest.mark.parametrize(
