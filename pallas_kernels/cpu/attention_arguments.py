@@ -90,7 +90,11 @@ class Arguments:
                 yield Block(tile, first, own, real, position, oldest, end, cost)
 
     def _end(self, tile: Value, first: Value, real: Value, end: Value) -> Value:
-        """The end of the tokens that some query of a block sees; `end`: that of its own tokens."""
+        """The end of the tokens that some query of a block sees.
+
+        Args:
+            end: the position behind its last query.
+        """
         if self.until is None:
             return end
         code, out = self.code, self.code.variable(end)

@@ -282,8 +282,8 @@ class _Item:
         return places + 2 * SPAN * 8
 
     def _next(self, block: Block, head: Value, first: Value) -> _Tokens:
-        """What is prefetched before the tokens from `first` on are needed: these, or if there are none, the
-        first tokens of the next head, or those of the next decode row.
+        """The tokens to prefetch: this block's from `first` on. After its last ones, the first tokens of the
+        next head; after the last head, of the next decode row.
         """
         given = self.given
         start = block.oldest // SPAN * SPAN
