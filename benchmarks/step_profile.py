@@ -40,6 +40,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "w8a8": {"dtype": "bfloat16", "quantization": "w8a8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "w4a8": {"dtype": "bfloat16", "quantization": "w4a8"},
 }
 RUNS = 12
 READ = 1 << 28  # bytes per core, larger than any cache
@@ -73,7 +74,7 @@ def matrix_rate(name: str) -> float:
     rows, size, out = LARGE
     dtype = FORMATS[name]["dtype"]
     x, weight = jnp.ones((rows, size), dtype), jnp.ones((out, size), dtype)
-    given = stored(quantize(weight, "int8", inputs=True) if name == "w8a8" else weight)
+    given = stored(quantize(weight, "int8", inputs=True) if name.endswith("a8") else weight)
     seconds = []
     for form in ("kernel", "panels", "xla"):
         args = x, given.with_forms(((form_key(rows, dtype, given.format), form),))
