@@ -22,7 +22,8 @@ from pallas_kernels.products import ROW_CLASSES, form_key
 from pallas_kernels.quantized import quantize
 from pallas_kernels.weights import product, stored
 
-FOUR_BITS = "int4", "w4a8"
+# formats with four bits, and the number of rows above which panels are faster than the kernel
+FOUR_BITS = {"int4": ROW_CLASSES[-1], "w4a8": ROW_CLASSES[-2]}
 MANY = 256  # number of rows representing a prompt
 REPEATS = 5
 # required share of the first form's time, so that noise does not change the choice and cause compilations
@@ -37,7 +38,7 @@ def candidates(at: Processor, x: str, kind: str, rows: int) -> tuple[str, ...]:
     prompts. For prompts, panels are always faster than the kernel, and for four bits than XLA.
     """
     if kind in FOUR_BITS:
-        return ("panels" if rows > ROW_CLASSES[-1] and panels.serves(at, x, kind) else "kernel",)
+        return ("panels" if rows > FOUR_BITS[kind] and panels.serves(at, x, kind) else "kernel",)
     if rows == 1 or kind not in (*INPUTS, "w8a8"):
         return ("kernel",)
     by_tiles = ("amx",) if at.tiles and why_no_tiles(x, kind, OUTS) is None else ()

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial, reduce
 
 from pallas_kernels.cpu import native
 from pallas_kernels.cpu.blocks import AHEAD, KINDS, Operands, Out, block, padded
@@ -35,6 +36,7 @@ PANEL, SCRATCH = 64, 1 << 17  # maximum outputs; bytes of converted weights on t
 NONE, ALL, LOWER, UPPER = range(4)  # the outputs of a block whose weights a strip of rows prefetches
 STRIP = 8  # larger than any strip
 LONGEST = 64  # numbers in the longest vector
+MAXIMA = 4  # vectors of maxima of a row; in a single one, each waits for the one before
 SMALLEST, RECIPROCAL = 1e-30, 1 / 127  # as in `quantized`
 
 
@@ -273,10 +275,15 @@ def quantize(
             spread = code.result(frame, own)[0] + start * 4
             code.call("transform_row", VOID, row, spread, size)
             row = spread
-        lanes = code.variable(code.constant(vector(F32, at.lanes), SMALLEST))
-        with code.loop(0, whole, at.lanes) as n:
-            lanes.set(larger(lanes.get(), row + n * item, at.lanes))
-        most = code.variable(code.reduced("fmaximum", lanes.get()).splat(1))
+        lanes = [code.variable(code.constant(vector(F32, at.lanes), SMALLEST)) for _ in range(MAXIMA)]
+        several = whole.rounded_down(MAXIMA * at.lanes)
+        with code.loop(0, several, MAXIMA * at.lanes) as first:
+            for index, own in enumerate(lanes):
+                own.set(larger(own.get(), row + (first + index * at.lanes) * item, at.lanes))
+        with code.loop(several, whole, at.lanes) as n:
+            lanes[0].set(larger(lanes[0].get(), row + n * item, at.lanes))
+        largest = reduce(partial(code.intrinsic, "maximum"), [own.get() for own in lanes])
+        most = code.variable(code.reduced("fmaximum", largest).splat(1))
         with code.loop(whole, size) as n:
             most.set(larger(most.get(), row + n * item, 1))
         scale = most.get().lane(0) * RECIPROCAL
