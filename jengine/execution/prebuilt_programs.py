@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +60,23 @@ class PrebuiltPrograms(ProgramStore):
             raise self._refusal(f"its programs are for something else: {different}")
 
     def load(
-        self, names: Iterable[str], identity: dict[str, object], devices: Sequence[jax.Device]
+        self,
+        names: Iterable[str],
+        identity: dict[str, object],
+        devices: Sequence[jax.Device],
+        before: Callable[[], object],
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """(executables by name, notes). All named executables must be present.
+
+        Args:
+            before: is called before any is loaded.
 
         Raises:
             InvalidArgument: the programs are for another identity, or one is missing, not trusted, or cannot
                 be loaded.
         """
         self.check(identity)
+        before()
         try:
             return {
                 name: self.load_one(name, self._manifest.programs, devices) for name in names

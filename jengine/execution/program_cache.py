@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,19 +45,28 @@ class ProgramCache(ProgramStore):
         self._writes = False  # True while the lock is held and writing succeeds
 
     def load(
-        self, names: Iterable[str], identity: dict[str, object], devices: Sequence[jax.Device]
+        self,
+        names: Iterable[str],
+        identity: dict[str, object],
+        devices: Sequence[jax.Device],
+        before: Callable[[], object],
     ) -> Loaded:
         """(the named executables found here, notes).
 
         Args:
             identity: not used, since the folder's name contains its fingerprint.
             devices: the devices that they will run on; there may be others.
+            before: is called before any is loaded, if one is here.
         """
         found: dict[str, Any] = {}
-        return found, self._load(names, found, devices)
+        return found, self._load(names, found, devices, before)
 
     def _load(
-        self, names: Iterable[str], found: dict[str, Any], devices: Sequence[jax.Device]
+        self,
+        names: Iterable[str],
+        found: dict[str, Any],
+        devices: Sequence[jax.Device],
+        before: Callable[[], object],
     ) -> dict[str, Any]:
         """Adds named executables to `found` that are not yet in it. Returns the notes."""
         try:
@@ -66,6 +75,9 @@ class ProgramCache(ProgramStore):
             if (self.folder / MANIFEST).exists():  # otherwise nothing has been saved yet
                 self._log_rejected(error)
             return {}
+        names = list(names)
+        if not manifest.programs.keys().isdisjoint(names):
+            before()
         for name in names:
             digest = str(manifest.programs.get(name))
             if name in found or digest in self._refused:
@@ -88,7 +100,12 @@ class ProgramCache(ProgramStore):
 
     @contextmanager
     def filling(
-        self, names: list[str], devices: Sequence[jax.Device], *, progress: Progress
+        self,
+        names: list[str],
+        devices: Sequence[jax.Device],
+        before: Callable[[], object],
+        *,
+        progress: Progress,
     ) -> Iterator[Loaded]:
         """A context in which missing programs are compiled and passed to `keep`.
 
@@ -104,11 +121,11 @@ class ProgramCache(ProgramStore):
             ) as bar:
                 while not (held := lock.acquire()) and self._wait and len(found) < len(names):
                     time.sleep(POLL)
-                    notes = self._load(names, found, devices)
+                    notes = self._load(names, found, devices, before)
                     bar.n = len(found)
                     bar.refresh()
             if held:
-                notes = self._load(names, found, devices)  # programs saved last
+                notes = self._load(names, found, devices, before)  # programs saved last
                 tidy(self.folder, self._digests)
                 make_private(self.folder)  # not earlier: a folder that was not private must not be trusted
                 self._writes = True

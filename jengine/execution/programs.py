@@ -70,8 +70,11 @@ class Programs:
         self._programs: dict[Key, Any] = {}
         self.memory: dict[Key, ProgramMemory] = {}
         self.compiled = self.loaded = 0
-        prepare(spec)
-        self.obtain(program_keys(spec) if first is None else first, progress=progress)
+        # Kernels are compiled while programs without them are.
+        with ThreadPoolExecutor(1, "kernels") as pool:
+            self._kernels = pool.submit(prepare, spec)
+            self.obtain(program_keys(spec) if first is None else first, progress=progress)
+            self._kernels.result()
 
     def obtain(self, keys: Sequence[Key], *, progress: Progress = False, background: bool = False) -> None:
         """Loads programs, or compiles and saves them.
@@ -80,13 +83,14 @@ class Programs:
             background: whether steps are running: compiles at a low priority, and does not count as
                 unexpected compilation.
         """
+        before = self._kernels.result
         if self._store:
-            self._take(keys, *self._store.load(map(file_name, keys), self._identity, self._devices))
+            self._take(keys, *self._store.load(map(file_name, keys), self._identity, self._devices, before))
         if missing := self._missing(keys):
             cache = self._store if isinstance(self._store, ProgramCache) else None
             nothing: AbstractContextManager[Loaded] = nullcontext(({}, {}))
             with (
-                cache.filling([*map(file_name, missing)], self._devices, progress=progress)
+                cache.filling([*map(file_name, missing)], self._devices, before, progress=progress)
                 if cache
                 else nothing
             ) as found:

@@ -60,6 +60,8 @@ def register(name: str, make: Callable[[], Sequence[int | tuple[int, int]]]) -> 
         make: returns the addresses of functions; all parts of one are called before the next. An item may be
             a pair; its second function, int64 of (frame, most), returns the number of parts for this call.
     """
+    if name in _registered:  # without waiting for another kernel's compilation
+        return name
     with _lock:
         if name not in _registered:
             calls = _calls(make())

@@ -278,11 +278,12 @@ def quantize(
         lanes = [code.variable(code.constant(vector(F32, at.lanes), SMALLEST)) for _ in range(MAXIMA)]
         several = whole.rounded_down(MAXIMA * at.lanes)
         with code.loop(0, several, MAXIMA * at.lanes) as first:
-            for index, own in enumerate(lanes):
-                own.set(larger(own.get(), row + (first + index * at.lanes) * item, at.lanes))
+            for index, maxima in enumerate(lanes):
+                place = row + (first + index * at.lanes) * item
+                maxima.set(larger(maxima.get(), place, at.lanes))
         with code.loop(several, whole, at.lanes) as n:
             lanes[0].set(larger(lanes[0].get(), row + n * item, at.lanes))
-        largest = reduce(partial(code.intrinsic, "maximum"), [own.get() for own in lanes])
+        largest = reduce(partial(code.intrinsic, "maximum"), [maxima.get() for maxima in lanes])
         most = code.variable(code.reduced("fmaximum", largest).splat(1))
         with code.loop(whole, size) as n:
             most.set(larger(most.get(), row + n * item, 1))
