@@ -29,6 +29,7 @@ from jengine.execution.kinds import Key
 from jengine.execution.program_cache import WAITING
 from jengine.execution.program_folder import FolderLock, Manifest, read_manifest, write_manifest
 from jengine.execution.programs import Built, Programs, open_cache
+from jengine.execution.spec import ExecutionSpec
 from tests.execution.specs import make_spec
 
 KEYS: list[Key] = [ALLOCATE, ALLOCATE_COUNTS, "count"]  # the quickest to compile
@@ -71,6 +72,36 @@ def _start_and_hang(root: Path, one_saved: Event) -> None:
     programs_module.program_keys = lambda spec: KEYS
     programs_module.compile_all = pausing(1, hang)
     start(root)
+
+
+def test_programs_are_compiled_beside_their_kernels_and_loaded_after_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = threading.Event()
+    monkeypatch.setattr(programs_module, "prepare", lambda spec: compiled.wait(PATIENCE) or pytest.fail())
+    monkeypatch.setattr(programs_module, "compile_all", pausing(1, compiled.set))
+    assert counts(start(tmp_path)) == (3, 0)
+
+    order = []
+    load = program_cache.ProgramCache.load_one
+    monkeypatch.setattr(programs_module, "prepare", lambda spec: order.append("kernels"))
+    monkeypatch.setattr(
+        program_cache.ProgramCache, "load_one", lambda *given: (order.append("program"), load(*given))[1]
+    )
+    assert counts(start(tmp_path)) == (0, 3)
+    assert order == ["kernels", *["program"] * 3]
+
+
+def test_a_kernel_that_cannot_be_registered_ends_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(spec: ExecutionSpec) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(programs_module, "prepare", refuse)
+    for _ in range(2):  # nothing is saved; then all programs are
+        with pytest.raises(RuntimeError, match="no such kernel"):
+            start(tmp_path)
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])

@@ -225,7 +225,8 @@ def test_prompts_take_panels_where_the_processor_has_the_instructions() -> None:
         (bytes_, "w4a8", "panels"),
     ):
         assert choice.candidates(at, "bfloat16", kind, 256)[0] == first
-        assert choice.candidates(at, "bfloat16", kind, 64) == ("kernel",)
+        assert choice.candidates(at, "bfloat16", kind, 64) == (first if kind == "w4a8" else "kernel",)
+        assert choice.candidates(at, "bfloat16", kind, 16) == ("kernel",)
 
 
 def test_panels_are_not_used_where_all_rows_must_be_summed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,8 +241,8 @@ def test_panels_are_not_used_where_all_rows_must_be_summed_alike(monkeypatch: py
 def test_four_bits_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(choice, "_fastest")
     found = choice.forms("bfloat16", FOUR_BITS, (64, 32), {})
-    for kind in FOUR_BITS:
-        prompts = "panels" if panels.serves(AT, "bfloat16", kind) else "kernel"
-        assert found.pop(f"bfloat16 * {kind}, more rows") == prompts
+    for kind, rows in ("int4", "more rows"), ("w4a8", "more rows"), ("w4a8", "64 rows"):
+        expected = "panels" if panels.serves(AT, "bfloat16", kind) else "kernel"
+        assert found.pop(f"bfloat16 * {kind}, {rows}") == expected
     assert {*found.values()} == {"kernel"}
     assert {*choice.forms("bfloat16", FOUR_BITS, (64, 32), {}, by_place=False).values()} == {"kernel"}

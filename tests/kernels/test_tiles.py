@@ -110,6 +110,7 @@ def emulated(text: str) -> str:
 
 @pytest.fixture
 def with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_objects", None)  # the code has addresses of this process
     made = tiles.tiles_module
     monkeypatch.setattr(tiles, "tiles_module", lambda *args, **how: emulated(made(*args, **how)))
     monkeypatch.setattr(products, "register", lambda name, make: calls.register(f"{name}_emulated", make))
