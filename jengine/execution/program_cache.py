@@ -111,6 +111,9 @@ class ProgramCache(ProgramStore):
 
         Yields, like `load`, those that another process has compiled meanwhile. One process at a time fills a
         folder. Others wait, load each program as it is saved, and take over if the first one ends.
+
+        Args:
+            before: see `load`.
         """
         lock = FolderLock(self.folder)
         found: dict[str, Any] = {}

@@ -35,7 +35,7 @@ def candidates(at: Processor, x: str, kind: str, rows: int) -> tuple[str, ...]:
 
     XLA is not a candidate for eight-bit weights, which it converts in a separate pass, nor for one row, where
     it takes ten times as long as the kernel. With AMX it may be faster from two rows on; otherwise only for
-    prompts. For prompts, panels are always faster than the kernel, and for four bits than XLA.
+    prompts. For prompts, panels are always faster than the kernel, and for four bits than XLA; see FOUR_BITS.
     """
     if kind in FOUR_BITS:
         return ("panels" if rows > FOUR_BITS[kind] and panels.serves(at, x, kind) else "kernel",)
