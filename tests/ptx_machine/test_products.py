@@ -7,6 +7,7 @@ import pytest
 
 from tests.ptx_machine.kernels import lines_of, run, swapped, without
 from tools.ptx_machine.memory import Array
+from tools.ptx_machine.products import times
 from tools.ptx_machine.schedules import ORDERS, Schedule
 
 RANDOM = np.random.default_rng(0)
@@ -14,6 +15,16 @@ RANDOM = np.random.default_rng(0)
 
 def halves(*shape: int) -> np.ndarray:
     return RANDOM.integers(-8, 8, shape).astype(np.float16)
+
+
+@pytest.mark.parametrize("size", [8, 16, 32])
+def test_a_row_has_the_same_sums_in_every_place(size: int) -> None:
+    row, right = (
+        RANDOM.normal(size=shape).astype(np.float16).astype(np.float32) for shape in (size, (128, size))
+    )
+    every = times(np.tile(row, (64, 1)), right)
+    np.testing.assert_array_equal(every, np.tile(times(row[None], right), (64, 1)))
+    np.testing.assert_allclose(every[0], (row.astype(np.float64) * right).sum(-1), rtol=1e-6, atol=1e-6)
 
 
 # A [16, 16] and B^T [8, 16] in shared memory without swizzle; D [16, 8].

@@ -141,7 +141,7 @@ class Products:
         x = self.queue.pop(0)
         flying = self.flying[x.d]
         a, b = x.a(), x.b()
-        product = a @ b.T
+        product = times(a, b)
         if x.scale != 1:
             product = product * np.float32(x.scale)
         for i, value in x.held:
@@ -183,6 +183,16 @@ class Products:
         """See Part."""
         if self.warp.done and self.flying:
             self.warp.device.note("exit", "a warp exits while its wgmma is in flight")
+
+
+def times(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """left @ right.T of float32 numbers of at most 16 bits.
+
+    In float64, sums are exact unless their terms differ very much. In float32, they depend on a row's place,
+    since BLAS computes the rows at a matrix's edge differently.
+    """
+    product: np.ndarray = left.astype(np.float64) @ right.T.astype(np.float64)
+    return product.astype(np.float32)
 
 
 def add(c: np.ndarray | None, product: np.ndarray, dtype: Any) -> np.ndarray:
@@ -269,7 +279,7 @@ def multiply(warp: Warp, ins: Instruction, lanes: Lanes) -> Wait | None:
     left = fragments.operand([warp.get(r) for r in a], types[1], 16)
     right = fragments.operand([warp.get(r) for r in b], types[2], 8)
     before = fragments.accumulators([warp.get(r) for r in c], TYPES[types[3]], types[3] == "f16")
-    result = add(before, left @ right.T, TYPES[types[0]])
+    result = add(before, times(left, right), TYPES[types[0]])
     for target, value in zip(d, fragments.results(result, types[0] == "f16"), strict=True):
         warp.set(target, value, lanes)
     return None
