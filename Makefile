@@ -101,6 +101,7 @@ goldens: ## record the golden tests' expected values again, under PyTorch
 	    && .venv-goldens/bin/python -m pip install --quiet torch==2.13.0 transformers==5.23.0 accelerate gguf pillow && touch .venv-goldens/.ready; }
 	.venv-goldens/bin/python -m tests.golden.record
 	.venv-goldens/bin/python -m tests.golden.record_heads
+	.venv-goldens/bin/python -m tests.golden.record_saved
 	.venv-goldens/bin/python -m tests.golden.record_vision
 	.venv-goldens/bin/python -m tests.golden.record_embeddings
 	.venv-goldens/bin/python -m tests.golden.record_beams

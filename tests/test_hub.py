@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 
 from jengine.base.errors import ModelError
 from jengine.hub.files import HubName, choose_gguf, model_files, quantization_of
+from jengine.hub.repository import Repository
 from tests.checkpoints.gguf_models import write_gguf
 from tests.hub_server import COMMIT, Hub, serve_hub
 from tests.test_batch import FLAGS
@@ -190,3 +193,39 @@ def test_which_files_a_model_needs() -> None:
             choose_gguf("a/b", parts, quantization)
     with pytest.raises(ModelError, match=r"neither config\.json nor GGUF files"):
         model_files(HubName("a/b"), ["README.md"])
+
+
+@pytest.mark.parametrize(
+    ("commit", "files", "says"),
+    [
+        (
+            "/elsewhere",
+            {"m-Q4_K_M.gguf": 1},
+            "names '/elsewhere' as its commit: must be 40 hexadecimal",
+        ),
+        ("../" + COMMIT, {}, "must be 40 hexadecimal digits"),
+        ("None", {}, "must be 40 hexadecimal digits"),
+        (COMMIT, {"../x.gguf": 1}, "names '../x.gguf' as a file: must lie within the repository"),
+        (COMMIT, {"/x.gguf": 1}, "must lie within the repository"),
+        (COMMIT, {"a/./x.gguf": 1}, "must lie within the repository"),
+        (COMMIT, {"a\\..\\x.gguf": 1}, "must lie within the repository"),
+        (COMMIT, {"a\n.gguf": 1}, "must lie within the repository"),
+        (COMMIT, {"x.gguf": -1}, "has -1 bytes: must be from 0"),
+        (COMMIT, {"x.gguf": 2**70}, "bytes: must be from 0"),
+    ],
+)
+def test_words_of_a_hub_that_become_paths_are_checked(
+    commit: str, files: dict[str, int], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    siblings = [types.SimpleNamespace(rfilename=name, size=size) for name, size in files.items()]
+    info = types.SimpleNamespace(sha=commit, siblings=siblings)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: info)
+    with pytest.raises(ModelError, match=f"own/model: the hub .*{re.escape(says)}"):
+        Repository.find(HubName("own/model", "Q4_K_M"))
+
+
+def test_many_names_are_cut() -> None:
+    files = [f"m{i}-Q4_K_M.gguf" for i in range(20_000)]
+    with pytest.raises(ModelError, match="has several files of Q4_K_M") as caught:
+        choose_gguf("own/model", files, "Q4_K_M")
+    assert len(str(caught.value)) < 2100

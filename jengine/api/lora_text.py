@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jengine.base.errors import ModelError
+from jengine.base.model_files import read_json
 from jengine.hub.download import download
 from jengine.text.tokenizer import Tokenizer, special_tokens_of
 
@@ -85,7 +85,7 @@ def _added_tokens(folder: Path) -> Iterator[tuple[str, int, Path]]:
         if not file.is_file():
             continue
         try:
-            found = [(str(text), int(number)) for text, number in listed(json.loads(file.read_bytes()))]
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as wrong:
+            found = [(str(text), int(number)) for text, number in listed(read_json(file))]
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as wrong:
             raise ModelError(f"its added tokens cannot be read: {wrong!r}", file=file) from None
         yield from ((text, number, file) for text, number in found)

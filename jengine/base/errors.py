@@ -45,14 +45,15 @@ def _cut(text: str, most: int) -> str:
 
 class ModelError(JengineError):
     """A model that cannot be read or is not supported. The message names the file and, if there is one, the
-    tensor.
+    tensor. What it repeats of a file is cut.
     """
 
     def __init__(self, reason: str, *, file: object = None, tensor: str | None = None) -> None:
-        self.reason, self.file, self.tensor = reason, file, tensor
+        self.reason, self.file = _cut(reason, 2000), file
+        self.tensor = tensor = None if tensor is None else _cut(tensor, 200)
         where = [str(file)] if file is not None else []
         where += [f"tensor {tensor}"] if tensor is not None else []
-        super().__init__(": ".join([*where, reason]))
+        super().__init__(": ".join([*where, self.reason]))
 
 
 class OutOfMemory(JengineError):

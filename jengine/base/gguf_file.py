@@ -92,7 +92,7 @@ class GgufFile:
             with path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._fields, self.tensors, self.start = _Reader(mapped).contents()
-        except (ValueError, OSError, struct.error, UnicodeDecodeError) as wrong:
+        except (ValueError, OverflowError, OSError, struct.error) as wrong:
             raise ModelError(f"is not a complete GGUF file: {wrong}", file=path) from None
         self.architecture = str(self["general.architecture"])
 

@@ -4,8 +4,9 @@ from jengine.checkpoints.calibration import check_stateless, check_unconverted, 
 from jengine.checkpoints.conversion import convert
 from jengine.checkpoints.folder import kept_format, read_config, read_sampling_defaults, resolve
 from jengine.checkpoints.heads import eagle3_config, mtp_config, mtp_prefix
+from jengine.checkpoints.output_head import has_output_head
 from jengine.checkpoints.sentence_transformers import choose_embedder, read_reranker
-from jengine.checkpoints.weights import has_output_head, has_tensors, load
+from jengine.checkpoints.weights import has_tensors, load
 
 __all__ = [
     "check_stateless",

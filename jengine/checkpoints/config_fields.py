@@ -17,7 +17,7 @@ from jengine.models.family import Fields
 # Fields that do not change what a model computes, or only in training. Patterns as in a shell.
 HARMLESS = (
     # About the file
-    "_name_or_path", "architectures", "auto_map", "*dtype", "model_type", "name_or_path", "transformers*",
+    "*name_or_path", "architectures", "auto_map", "*dtype", "model_type", "transformers*",
     "unsloth*", "_commit_hash", "custom_pipelines", "finetuning_task", "for_llm_compressor", "id2label",
     "is_llama_config", "label2id", "problem_type", "base_model*", "task_specific_params", "tokenizer_class",
     "_num_labels", "num_labels", "model_name", "quantization_status", "text_config", "license",

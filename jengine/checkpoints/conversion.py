@@ -83,7 +83,7 @@ def convert(
         calibration_data=calibration_data,
     )
     found = read_config(folder)
-    config = dataclasses.replace(found, stored=None)
+    config = dataclasses.replace(found, stored=None, quantized_inputs="")
     if how.quantization is not None or (
         is_gguf(folder) and found.stored is not None and quantization is None
     ):

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jengine.base.errors import ModelError
+from jengine.base.model_files import malformed
 from jengine.models import FAMILIES
 from jengine.models.config import ModelConfig
+from jengine.models.hf_config import MAX_SIZE, check
 
 MARK = "jengine.json"
 PARAMS = "params"
@@ -25,6 +27,10 @@ PARAMS = "params"
 FORMAT = 2
 REVISION = 2  # of fp8: see Converted
 ORBAX_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint")
+
+
+class _Refused(Exception):
+    """What is wrong with a field."""
 
 
 def is_converted(folder: Path) -> bool:
@@ -59,12 +65,14 @@ def stored_config(fields: dict[str, Any], file: object = MARK) -> ModelConfig:
         )
         raise ModelError(reason, file=file)
     try:
-        model = fields.get("model")
-        parts = _parts(model) if isinstance(model, dict) else ()
-        config: ModelConfig = dataclasses.replace(
-            _record(ModelConfig, model, "model", but=("parts",)), parts=parts
-        )
-    except ValueError as wrong:
+        with malformed(file):
+            model = fields.get("model")
+            parts = _parts(model) if isinstance(model, dict) else ()
+            config: ModelConfig = dataclasses.replace(
+                _record(ModelConfig, model, "model", but=("parts",)), parts=parts
+            )
+            check(config)
+    except _Refused as wrong:
         raise ModelError(str(wrong), file=file) from None
     if (done := config.converted) is not None and done.quantization == "fp8" and done.revision != REVISION:
         reason = (
@@ -79,11 +87,11 @@ def _parts(model: dict[str, Any]) -> tuple[Any, ...]:
     """The parts of a model, from objects by the names of their types."""
     given, family = model.get("parts", {}), FAMILIES.get(str(model.get("family")))
     if not isinstance(given, dict):
-        raise ValueError(f"parts={given!r} must be an object")
+        raise _Refused(f"parts={given!r} must be an object")
     known = {} if family is None else {kind.__name__: kind for kind in family.parts}
     for name in given:
         if name not in known:
-            raise ValueError(f"parts has an unknown part {name!r}: a newer version wrote it")
+            raise _Refused(f"parts has an unknown part {name!r}: a newer version wrote it")
     return tuple(_record(known[name], value, name) for name, value in given.items())
 
 
@@ -94,14 +102,14 @@ def _record(of: type, value: Any, name: str, but: Collection[str] = ()) -> Any:
         but: fields that are left out.
     """
     if not isinstance(value, dict):
-        raise ValueError(f"{name}={value!r} must be an object")
+        raise _Refused(f"{name}={value!r} must be an object")
     hints = get_type_hints(of)
     for field in value:
         if field not in hints:
-            raise ValueError(f"{name} has an unknown field {field!r}: a newer version wrote it")
+            raise _Refused(f"{name} has an unknown field {field!r}: a newer version wrote it")
     for field in dataclasses.fields(of):
         if field.name not in value and field.default is field.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{name} lacks the field {field.name!r}")
+            raise _Refused(f"{name} lacks the field {field.name!r}")
     return of(
         **{field: _value(hints[field], item, field) for field, item in value.items() if field not in but}
     )
@@ -123,10 +131,12 @@ def _value(hint: Any, value: Any, name: str) -> Any:
         return _record(hint, value, name)  # type: ignore[arg-type]
     if hint is float and type(value) is int:
         return float(value)
+    if hint is int:
+        return _checked(type(value) is int and abs(value) <= MAX_SIZE, value, name, "int of 32 bits")
     return _checked(type(value) is hint, value, name, hint.__name__)
 
 
 def _checked(holds: bool, value: Any, name: str, kind: str) -> Any:
     if not holds:
-        raise ValueError(f"{name}={value!r} must be {kind}")
+        raise _Refused(f"{name}={value!r} must be {kind}")
     return value

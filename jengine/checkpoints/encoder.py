@@ -9,9 +9,12 @@ from typing import Any
 
 import jax
 
+from jengine.checkpoints.files import found_tensors
 from jengine.checkpoints.in_memory import PLACE, Tensors
-from jengine.checkpoints.weights import check_tensors, found_tensors, is_source, place_whole
+from jengine.checkpoints.weights import check_tensors, is_source, place_whole
 from jengine.models.pieces import Piece
+
+WRAPPED = "vision_tower.vision_model.", "vision_tower."  # in older checkpoints, and now
 
 
 def load_encoder(path: Path, targets: Any, sources: Any, given: Tensors | None = None) -> Any:
@@ -41,9 +44,14 @@ def encoder_makers(targets: Any, sources: Any, given: Tensors) -> list[Callable[
 
 
 def _mine(every: Tensors, sources: Any) -> Tensors:
-    names = {piece.name for piece in _pieces(sources)}
+    """All tensors of the encoder's modules, also those that it does not have."""
+    modules = {piece.name.partition(".")[0] for piece in _pieces(sources)}
     tensors = {name.removeprefix("model."): tensor for name, tensor in every.items()}
-    return {name: tensor for name, tensor in tensors.items() if name in names}
+    return {
+        name.replace(*WRAPPED): tensor
+        for name, tensor in tensors.items()
+        if name.partition(".")[0] in modules
+    }
 
 
 def _makers(place: Path, targets: Any, sources: Any, mine: Tensors) -> list[Callable[[], jax.Array]]:

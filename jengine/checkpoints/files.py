@@ -6,15 +6,29 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jengine.base.errors import ModelError
+from jengine.base.model_files import read_object
 from jengine.checkpoints import pickled, safetensors
-from jengine.checkpoints.folder import read_json
+from jengine.checkpoints.in_memory import Tensors
 from jengine.checkpoints.stored import Tensor
+from jengine.hub.files import is_within
 
 Reader = Callable[[Path, tuple[str, ...]], dict[str, Tensor]]
 FORMATS: dict[str, Reader] = {
     "model.safetensors": safetensors.read_file,
     "pytorch_model.bin": pickled.read_file,
 }  # the first one is preferred
+# Constants in older checkpoints, perhaps in unsupported dtypes: frequencies, positions, and masks of GPT-2
+# and GPT-NeoX.
+CONSTANTS = (
+    "rotary_emb.inv_freq",
+    "rotary_pos_emb.inv_freq",
+    ".embeddings.position_ids",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+    "t2d",  # the inverse of an EAGLE-3 head's d2t
+)
 
 
 def read_tensors(folder: Path, skipped: tuple[str, ...] = ()) -> dict[str, Tensor]:
@@ -34,10 +48,19 @@ def read_tensors(folder: Path, skipped: tuple[str, ...] = ()) -> dict[str, Tenso
     )
 
 
+def found_tensors(path: Path, given: Tensors | None) -> dict[str, Tensor]:
+    """All tensors of a folder, or those given in their place, without constants."""
+    if given is None:
+        return read_tensors(path, skipped=CONSTANTS)
+    return {name: tensor for name, tensor in given.items() if not name.endswith(CONSTANTS)}
+
+
 def _read_shards(index: Path, read: Reader, skipped: tuple[str, ...]) -> dict[str, Tensor]:
-    places = read_json(index).get("weight_map")
+    places = read_object(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ModelError("weight_map is missing or does not map tensors to files", file=index)
+    if outside := next((name for name in places.values() if not is_within(name)), None):
+        raise ModelError(f"weight_map names {outside!r}, which is not a file of the folder", file=index)
     tensors: dict[str, Tensor] = {}
     for name in sorted(set(places.values())):
         tensors |= read(index.parent / name, skipped)

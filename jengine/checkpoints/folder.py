@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
+import logging
+import re
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from jengine.base.errors import InvalidArgument, ModelError
-from jengine.base.gguf_file import SUFFIX, is_gguf
+from jengine.base.gguf_file import SUFFIX, is_gguf, open_gguf
+from jengine.base.model_files import malformed, read_object
 from jengine.checkpoints import converted
-from jengine.checkpoints.hugging_face import model_config
+from jengine.checkpoints.files import found_tensors
+from jengine.checkpoints.hugging_face import model_config, token_ids
+from jengine.checkpoints.in_memory import Tensors
+from jengine.checkpoints.output_head import untied_head
 from jengine.core.config import CheckpointFormat
 from jengine.core.request import SamplingParams
 from jengine.hub.download import download
@@ -25,11 +32,13 @@ from jengine.hub.files import (
 from jengine.hub.repository import find_gguf
 from jengine.models.config import ModelConfig
 
+log = logging.getLogger("jengine")
 DEMO = Path(__file__).parent.parent / "demo"
 SAMPLING_DEFAULTS = {  # names in generation_config.json; the ones that vLLM applies
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
     "max_new_tokens": "max_tokens",
 }
+USUAL_LAYERS = 128  # declaring so many takes moments
 CONFIG_FILES = [
     "config.json",
     "generation_config.json",
@@ -111,8 +120,10 @@ def read_config(path: Path) -> ModelConfig:
     if is_gguf(path):
         from jengine.checkpoints.gguf import config_fields, stored_weights
 
-        config = model_config(config_fields(path), file=path)
-        return dataclasses.replace(config, stored=stored_weights(path, config.num_layers))
+        with malformed(path):
+            config = model_config(config_fields(path), file=path)
+            check_layers(config, open_gguf(path).tensors, path)
+            return dataclasses.replace(config, stored=stored_weights(path, config.num_layers))
     file = path / (converted.MARK if converted.is_converted(path) else "config.json")
     if not file.exists() and converted.has_orbax(path):
         raise ModelError(
@@ -120,18 +131,59 @@ def read_config(path: Path) -> ModelConfig:
             file=path,
         )
     config = (converted.stored_config if file.name == converted.MARK else model_config)(
-        read_json(file), file=file
+        read_object(file), file=file
     )
+    if file.name != converted.MARK and (config.tie_embeddings or config.num_layers > USUAL_LAYERS):
+        tensors = _stored_tensors(path)
+        check_layers(config, tensors, path)
+        config = with_stored_head(config, tensors)
     generation = path / "generation_config.json"
     if not generation.exists():
         return config
-    eos = read_json(generation).get("eos_token_id")
+    eos = read_object(generation).get("eos_token_id")
     if eos is None:
         return config
-    ids = eos if isinstance(eos, list) else [eos]
-    if not all(type(i) is int and i >= 0 for i in ids):
-        raise ModelError(f"eos_token_id={eos!r} is neither a token id nor a list of them", file=generation)
-    return dataclasses.replace(config, eos_token_ids=tuple(ids))
+    with malformed(generation):
+        return dataclasses.replace(config, eos_token_ids=token_ids(eos))
+
+
+def _stored_tensors(path: Path) -> Tensors:
+    """The folder's tensors; none if some of its files are missing, for which loading has an error."""
+    with contextlib.suppress(ModelError):
+        return found_tensors(path, None)
+    return {}
+
+
+def with_stored_head(config: ModelConfig, tensors: Tensors) -> ModelConfig:
+    """The configuration for these tensors: an output head that differs from the embeddings is used, as in
+    transformers, although the configuration says that it is tied to them.
+    """
+    if not config.tie_embeddings or (name := untied_head(tensors)) is None:
+        return config
+    log.warning(
+        "%s: tie_word_embeddings is true, but %s differs from the embeddings; it is used as it is",
+        tensors[name].file,
+        name,
+    )
+    return dataclasses.replace(config, tie_embeddings=False)
+
+
+def check_layers(config: ModelConfig, names: Collection[str], file: Path) -> None:
+    """Checks that tensors of all layers are there, before anything is made for each layer.
+
+    Args:
+        names: of all tensors; empty: they are not known.
+
+    Raises:
+        ModelError: there are fewer layers.
+    """
+    if config.num_layers <= USUAL_LAYERS or not names:
+        return
+    numbers = (re.search(r"\.(\d{1,9})\.", name) for name in names)
+    stored = 1 + max((int(number[1]) for number in numbers if number), default=-1)
+    if config.num_layers > stored:
+        reason = f"num_hidden_layers={config.num_layers}, but there are tensors of only {stored} layers"
+        raise ModelError(reason, file=file)
 
 
 def kept_format(quantization: str | None, path: Path) -> str | None:
@@ -144,9 +196,11 @@ def kept_format(quantization: str | None, path: Path) -> str | None:
         return quantization
     found = "gguf" if is_gguf(path) else None
     if found is None and (path / "config.json").exists():
-        fields = read_json(path / "config.json")
-        stored = fields.get("quantization_config") or fields.get("compression_config") or {}
-        found = stored.get("quant_method")
+        file = path / "config.json"
+        with malformed(file):
+            fields = read_object(file)
+            stored = fields.get("quantization_config") or fields.get("compression_config") or {}
+            found = stored.get("quant_method")
     if found != str(quantization).removesuffix("_marlin"):
         has = "is not quantized" if found is None else f"is stored as {found}"
         raise InvalidArgument(
@@ -164,7 +218,7 @@ def read_sampling_defaults(path: Path) -> SamplingParams:
         ModelError: the file is unreadable, or a value is out of range.
     """
     file = path / "generation_config.json"
-    fields = read_json(file) if file.exists() else {}
+    fields = read_object(file) if file.exists() else {}
     given = {
         ours: fields[theirs] for theirs, ours in SAMPLING_DEFAULTS.items() if fields.get(theirs) is not None
     }
@@ -172,22 +226,3 @@ def read_sampling_defaults(path: Path) -> SamplingParams:
         return SamplingParams(**given)
     except InvalidArgument as wrong:
         raise ModelError(str(wrong), file=file) from None
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object.
-
-    Raises:
-        ModelError: the file is missing, unreadable or not a JSON object.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError("is missing", file=file) from None
-    except OSError as error:
-        raise ModelError(f"cannot be read: {error.strerror}", file=file) from None
-    except ValueError as error:
-        raise ModelError(f"is not valid JSON: {error}", file=file) from None
-    if not isinstance(content, dict):
-        raise ModelError("is not a JSON object", file=file)
-    return content

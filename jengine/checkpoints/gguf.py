@@ -48,6 +48,13 @@ NAMES = {  # of a tensor in Hugging Face's checkpoints, and in GGUF
     "post_attention_layernorm": "ffn_norm",
     **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
 }
+ENDS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
+# Texts of tokens that end a turn or a text. llama.cpp stops at them too, since many files lack their ids.
+ENDING = frozenset(
+    ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+     "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "<|end_of_text|>",
+     "<end_of_utterance>")
+)  # fmt: skip
 SCALING = {
     "factor": "rope.scaling.factor",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
@@ -93,9 +100,6 @@ def config_fields(path: Path) -> dict[str, Any]:
         raise ModelError(
             f"rope.dimension_count and attention.value_length must be {head_dim}, the head's size", file=path
         )
-    ids = [
-        file[name] for name in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id") if name in file
-    ]
     return {
         "model_type": ARCHITECTURES[architecture],
         **known,
@@ -106,7 +110,7 @@ def config_fields(path: Path) -> dict[str, Any]:
             if architecture in ("llama", "qwen3") and "blk.0.attn_q.bias" in file.tensors
             else {}
         ),
-        "eos_token_id": sorted(set(ids)) or None,
+        "eos_token_id": _end_ids(file) or None,
         "rope_scaling": _rope_scaling(file, known["max_position_embeddings"]),
         "dtype": _dtype(file),
     }
@@ -143,6 +147,20 @@ def read_gguf(path: Path, wanted: list[str], heads: tuple[int, int]) -> dict[str
             count = 0 if not interleaved else heads[interleaved[1] == "k"]
             out[name] = Tensor(path, _tensor(tensors.pop(stored), count))
     return out | {name: Tensor(path, _tensor(tensor, 0)) for name, tensor in tensors.items()}
+
+
+def _end_ids(file: GgufFile) -> list[int]:
+    """Ids of all tokens that end a sequence, in ascending order.
+
+    Raises:
+        ModelError: one is not an id.
+    """
+    named = {name: file[name] for name in ENDS if name in file}
+    for name, number in named.items():
+        if type(number) is not int or number < 0:
+            raise ModelError(f"{name}={number!r} is not a token id", file=file.path)
+    tokens = file.get("tokenizer.ggml.tokens") or []
+    return sorted({*named.values(), *(number for number, token in enumerate(tokens) if token in ENDING)})
 
 
 def _name(name: str) -> str:

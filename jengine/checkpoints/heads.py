@@ -9,8 +9,8 @@ from typing import Any
 
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.base.gguf_file import is_gguf
+from jengine.base.model_files import malformed, read_object
 from jengine.checkpoints.converted import is_converted
-from jengine.checkpoints.folder import read_json
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.speculation import NAME
 from jengine.models import DRAFT_HEADS
@@ -39,8 +39,9 @@ def mtp_config(folder: Path, model: ModelConfig) -> ModelConfig:
         have = ", ".join(head.removesuffix("_mtp") for head in DRAFT_HEADS if head.endswith("_mtp"))
         why = f"model_type {model.family} has no such head; {have} do"
     else:
-        fields = read_json(folder / "config.json")
-        text = {**fields, **(fields.get("text_config") or {})}
+        fields = read_object(folder / "config.json")
+        with malformed(folder / "config.json"):
+            text = {**fields, **(fields.get("text_config") or {})}
         field = next((field for field in COUNTS if text.get(field) == 0), None)
         if field is None:
             return model_config({**fields, "model_type": name}, folder / "config.json", DRAFT_HEADS)
@@ -65,12 +66,13 @@ def eagle3_config(folder: Path) -> ModelConfig:
     file = folder / "config.json"
     if is_gguf(folder):
         raise ModelError("a head is read from a folder in Hugging Face's layout", file=folder)
-    fields: dict[str, Any] = read_json(file)
-    named = [str(name) for name in fields.get("architectures") or ()]
-    if fields.get("speculators_model_type", "eagle3") != "eagle3" or not {*named} & {*ARCHITECTURES}:
-        what = fields.get("speculators_model_type") or ", ".join(named) or "no architectures"
-        raise ModelError(f"is no EAGLE-3 head but {what}; {', '.join(ARCHITECTURES)} are", file=file)
-    if "speculators_model_type" in fields:  # its default is the other one
-        own = {name: value for name, value in fields.items() if name not in OF_SPECULATORS}
-        fields = {"norm_before_residual": True, **own, **fields["transformer_layer_config"]}
+    fields = read_object(file)
+    with malformed(file):
+        named = [str(name) for name in fields.get("architectures") or ()]
+        if fields.get("speculators_model_type", "eagle3") != "eagle3" or not {*named} & {*ARCHITECTURES}:
+            what = fields.get("speculators_model_type") or ", ".join(named) or "no architectures"
+            raise ModelError(f"is no EAGLE-3 head but {what}; {', '.join(ARCHITECTURES)} are")
+        if "speculators_model_type" in fields:  # its default is the other one
+            own = {name: value for name, value in fields.items() if name not in OF_SPECULATORS}
+            fields = {"norm_before_residual": True, **own, **fields["transformer_layer_config"]}
     return model_config({**fields, "model_type": "eagle3"}, file, DRAFT_HEADS)

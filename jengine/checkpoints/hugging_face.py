@@ -6,16 +6,18 @@ UNLESS_READ. Any other that jengine does not know causes a warning.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from jengine.base.errors import ModelError
+from jengine.base.model_files import malformed
 from jengine.checkpoints.config_fields import warn_of_unknown
-from jengine.checkpoints.quantization_config import quantization_config, stored_weights
+from jengine.checkpoints.quantization_config import quantization_config, quantized_inputs, stored_weights
 from jengine.models import FAMILIES
 from jengine.models.config import ModelConfig
-from jengine.models.family import Family, Fields
-from jengine.models.hf_config import check
+from jengine.models.family import Family, Fields, TextPart
+from jengine.models.hf_config import MAX_SIZE, check
 
 UNLESS_READ: dict[str, object] = {  # values that, like null, have no effect
     "_remove_final_layer_norm": False,
@@ -41,6 +43,10 @@ UNLESS_READ: dict[str, object] = {  # values that, like null, have no effect
     "use_sliding_window": False,
 }
 
+# Names of fields that are numbers of layers, experts or other parts, over which readers and models loop.
+COUNTS = re.compile(r"(.*_)?(depth|experts?|groups?|heads|inputs|layers?|modules)")
+MAX_COUNT = 4096
+
 
 def model_config(
     fields: dict[str, Any], file: object = "config.json", families: Mapping[str, Family] = FAMILIES
@@ -53,7 +59,7 @@ def model_config(
     Raises:
         ModelError: a field is missing, invalid or not supported, or contradicts another.
     """
-    try:
+    with malformed(file):
         if families is FAMILIES:
             _check_head(fields)
         family = str(fields["model_type"])
@@ -62,21 +68,17 @@ def model_config(
                 f"model_type {family!r} is not supported; {', '.join(sorted(families))} are", file=file
             )
         hf = _fields(fields, families[family])
+        _check_counts(hf)
         eos, quantization = hf.get("eos_token_id"), quantization_config(hf)
         config = ModelConfig(
             family=family,
             dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
-            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
+            eos_token_ids=token_ids(eos),
             stored=None if quantization is None else stored_weights(quantization),
+            quantized_inputs="" if quantization is None else quantized_inputs(quantization),
             **families[family].read(hf),
         )
         check(config)
-    except KeyError as missing:
-        raise ModelError(f"field {missing} is missing", file=file) from None
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as wrong:
-        raise ModelError(f"a field has the wrong type or value: {wrong}", file=file) from None
-    except ModelError as refused:
-        raise ModelError(refused.reason, file=file) from None
     if "layer_types" not in hf.seen and hf.get("layer_types") not in (None, _layer_types(config)):
         raise ModelError(f"layer_types must be {family}'s own: {_layer_types(config)}", file=file)
     for name, neutral in UNLESS_READ.items():
@@ -85,6 +87,18 @@ def model_config(
     text = fields if families[family].text_part is None else fields.get("text_config", fields)
     warn_of_unknown(hf, text, frozenset(("layer_types", *UNLESS_READ)), file)
     return config
+
+
+def token_ids(eos: Any) -> tuple[int, ...]:
+    """The value of eos_token_id: null, an id or a list of them.
+
+    Raises:
+        ModelError: it is none of these.
+    """
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(i) is int and 0 <= i <= MAX_SIZE for i in ids):
+        raise ModelError(f"eos_token_id={eos!r} is neither a token id nor a list of them")
+    return tuple(ids)
 
 
 def _check_head(fields: dict[str, Any]) -> None:
@@ -113,9 +127,30 @@ def _fields(fields: dict[str, Any], family: Family) -> Fields:
         raise ModelError(
             f"text_config.model_type {model_type!r} is not supported; {', '.join(part.model_types)} are"
         )
-    ends = {"eos_token_id": fields["eos_token_id"]} if fields.get("eos_token_id") is not None else {}
+    whole = _of_whole(fields, text, part)
     own = FAMILIES[model_type].defaults if model_type in FAMILIES else {}
-    return Fields({**own, **family.defaults, **fields, **text, **ends})
+    return Fields({**own, **family.defaults, **fields, **text, **whole})
+
+
+def _of_whole(fields: Mapping[str, Any], text: Mapping[str, Any], part: TextPart) -> dict[str, Any]:
+    """Fields that stand at both levels, of which transformers uses the whole model's."""
+    names = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "compression_config")
+    found = {name: fields[name] for name in names if fields.get(name) is not None}
+    if {"dtype", "torch_dtype"} & found.keys():
+        found = {"dtype": None, "torch_dtype": None, **found}
+    if part.tied is not None:
+        own = text.get("tie_word_embeddings")
+        tied = fields.get("tie_word_embeddings", part.tied if own is None else own)
+        found["tie_word_embeddings"] = tied or (
+            part.inline and own
+        )  # before transformers 5 the latter counted
+    return found
+
+
+def _check_counts(fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        if isinstance(value, int) and value > MAX_COUNT and COUNTS.fullmatch(name):
+            raise ModelError(f"{name}={value} must be at most {MAX_COUNT}")
 
 
 def _layer_types(config: ModelConfig) -> list[str]:

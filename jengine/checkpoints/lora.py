@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from jengine.base.errors import ModelError
-from jengine.checkpoints.folder import read_json, resolve
+from jengine.base.model_files import read_object
+from jengine.checkpoints.folder import resolve
 from jengine.checkpoints.lora_experts import BASE, fused_site, of_experts
 from jengine.checkpoints.safetensors import parse, read_file
 from jengine.checkpoints.stored import Tensor, dense
@@ -103,7 +104,7 @@ def _read(source: LoraSource) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
         raise ModelError(
             f"only {TENSORS} is read; save the adapter with safe_serialization=True", file=folder
         )
-    return folder, read_json(folder / CONFIG), read_file(folder / TENSORS, ())
+    return folder, read_object(folder / CONFIG), read_file(folder / TENSORS, ())
 
 
 def _check_config(config: Mapping[str, Any], file: Path) -> None:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jengine.base.errors import ModelError
+from jengine.base.model_files import check_regular
 from pallas_kernels.weights import is_weight
 
 BATCH = 64 * 2**20  # bytes; the parameter that fills a batch may be larger
@@ -67,6 +68,7 @@ def restore(
     folder = folder.absolute()
     if not folder.is_dir():
         raise ModelError("is missing", file=folder)
+    check_regular(folder)
     wanted = by_name(stored)
     with _failing("is not a complete Orbax checkpoint", folder):
         found = ocp.metadata(folder).metadata

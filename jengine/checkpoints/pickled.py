@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from jengine.base.errors import ModelError
+from jengine.base.model_files import open_regular
 from jengine.checkpoints.stored import Tensor
 
 STORAGES = {  # torch's classes
@@ -49,8 +50,8 @@ def read_file(file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
             before 1.6.
     """
     try:
-        data = np.memmap(file, np.uint8, mode="r")
-        with zipfile.ZipFile(file) as archive:
+        with open_regular(file) as opened, zipfile.ZipFile(opened) as archive:
+            data = np.memmap(opened, np.uint8, mode="r")
             members = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             if members["data.pkl"].file_size > MAX_PICKLE:
                 raise ModelError(
@@ -59,8 +60,6 @@ def read_file(file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
                 )
             pickled = archive.read(members["data.pkl"])
             order = archive.read(members["byteorder"]) if "byteorder" in members else b"little"
-    except FileNotFoundError:
-        raise ModelError("is missing", file=file) from None
     except (zipfile.BadZipFile, KeyError, OSError, ValueError, RuntimeError, NotImplementedError) as error:
         why = "files of PyTorch before 1.6 must be loaded and saved with a newer version"
         raise ModelError(f"is not a zip archive by PyTorch ({error}); {why}", file=file) from None

@@ -69,6 +69,21 @@ def config_groups(config: Mapping[str, Any]) -> list[Group]:
     return [group for group in (config.get("config_groups") or {}).values() if group.get("weights")]
 
 
+def quantized_inputs(config: Mapping[str, Any]) -> str:
+    """How products are to quantize their inputs, such as "float8 static by tensor"; "": not at all."""
+    if config["quant_method"] == "fp8":
+        scheme = config.get("activation_scheme")
+        by = "tensor" if scheme == "static" else "group" if config.get("weight_block_size") else "token"
+        return "" if scheme is None else f"float8 {scheme} by {by}"
+    every = (group["input_activations"] for group in config_groups(config) if group.get("input_activations"))
+    inputs: Group = next(every, {})
+    if not inputs:
+        return ""
+    how = "dynamic" if inputs.get("dynamic") is True else inputs.get("dynamic") or "static"
+    sides = "" if inputs.get("symmetric", True) else "asymmetric "
+    return f"{sides}{inputs.get('type')}{inputs.get('num_bits')} {how} by {inputs.get('strategy')}"
+
+
 def stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
     """The format of weights that stay quantized in memory: four bits with groups, or eight bits with a scale
     per output, a single one, or one for each block whose width is a multiple of 128 inputs.
@@ -86,7 +101,7 @@ def stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
         if weights["num_bits"] == 4 and weights.get("strategy") == "group" and not weights.get("actorder"):
             return _four_bits(int(weights["group_size"]), not symmetric, others)
         if weights["num_bits"] == 8 and weights.get("strategy") in ("channel", "tensor") and symmetric:
-            return StoredWeights(form="int8" if weights["type"] == "int" else "float8_e4m3fn", others=others)
+            return _eight_bits(f"{weights['type']}8", config, others)
         if (
             weights["num_bits"] == 8
             and weights.get("strategy") == "block"
@@ -109,7 +124,15 @@ def stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
         return _four_bits(int(config["group_size"]), not config.get("sym", True), others)
     if block := config.get("weight_block_size"):
         return _blocks(block, others)
-    return StoredWeights(form="float8_e4m3fn", others=others)
+    return _eight_bits("float8", config, others)
+
+
+def _eight_bits(kind: str, config: Mapping[str, Any], others: tuple[str, ...]) -> StoredWeights:
+    """Numbers with a scale for each output, or a single one."""
+    form: Any = "int8" if kind == "int8" else "float8_e4m3fn"
+    return StoredWeights(
+        form=form, inputs=quantized_inputs(config) == f"{kind} dynamic by token", others=others
+    )
 
 
 def _blocks(block: Sequence[int], others: tuple[str, ...]) -> StoredWeights | None:

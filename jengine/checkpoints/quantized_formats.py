@@ -1,8 +1,8 @@
 """Quantized checkpoints in Hugging Face's layout with a quantization_config: AWQ, GPTQ, compressed-tensors,
 FP8, MXFP4.
 
-All are read into `stored.GroupedValues`. Settings for quantized activations are ignored, since an engine's
-own option determines these.
+All are read into `stored.GroupedValues`. Products that quantize their inputs find the
+scales themselves: stored ones are not read.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ The numpy part of the safetensors package does not support bfloat16 and copies e
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from jengine.base.errors import ModelError
+from jengine.base.model_files import as_object, open_regular, parse_json
 from jengine.checkpoints.stored import Tensor
 
 DTYPES = {
@@ -29,6 +29,8 @@ NUMBERS = {  # of quantized tensors
 }
 READABLE = {**DTYPES, **NUMBERS}
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
+MAX_DIMENSIONS = 8
+MAX_SIZE = 2**63 - 1  # of an axis, and of an offset
 
 
 def read_file(file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
@@ -38,9 +40,8 @@ def read_file(file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
         ModelError: it is missing, truncated or corrupt.
     """
     try:
-        data = np.memmap(file, np.uint8, mode="r")
-    except FileNotFoundError:
-        raise ModelError("is missing", file=file) from None
+        with open_regular(file) as opened:
+            data = np.memmap(opened, np.uint8, mode="r")
     except (OSError, ValueError) as error:  # an empty file cannot be mapped
         raise ModelError(f"cannot be mapped into memory: {error}", file=file) from None
     return parse(data, file, skipped)
@@ -56,30 +57,34 @@ def parse(data: np.ndarray, file: Path, skipped: tuple[str, ...]) -> dict[str, T
             f"is truncated: the header needs {8 + length} bytes, the file has {data.size}", file=file
         )
     try:
-        header = json.loads(data[8 : 8 + length].tobytes())
-        entries = {
-            name: entry
-            for name, entry in header.items()
-            if name != "__metadata__" and not name.endswith(skipped)
-        }
-    except (ValueError, AttributeError):
-        raise ModelError("the header is corrupt: it must be a JSON object", file=file) from None
+        header = as_object(parse_json(data[8 : 8 + length].tobytes(), file), file)
+    except ModelError as wrong:
+        raise ModelError(f"the header is corrupt: it {wrong.reason}", file=file) from None
+    entries = {
+        name: entry for name, entry in header.items() if name != "__metadata__" and not name.endswith(skipped)
+    }
     body = data[8 + length :]
     return {name: Tensor(file, _view(body, entry, file, name)) for name, entry in entries.items()}
 
 
 def _view(body: np.ndarray, entry: Any, file: Path, name: str) -> np.ndarray:
     try:
-        kind, shape = entry["dtype"], tuple(int(n) for n in entry["shape"])
-        begin, end = (int(n) for n in entry["data_offsets"])
+        kind, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not all(type(size) is int and 0 <= size <= MAX_SIZE for size in (*shape, begin, end)):
+            raise ValueError
     except (KeyError, TypeError, ValueError):
         raise ModelError(
-            "the header is corrupt: it lacks dtype, shape or data_offsets", file=file, tensor=name
+            "the header is corrupt: it lacks dtype, shape or data_offsets, or they have the wrong type or"
+            " value",
+            file=file,
+            tensor=name,
         ) from None
-    if kind not in READABLE:
+    if len(shape) > MAX_DIMENSIONS:
+        raise ModelError(f"has {len(shape)} dimensions; at most {MAX_DIMENSIONS}", file=file, tensor=name)
+    if not isinstance(kind, str) or kind not in READABLE:
         raise ModelError(f"dtype {kind} is not supported; {', '.join(DTYPES)} are", file=file, tensor=name)
     size = math.prod(shape) * READABLE[kind].itemsize
-    if begin < 0 or min(shape, default=0) < 0 or end - begin != size:
+    if end - begin != size:
         raise ModelError(
             f"the header is corrupt: {kind}{list(shape)} does not fill bytes {begin} to {end}",
             file=file,

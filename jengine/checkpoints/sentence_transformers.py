@@ -7,12 +7,11 @@ module's folder.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from jengine.base.errors import ModelError
-from jengine.checkpoints.folder import read_json
+from jengine.base.model_files import read_json, read_object
 from jengine.core.pooling import Embedder, Pooling, Reranker
 
 MODULES = "modules.json"
@@ -85,7 +84,7 @@ def read_reranker(folder: Path) -> Reranker | None:
     if "LogitScore" not in modules:
         return None
     file = folder / modules["LogitScore"] / "config.json"
-    fields = read_json(file)
+    fields = read_object(file)
     for name in ("true_token_id", "false_token_id"):
         if type(fields.get(name)) is not int or fields[name] < 0:
             reason = (
@@ -110,19 +109,18 @@ def _modules(folder: Path) -> dict[str, str]:
     if not file.exists():
         return {}
     try:
-        listed = json.loads(file.read_text(encoding="utf-8"))
-        return {str(module["type"]).rsplit(".", 1)[-1]: str(module["path"]) for module in listed}
-    except (OSError, ValueError, TypeError, KeyError) as wrong:
+        return {str(module["type"]).rsplit(".", 1)[-1]: str(module["path"]) for module in read_json(file)}
+    except (TypeError, KeyError) as wrong:
         raise ModelError(f"is not a list of modules: {wrong!r}", file=file) from None
 
 
 def _object(file: Path) -> dict[str, Any]:
     """Reads a JSON object from a file that may be missing."""
-    return read_json(file) if file.exists() else {}
+    return read_object(file) if file.exists() else {}
 
 
 def _pooling(file: Path, size: int) -> Pooling:
-    fields = read_json(file)
+    fields = read_object(file)
     given = fields.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if fields.get(flag)] or "mean"
     # sentence-transformers would concatenate several vectors
     modes = given if isinstance(given, list) else [given]

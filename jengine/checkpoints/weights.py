@@ -15,13 +15,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jengine.base.errors import ModelError, OutOfMemory
 from jengine.base.gguf_file import is_gguf
+from jengine.base.model_files import malformed, read_object
 from jengine.base.progress import Progress, progress_bar
 from jengine.checkpoints import orbax
 from jengine.checkpoints.converted import PARAMS, is_converted
 from jengine.checkpoints.experts import each_expert
-from jengine.checkpoints.files import read_tensors
-from jengine.checkpoints.folder import read_json
+from jengine.checkpoints.files import found_tensors
 from jengine.checkpoints.in_memory import PLACE, Tensors, assemble_on_devices
+from jengine.checkpoints.output_head import OUTPUT_HEADS, check_tied
 from jengine.checkpoints.own_tree import own_makers, own_names
 from jengine.checkpoints.quantization import Parameter, Target, fitted, placed, plain
 from jengine.checkpoints.quantization_config import quantization_config
@@ -29,28 +30,23 @@ from jengine.checkpoints.quantized_formats import read_quantized
 from jengine.checkpoints.safetensors import DTYPES, NUMBERS
 from jengine.checkpoints.stored import GroupedValues, StoredTensor, Tensor, dense
 from jengine.models import DRAFT_HEADS, Model, Params, build
-from jengine.models.config import ModelConfig
 from jengine.models.family import TextPart
 from jengine.models.pieces import Piece
 from pallas_kernels.host_memory import zeros
 from pallas_kernels.products import QuantizedWeight
 from pallas_kernels.weights import is_weight, quantized
 
-OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
-# Constants in older checkpoints, perhaps in unsupported dtypes: frequencies, and masks of GPT-2 and GPT-NeoX.
-CONSTANTS = (
-    "rotary_emb.inv_freq",
-    ".attn.bias",
-    ".attn.masked_bias",
-    ".attention.bias",
-    ".attention.masked_bias",
-    "t2d",  # the inverse of an EAGLE-3 head's d2t
-)
 log = logging.getLogger("jengine")
 
 
 def load(
-    path: Path, model: Model, mesh: Mesh, progress: Progress = True, tensors: Tensors | None = None
+    path: Path,
+    model: Model,
+    mesh: Mesh,
+    progress: Progress = True,
+    tensors: Tensors | None = None,
+    *,
+    drafts: bool = False,
 ) -> Params:
     """Loads the parameters of `model`: a tree like model.params, with arrays placed by their logical axes.
 
@@ -61,13 +57,14 @@ def load(
         path: a folder in Hugging Face's layout, or a converted one.
         tensors: in place of those in the folder's files, which it needs not have. Parameters share no memory
             with them, unless they are parameters themselves; see own_tree.py.
+        drafts: whether a head of the model is loaded, too, which takes other tensors of the folder.
 
     Raises:
         ModelError: a file is missing, truncated or corrupt; a tensor is missing, unknown or of the wrong
             shape.
         OutOfMemory: the device cannot hold the weights.
     """
-    files = partial(_from_tensors, tensors=tensors)
+    files = partial(_from_tensors, tensors=tensors, drafts=drafts)
     fill = files if not is_converted(path) else _from_orbax if model.config.converted is None else _as_it_is
     total = num_bytes(model.params)
     with progress_bar(total=total, desc="loading weights", unit="B", unit_scale=True, show=progress) as bar:
@@ -118,16 +115,24 @@ def parts_by_name(params: Params) -> dict[str, Any]:
 
 
 def _from_tensors(
-    path: Path, model: Model, targets: Params, count: Callable[[int], object], *, tensors: Tensors | None
+    path: Path,
+    model: Model,
+    targets: Params,
+    count: Callable[[int], object],
+    *,
+    tensors: Tensors | None,
+    drafts: bool,
 ) -> Params:
     made = []
-    for make in makers(path, model, targets, tensors):
+    for make in makers(path, model, targets, tensors, drafts=drafts):
         made.append(make())
         count(num_bytes(made[-1]))
     return jax.tree.unflatten(jax.tree.structure(targets, is_leaf=is_weight), made)
 
 
-def makers(path: Path, model: Model, targets: Params, given: Tensors | None) -> list[Callable[[], Parameter]]:
+def makers(
+    path: Path, model: Model, targets: Params, given: Tensors | None, *, drafts: bool = False
+) -> list[Callable[[], Parameter]]:
     """For each parameter, in the order of the tree's leaves, a function that makes it on the devices. Names
     and shapes of all tensors have been checked before this returns.
 
@@ -136,13 +141,14 @@ def makers(path: Path, model: Model, targets: Params, given: Tensors | None) -> 
     """
     if given is not None and own_names(model, given):
         return own_makers(targets, given)
-    tensors = read(path, model, given)
+    tensors = read(path, model, given, drafts=drafts)
 
     def make(target: Target, source: tuple[Piece, ...]) -> Parameter:
-        if model.config.stored is not None and is_weight(target):
-            parameter = _kept(quantized(target), source, tensors)
-        else:
-            parameter = fitted(place_whole(plain(target), source, tensors), target)
+        with malformed(path):
+            if model.config.stored is not None and is_weight(target):
+                parameter = _kept(quantized(target), source, tensors)
+            else:
+                parameter = fitted(place_whole(plain(target), source, tensors), target)
         gc.collect(0)  # JAX frees the host's copy in Python's garbage collection
         return parameter
 
@@ -206,12 +212,15 @@ def num_bytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def read(path: Path, model: Model, given: Tensors | None = None) -> dict[str, Tensor]:
+def read(
+    path: Path, model: Model, given: Tensors | None = None, *, drafts: bool = False
+) -> dict[str, Tensor]:
     """Reads the model's tensors from a folder in Hugging Face's layout. Checks that all are present with
     their shapes, and no others.
 
     Args:
         given: tensors in place of those in the folder's files.
+        drafts: as in load.
 
     Raises:
         ModelError: as in load.
@@ -224,9 +233,11 @@ def read(path: Path, model: Model, given: Tensors | None = None) -> dict[str, Te
         config = model.config
         tensors = read_gguf(path, names, (config.num_heads, config.num_kv_heads))
     else:
-        tensors, fields = found_tensors(path, given), read_json(path / "config.json")
-        if (quantization := quantization_config({**(fields.get("text_config") or {}), **fields})) is not None:
-            tensors = read_quantized(tensors, quantization)
+        tensors, fields = found_tensors(path, given), read_object(path / "config.json")
+        with malformed(path):
+            text = fields.get("text_config") or {}
+            if (quantization := quantization_config({**text, **fields})) is not None:
+                tensors = read_quantized(tensors, quantization)
         if model.text_part is not None:
             tensors = _of_text(tensors, model.text_part)
         if model.only:
@@ -238,13 +249,16 @@ def read(path: Path, model: Model, given: Tensors | None = None) -> dict[str, Te
             }
         why = "only the next token is predicted"
         if f"{model.config.family}_mtp" in DRAFT_HEADS:
-            why = "method mtp of speculative_config uses them"
+            why = "" if drafts else "method mtp of speculative_config uses them"
         tensors = _without(tensors, model.skipped, why)
         tensors = each_expert(_named(tensors, model.prefix), {*names})
         tensors = {name: tensor for name, tensor in tensors.items() if name not in model.unread}
+        tensors |= _turned_back(tensors, pieces)
     if model.elsewhere:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in model.elsewhere}
     place = path if given is None else PLACE
+    if model.config.tie_embeddings:
+        check_tied(tensors)
     check_tensors(place, tensors, pieces, model.config.tie_embeddings, _of_integers(model))
     return tensors
 
@@ -264,26 +278,10 @@ def _of_integers(model: Model) -> set[str]:
     }
 
 
-def found_tensors(path: Path, given: Tensors | None) -> dict[str, Tensor]:
-    if given is None:
-        return read_tensors(path, skipped=CONSTANTS)
-    return {name: tensor for name, tensor in given.items() if not name.endswith(CONSTANTS)}
-
-
 def has_tensors(path: Path, prefix: str, given: Tensors | None = None) -> bool:
     """Whether a folder has tensors whose names, beside "model.", begin with the prefix."""
     names = found_tensors(path, given)
     return any(name.removeprefix("model.").startswith(prefix.removeprefix("model.")) for name in names)
-
-
-def has_output_head(path: Path, config: ModelConfig, given: Tensors | None = None) -> bool:
-    """Whether a folder has an output head, which turns hidden states into logits."""
-    return (
-        config.tie_embeddings
-        or is_converted(path)
-        or is_gguf(path)
-        or not found_tensors(path, given).keys().isdisjoint(OUTPUT_HEADS)
-    )
 
 
 def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: Tensors) -> np.ndarray:
@@ -313,6 +311,18 @@ def disassemble(parameter: np.ndarray, source: tuple[Piece, ...]) -> dict[str, T
         part = (_turned(stored) if piece.transposed else stored)[piece.rows][..., piece.columns]
         part[...] = parameter[piece.part].reshape(part.shape)
     return tensors
+
+
+def _turned_back(tensors: Tensors, pieces: list[Piece]) -> dict[str, Tensor]:
+    """The tensors that are stored as [out, in] where their pieces expect [in, out], as these expect them."""
+    found = {}
+    for piece in pieces:
+        tensor = tensors.get(piece.name) if piece.either else None
+        if tensor is None or isinstance(tensor.array, StoredTensor):
+            continue
+        if tensor.array.shape == piece.turned_shape:
+            found[piece.name] = Tensor(tensor.file, tensor.array.swapaxes(-1, -2))
+    return found
 
 
 def _turned(array: np.ndarray) -> np.ndarray:

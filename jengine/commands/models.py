@@ -72,14 +72,16 @@ def _quantization(model: CachedModel) -> str:
     """The format of the weights."""
     if model.name.quantization is not None:
         return model.name.quantization
-    from jengine.checkpoints.folder import read_json
+    from jengine.base.model_files import malformed, read_object
 
+    file = model.path / "config.json"
     try:
-        fields = read_json(model.path / "config.json")
+        with malformed(file):
+            fields = read_object(file)
+            stored = fields.get("quantization_config") or fields.get("compression_config") or {}
+            return str(stored.get("quant_method") or fields.get("dtype") or fields.get("torch_dtype") or "?")
     except JengineError:
         return "?"
-    stored = fields.get("quantization_config") or fields.get("compression_config") or {}
-    return str(stored.get("quant_method") or fields.get("dtype") or fields.get("torch_dtype") or "?")
 
 
 def _compiled() -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from jengine.scheduling.requests.adapters import Adapters
 class AdapterStore:
     """Reads adapters, and keeps each in the form in which a program takes it.
 
-    `load` is called in any thread, and does one adapter at a time. Everything else is called in the engine's
+    `load` is called in any thread. Everything else is called in the engine's
     thread, also `settle`, which makes read adapters known to the scheduler.
 
     Args:
@@ -38,11 +38,14 @@ class AdapterStore:
 
     def load(self, source: LoraSource, *, load_inplace: bool, evict: bool) -> LoraInfo:
         """See operations.LoadLora."""
+        self._check(source.name, load_inplace, evict)
+        shapes, rank = self._shapes, self.limits.max_lora_rank
+        # not under the lock: a slow disk delays this adapter alone
+        weights = read_lora(source, shapes.modules, shapes.model.prefix, rank, shapes.fused)
+        packed = shapes.pack(weights)
         with self._loading:
             self._check(source.name, load_inplace, evict)
-            shapes, rank = self._shapes, self.limits.max_lora_rank
-            weights = read_lora(source, shapes.modules, shapes.model.prefix, rank, shapes.fused)
-            number, packed = self._adapters.next_number(), shapes.pack(weights)
+            number = self._adapters.next_number()
             info = LoraInfo(
                 name=source.name,
                 path=source.path,

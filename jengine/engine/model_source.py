@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jengine.base.display import counted
-from jengine.base.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument, ModelError
 from jengine.base.gguf_file import is_gguf
 from jengine.base.progress import Progress
 from jengine.checkpoints import (
@@ -28,7 +29,7 @@ from jengine.checkpoints import (
 )
 from jengine.checkpoints.converted import is_converted
 from jengine.checkpoints.encoder import load_encoder
-from jengine.checkpoints.folder import CONFIG_FILES
+from jengine.checkpoints.folder import CONFIG_FILES, with_stored_head
 from jengine.checkpoints.in_memory import Tensors, in_memory
 from jengine.core.config import EngineConfig
 from jengine.core.pooling import Embedder
@@ -40,6 +41,8 @@ from jengine.models.config import ModelConfig
 from jengine.models.eagle3 import of_model
 from jengine.vision.family import Vision
 from jengine.vision.folder import no_text, served_vision
+
+log = logging.getLogger("jengine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,8 @@ class ModelSource:
             )
             raise InvalidArgument("params", counted(len(tensors), "tensor"), limit)
         found = dataclasses.replace(cls._read(options, folder), params=tensors)
+        if tensors is not None:
+            found = dataclasses.replace(found, config=with_stored_head(found.config, tensors))
         found = dataclasses.replace(found, draft=found._draft(options))
         if found.embedder is None or has_output_head(folder, found.config, tensors):
             return found
@@ -105,10 +110,7 @@ class ModelSource:
     def _read(cls, options: EngineConfig, folder: Path) -> ModelSource:
         config = read_config(folder)
         embedder = choose_embedder(options.embeddings, folder, config.hidden_size)
-        reads = options.max_images and not is_converted(folder)
-        how = options.image_rows, options.image_processing
-        vision = served_vision(folder, no_text, *how) if reads else None
-        return cls(folder, config, embedder, vision=vision)
+        return cls(folder, config, embedder, vision=_vision(options, folder))
 
     def _draft(self, options: EngineConfig, weights: bool = True) -> ModelSource | None:
         """The draft model or head that the options name, if any.
@@ -120,7 +122,8 @@ class ModelSource:
         if how is None or not how.on_device:
             return None
         if how.head == "mtp":
-            head = mtp_config(self.folder, self.config)
+            tied = self.config.tie_embeddings  # the head's output head is the model's
+            head = dataclasses.replace(mtp_config(self.folder, self.config), tie_embeddings=tied)
             name = mtp_prefix(head)
             if weights and not has_tensors(self.folder, name, self.params):
                 why = f"the checkpoint has no tensors of {name}"
@@ -156,7 +159,8 @@ class ModelSource:
             ModelError, OutOfMemory: as `checkpoints.load`.
         """
         if calibration is None:
-            return load(self.folder, spec.model, spec.mesh, progress, self.params)
+            drafts = spec.draft is not None and bool(spec.draft.only)
+            return load(self.folder, spec.model, spec.mesh, progress, self.params, drafts=drafts)
         return load_calibrated(self.folder, spec.model, spec.mesh, calibration, progress, self.params)
 
     def load_encoder(self, spec: ExecutionSpec) -> Params:
@@ -176,3 +180,21 @@ class ModelSource:
         shared = {name: params[name] for name in spec.draft.shared if name in params}
         own = load(self.draft.folder, spec.draft.alone, spec.mesh, progress, self.draft.params)
         return {**own, **shared}
+
+
+def _vision(options: EngineConfig, folder: Path) -> Vision | None:
+    """How the model reads images; None: it serves text alone. It also does if settings of its images are not
+    supported, unless an option asks for images.
+
+    Raises:
+        ModelError, InvalidArgument: as `served_vision`.
+    """
+    if not options.max_images or is_converted(folder):
+        return None
+    try:
+        return served_vision(folder, no_text, options.image_rows, options.image_processing)
+    except ModelError as wrong:
+        if options.limit_mm_per_prompt is not None or options.image_processing:
+            raise
+        log.warning("images are not read, only text is served: %s", wrong)
+        return None

@@ -55,13 +55,18 @@ def choose_dtype(wanted: str, model: ModelConfig, device: jax.Device, root: Path
 
 def check_formats(config: EngineConfig, device: jax.Device) -> None:
     """Warns if a format is emulated."""
-    if device.platform != "cpu" and _capability(device) >= FP8_SINCE:
+    if multiplies_fp8(device):
         return
     for name in ("quantization", "kv_cache_dtype"):
         if getattr(config, name) == "fp8":
             warnings.warn(
                 f"{name}='fp8' is emulated on {device.device_kind}, which is slow; use int8", stacklevel=3
             )
+
+
+def multiplies_fp8(device: jax.Device) -> bool:
+    """Whether the device has products of eight-bit floats, which are emulated on others."""
+    return device.platform != "cpu" and _capability(device) >= FP8_SINCE
 
 
 def _capability(device: jax.Device) -> float:

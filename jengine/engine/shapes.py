@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ from jengine.engine.draft_model import build_draft, with_draft
 from jengine.engine.image_shapes import with_images
 from jengine.engine.model_source import ModelSource
 from jengine.engine.pipeline_shapes import with_stages
-from jengine.engine.precision import CACHE_DTYPES, check_formats, choose_dtype
+from jengine.engine.precision import CACHE_DTYPES, check_formats, choose_dtype, multiplies_fp8
 from jengine.engine.program_set import given_programs
 from jengine.execution.batch_invariance import check_batch_invariant
 from jengine.execution.cache_folders import saved_page_counts
@@ -42,6 +43,7 @@ from jengine.vision.family import Vision
 from pallas_kernels.products import cpu_refused
 from pallas_kernels.support import DTYPES, HOPPER, capability
 
+log = logging.getLogger("jengine")
 SNAPSHOTS = 4  # running sequences per snapshot
 FEWEST_SNAPSHOTS = 16
 DRAFTED = 8  # running sequences per state for drafts
@@ -158,6 +160,12 @@ def describe(
         calibrated=config.calibration_data is not None,
     )
     _check_experts(config, declared)
+    if declared.unquantized_inputs:
+        log.warning(
+            "the checkpoint quantizes inputs of products (%s), which no product here does: they stay %s",
+            declared.unquantized_inputs,
+            dtype,
+        )
     if config.calibration_data is not None:
         check_stateless(declared, config.calibration_data)
     spec = ExecutionSpec(
@@ -243,14 +251,15 @@ def states(config: EngineConfig, model: Model, max_num_seqs: int, platform: str)
 
 def _stored(model: ModelConfig, dtype: str, device: jax.Device) -> ModelConfig:
     """Without a kernel that multiplies by blocks of FP8, they are converted to dtype on load, rather than in
-    each step.
+    each step. Without products of FP8, inputs are not quantized.
     """
-    blocks = model.stored is not None and model.stored.form == "float8_e4m3fn" and model.stored.group
-    return (
-        dataclasses.replace(model, stored=None)
-        if blocks and (capability(device) not in HOPPER or dtype not in DTYPES)
-        else model
-    )
+    stored = model.stored
+    if stored is None or stored.form != "float8_e4m3fn":
+        return model
+    if stored.group and (capability(device) not in HOPPER or dtype not in DTYPES):
+        return dataclasses.replace(model, stored=None)
+    inputs = stored.inputs and multiplies_fp8(device)
+    return dataclasses.replace(model, stored=dataclasses.replace(stored, inputs=inputs))
 
 
 def _check_stateful(config: EngineConfig, spec: ExecutionSpec) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jengine.base.errors import ModelError
 from jengine.base.gguf_file import SUFFIX
+from jengine.base.model_files import read_object
 from jengine.hub.files import DEFAULT_QUANTIZATION, HubName, quantization_of
 
 if TYPE_CHECKING:
@@ -154,8 +155,8 @@ def _model(
 def _complete(path: Path) -> bool:
     """Whether all files are there that an index of weights lists."""
     for index in path.glob("*.index.json") if path.is_dir() else ():
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            listed = set(json.loads(index.read_text()).get("weight_map", {}).values())
+        with contextlib.suppress(ModelError, OSError, ValueError, TypeError, AttributeError):
+            listed = set(read_object(index).get("weight_map", {}).values())
             if not all((path / file).exists() for file in listed):
                 return False
     return True

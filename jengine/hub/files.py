@@ -39,6 +39,15 @@ class HubName(NamedTuple):
         return self.repo if self.quantization is None else f"{self.repo}:{self.quantization}"
 
 
+def is_within(file: str) -> bool:
+    """Whether the name of a repository's file stays within its folder."""
+    return (
+        file.isprintable()
+        and "\\" not in file
+        and all(part not in ("", ".", "..") for part in file.split("/"))
+    )
+
+
 def quantization_of(file: str) -> str | None:
     """The quantization in the name of a GGUF file, in capitals: of Qwen3-0.6B-Q4_K_M.gguf, Q4_K_M."""
     match = _QUANTIZATION.search(_PART.sub("", file.rpartition("/")[2].removesuffix(SUFFIX)))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import re
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from jengine.base.errors import ModelError
 from jengine.base.gguf_file import SUFFIX, GgufFile
 from jengine.hub.download import download, hub_error
-from jengine.hub.files import PROJECTORS, HubName, choose_gguf, gguf_patterns, model_files
+from jengine.hub.files import PROJECTORS, HubName, choose_gguf, gguf_patterns, is_within, model_files
 
 HEADER_BYTES = 1 << 21, 1 << 24, 1 << 27  # of a GGUF file, to read until its header is complete
+COMMIT = re.compile(r"[0-9a-f]{40}")
+MAX_FILE = 2**63 - 1  # bytes
 ABANDONED = 600.0  # seconds without a write after which no process writes a partial file any more
 
 
@@ -49,9 +53,9 @@ class Repository:
             info = HfApi().model_info(name.repo, revision=revision, files_metadata=True)
         except Exception as error:
             raise hub_error(name.repo, revision, error) from error
-        every = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        commit, every = str(info.sha), {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        _check(name.repo, commit, every)
         sizes = {file: every[file] for file in model_files(name, [*every])}
-        commit = str(info.sha)
         cached = [
             file
             for file in sizes
@@ -96,9 +100,14 @@ class Repository:
         path.parent.mkdir(exist_ok=True)
         for most in HEADER_BYTES:
             beginning = self._beginning(file, min(most, size))
-            path.write_bytes(beginning)
-            with path.open("r+b") as sparse:
-                sparse.truncate(size)
+            try:
+                path.write_bytes(beginning)
+                with path.open("r+b") as sparse:
+                    sparse.truncate(size)
+            except OSError as wrong:
+                path.unlink(missing_ok=True)
+                reason = f"its header cannot be written to {path.parent}: {wrong.strerror}"
+                raise ModelError(reason, file=self.name.repo) from None
             complete = len(beginning) >= size
             try:
                 if complete or GgufFile(path).start <= len(beginning):
@@ -129,6 +138,24 @@ class Repository:
         except Exception as error:
             raise hub_error(self.name.repo, self.commit, error) from error
         return bytes(data[:count])
+
+
+def _check(repo: str, commit: str, sizes: Mapping[str, int]) -> None:
+    """Checks what the hub says of a repository, before any of it becomes a part of a path.
+
+    Raises:
+        ModelError: it is no commit, or no file within the repository, or no size.
+    """
+    if COMMIT.fullmatch(commit) is None:
+        raise ModelError(f"the hub names {commit!r} as its commit: must be 40 hexadecimal digits", file=repo)
+    for file, size in sizes.items():
+        if not is_within(file):
+            raise ModelError(
+                f"the hub names {file[:200]!r} as a file: must lie within the repository", file=repo
+            )
+        if type(size) is not int or not 0 <= size <= MAX_FILE:
+            reason = f"the hub says that {file[:200]!r} has {size!r:.50} bytes: must be from 0 to {MAX_FILE}"
+            raise ModelError(reason, file=repo)
 
 
 def find_gguf(name: HubName, revision: str | None, *, weights: bool = True) -> Path:

@@ -32,7 +32,6 @@ from jengine.models.llama import Llama
 from jengine.models.pieces import Piece
 from jengine.models.stages import Stage, completed
 from jengine.parallel.mesh import rules_of, with_shardings
-from pallas_kernels.activations import ACTIVATIONS
 from pallas_kernels.hadamard import block_of
 from pallas_kernels.int4 import KINDS, TILE, pack, quantize_int4
 from pallas_kernels.products import Forms
@@ -120,6 +119,15 @@ class Model:
         if self.quantization is not None:
             return "" if self.quantization == "none" else self.quantization
         return "" if self.config.stored is None else self.config.stored.form
+
+    @property
+    def unquantized_inputs(self) -> str:
+        """How the checkpoint quantizes inputs of products, if products here do not: see
+        ModelConfig.quantized_inputs.
+        """
+        stored = self.config.stored
+        applied = self.quantization is not None or (stored is not None and stored.inputs)
+        return "" if applied else self.config.quantized_inputs
 
     def placed(self, mesh: Mesh) -> Params:
         """The abstract parameters with shardings on this mesh."""
@@ -216,14 +224,10 @@ def build(
     Raises:
         InvalidArgument: a converted folder's parameters are quantized in another way, or cannot be sharded
             over this many devices.
-        ModelError: the family or its activation is not supported.
+        ModelError: the family is not supported.
     """
     if config.family not in {**FAMILIES, **DRAFT_HEADS}:
         raise ModelError(f"model_type {config.family!r} is not supported; {', '.join(sorted(FAMILIES))} are")
-    if config.activation not in ACTIVATIONS:
-        raise ModelError(
-            f"hidden_act {config.activation!r} is not supported; {', '.join(sorted(ACTIVATIONS))} are"
-        )
     if (done := config.converted) is not None:
         own = None if done.quantization == "stored" else done.quantization
         if quantization not in (None, own):
@@ -335,8 +339,11 @@ def _stored(plain: jax.ShapeDtypeStruct, stored: StoredWeights, source: Sequence
     if stored.form not in KINDS and stored.group:
         return _by_group(plain, stored, source, parts)
     if stored.form not in KINDS:
-        return _form(quantize, plain, dtype=stored.form)
+        return _form(quantize, plain, dtype=stored.form, inputs=stored.inputs)
     size = plain.shape[-1] // parts
+    if plain.shape[-1] % stored.group:
+        reason = f"groups of {stored.group} inputs do not divide the {plain.shape[-1]} of {source[0].name}"
+        raise ModelError(f"quantization_config: {reason}", file="config.json")
     if size % stored.group:
         raise InvalidArgument(
             "tensor_parallel_size", parts, f"cuts {plain.shape[-1]} inputs within groups of {stored.group}"

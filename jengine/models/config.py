@@ -29,6 +29,8 @@ class ModelConfig:
             `find` look them up.
         stored: the format of quantized matrices; None: they are not quantized, or are to be converted to
             dtype.
+        quantized_inputs: how the checkpoint's quantization rounds the inputs of products, such as "float8
+            static by tensor"; "": not at all. `stored` says whether products here do so.
         converted: how `jengine convert` quantized the parameters, if it did.
         shards: the number of devices that the parameters are laid out for. Kv heads are repeated if there are
             fewer of them than devices; heads, intermediate sizes and the vocabulary are padded with zeros to
@@ -64,6 +66,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     parts: tuple[Any, ...] = ()
     stored: StoredWeights | None = None
+    quantized_inputs: str = ""
     converted: Converted | None = None
     shards: int = 1
     expert_shards: int = 1

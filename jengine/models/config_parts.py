@@ -75,6 +75,8 @@ class StoredWeights:
             one for each output unless there are groups.
         group: the number of inputs that share a scale; 0: all.
         offset: whether groups also have offsets.
+        inputs: whether products quantize their other side too, row by row; of int8 and float8_e4m3fn without
+            groups.
         others: regular expressions, matched from the start, for the names of modules that are stored in
             another format.
     """
@@ -82,6 +84,7 @@ class StoredWeights:
     form: Literal["int4", "e2m1", "int8", "float8_e4m3fn"]
     group: int = 0
     offset: bool = False
+    inputs: bool = False
     others: tuple[str, ...] = ()
 
 

@@ -71,6 +71,10 @@ class Fields(dict[str, Any]):
         return super().get(name, default)
 
 
+# Family.renamed of text models: loaded from a whole model, transformers saves them with its names.
+OF_WHOLE = {"model.language_model.": "model."}
+
+
 @dataclass(frozen=True, slots=True)
 class TextPart:
     """The text model of a model with several parts, such as a vision model. Only the text model is served.
@@ -83,6 +87,8 @@ class TextPart:
         skipped: prefixes of the tensor names of other parts.
         name: the prefix of the text model's tensors.
         why: why other parts are not loaded; "": they are.
+        tied: the default of the whole model's tie_word_embeddings, which counts for transformers; None: the
+            text model's counts.
         inline: in older configurations the text model's fields are the whole model's.
     """
 
@@ -90,6 +96,7 @@ class TextPart:
     skipped: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.")
     name: str = "language_model."
     why: str = "only text is supported"
+    tied: bool | None = False
     inline: bool = False
 
 

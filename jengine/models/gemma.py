@@ -114,7 +114,7 @@ FAMILIES = {
         Gemma3,
         read_gemma3,
         IMAGES_DEFAULTS,
-        TextPart(("gemma3_text",)),
+        TextPart(("gemma3_text",), tied=True),
     ),
     "gemma3_text": Family("Gemma 3 (text)", Gemma3, read_gemma3, GEMMA3_DEFAULTS),
 }

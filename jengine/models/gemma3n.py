@@ -18,7 +18,7 @@ from jengine.models.by_layer import LayerInputs, SharedKeysValues
 from jengine.models.config import ModelConfig
 from jengine.models.config_parts import OutputHead
 from jengine.models.facts import Working
-from jengine.models.family import Family, Fields, TextPart
+from jengine.models.family import OF_WHOLE, Family, Fields, TextPart
 from jengine.models.gemma4 import OTHER_PARTS, Gemma4, Gemma4Attention, LayerInput, unread
 from jengine.models.hf_config import (
     attention_biases,
@@ -286,7 +286,7 @@ DEFAULTS = {
     **{"altup_num_inputs": 4, "altup_active_idx": 0, "altup_correct_scale": True},
 }
 PARTS = (SharedKeysValues, LayerInputs, AltUp)
-TEXT = TextPart(("gemma3n_text",), OTHER_PARTS)
+TEXT = TextPart(("gemma3n_text",), OTHER_PARTS, tied=True)
 FAMILIES = {
     "gemma3n": Family(
         "Gemma 3n with images and sound (its text model)",
@@ -296,5 +296,13 @@ FAMILIES = {
         unread=unread,
         parts=PARTS,
     ),
-    "gemma3n_text": Family("Gemma 3n (text)", Gemma3n, read_gemma3n, DEFAULTS, unread=unread, parts=PARTS),
+    "gemma3n_text": Family(
+        "Gemma 3n (text)",
+        Gemma3n,
+        read_gemma3n,
+        DEFAULTS,
+        unread=unread,
+        parts=PARTS,
+        renamed=OF_WHOLE,
+    ),
 }

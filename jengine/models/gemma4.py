@@ -358,7 +358,7 @@ DEFAULTS = {
 }
 PARTS = (FullAttention, SharedKeysValues, LayerInputs, MixtureOfExperts)
 OTHER_PARTS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
-TEXT = TextPart(("gemma4_text",), OTHER_PARTS)
+TEXT = TextPart(("gemma4_text",), OTHER_PARTS, tied=True)
 FAMILIES = {
     "gemma4": Family(
         "Gemma 4 with images",

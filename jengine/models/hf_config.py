@@ -11,6 +11,8 @@ from jengine.base.errors import ModelError
 from jengine.models.config import ModelConfig
 from jengine.models.config_parts import RopeScaling, Rotary
 from jengine.models.family import Fields
+from jengine.models.rope import rope as rope_of
+from pallas_kernels.activations import ACTIVATIONS
 
 ROPE_OPTIONS = (
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",
@@ -21,10 +23,13 @@ ROPE_FIELDS = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor",
     "short_factor", "long_factor", "finetuned", "mrope_section", "mrope_interleaved",
 }  # fmt: skip
-AT_LEAST_ONE = (
+SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
     "max_position",
 )  # fmt: skip
+MAX_SIZE = 2**31 - 1
+MAX_LAYERS = 1024
+MAX_HEAD = 1 << 16
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -117,7 +122,8 @@ def partly_rotated(hf: Fields, share: float, parameters: dict[str, Any] | None =
     missing field.
     """
     parameters = rope_fields(hf) if parameters is None else dict(parameters)
-    share = float(parameters.pop("partial_rotary_factor", None) or hf.get("partial_rotary_factor") or share)
+    inner, outer = parameters.pop("partial_rotary_factor", None), hf.get("partial_rotary_factor")
+    share = float(inner or outer or share)  # as in transformers, if they differ
     fields = decoder(hf, parameters)
     return (
         fields
@@ -185,15 +191,22 @@ def check(config: ModelConfig) -> None:
     Raises:
         ModelError: a size is not possible, or contradicts another.
     """
-    for name in AT_LEAST_ONE:
-        if getattr(config, name) < 1:
-            raise ModelError(f"{name}={getattr(config, name)} must be at least 1")
+    for name in SIZES:
+        if not 1 <= getattr(config, name) <= MAX_SIZE:
+            raise ModelError(f"{name}={getattr(config, name)} must be at least 1 and at most {MAX_SIZE}")
+    if config.num_layers > MAX_LAYERS:
+        raise ModelError(f"num_layers={config.num_layers} must be at most {MAX_LAYERS}")
     if config.num_heads % config.num_kv_heads:
         raise ModelError(
             f"num_attention_heads={config.num_heads} is not a multiple of"
             f" num_key_value_heads={config.num_kv_heads}"
         )
+    if config.activation not in ACTIVATIONS:
+        known = ", ".join(sorted(ACTIVATIONS))
+        raise ModelError(f"hidden_act {config.activation!r} is not supported; {known} are")
     rotary, scaling = config.rope.dim or config.head_dim, config.rope.scaling
+    if not 0 < rotary <= MAX_HEAD:
+        raise ModelError(f"{rotary} channels of a head rotate; at most {MAX_HEAD} can")
     if rotary % 2:
         raise ModelError(f"head_dim={rotary} must be even, for rotary embedding")
     sections = config.rope.sections
@@ -208,6 +221,7 @@ def check(config: ModelConfig) -> None:
                 raise ModelError(
                     f"{name} has {len(factors)} numbers; {rotary} channels rotate and need {rotary // 2}"
                 )
+    rope_of(config, config.max_position)  # raises if a number of the scaling is impossible
     if any(window is not None and window < 1 for window in config.windows):
         raise ModelError(
             f"sliding_window={min(w for w in config.windows if w is not None)} must be at least 1"

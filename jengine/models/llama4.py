@@ -197,7 +197,7 @@ DEFAULTS = {
     },
 }
 PARTS = (MixtureOfExperts, UnrotatedQueryScaling)
-TEXT = TextPart(("llama4_text",), ("vision_model.", "multi_modal_projector."))
+TEXT = TextPart(("llama4_text",), ("vision_model.", "multi_modal_projector."), tied=None)
 FAMILIES = {
     "llama4": Family(
         "Llama 4 with images (its text model)", Llama4, read_llama4, text_part=TEXT, parts=PARTS

@@ -28,6 +28,7 @@ from pallas_kernels.product_dispatch import grouped_product, why_grouped_product
 from pallas_kernels.product_support import why_sizes_unsupported
 from pallas_kernels.products import Weight
 
+MAX_EXPERTS = 4096
 MAX_BLOCK = 64  # maximum rows per block
 EXPERTS = DATA, TENSOR  # axes over which whole experts are divided
 
@@ -52,6 +53,8 @@ class MixtureOfExperts:
     normalize: bool = False
 
     def __post_init__(self) -> None:
+        if self.count > MAX_EXPERTS:
+            raise ModelError(f"num_experts={self.count} must be at most {MAX_EXPERTS}")
         if self.layers and not 1 <= self.per_token <= self.count:
             raise ModelError(
                 f"num_experts_per_tok={self.per_token} must be from 1 to {self.count}, the experts"

@@ -23,6 +23,12 @@ class Piece(NamedTuple):
     rows: slice | tuple[slice, ...] = slice(None)  # a tuple slices several leading axes
     columns: slice = slice(None)
     transposed: bool = False  # stored as [in, out]; rows and columns refer to the transpose
+    either: bool = False  # if transposed: some checkpoints have [out, in]; so do those where both shapes fit
+
+    @property
+    def turned_shape(self) -> tuple[int, ...]:
+        """The shape with the last two axes swapped."""
+        return (*self.shape[:-2], *self.shape[:-3:-1])
 
     @property
     def as_stored(self) -> bool:

@@ -16,7 +16,7 @@ from jax import lax
 from jengine.base.errors import ModelError
 from jengine.models.cache import CacheEntry
 from jengine.models.config import ModelConfig
-from jengine.models.family import Family, Fields, TextPart
+from jengine.models.family import OF_WHOLE, Family, Fields, TextPart
 from jengine.models.hf_config import attention_biases, interleaved, partly_rotated
 from jengine.models.layers import (
     Attend,
@@ -320,9 +320,16 @@ FAMILIES = {
         MOE_DEFAULTS,
         skipped=AHEAD,
         parts=PARTS,
+        renamed=OF_WHOLE,
     ),
     "qwen3_5_text": Family(
-        "Qwen3.5, Qwen3.6 (text)", Qwen35, read_qwen3_5, DEFAULTS, skipped=AHEAD, parts=PARTS
+        "Qwen3.5, Qwen3.6 (text)",
+        Qwen35,
+        read_qwen3_5,
+        DEFAULTS,
+        skipped=AHEAD,
+        parts=PARTS,
+        renamed=OF_WHOLE,
     ),
     "qwen3_next": Family("Qwen3-Next", Qwen3Next, read_qwen3_next, DEFAULTS, skipped=AHEAD, parts=PARTS),
 }

@@ -20,18 +20,24 @@ from jengine.models.qwen3 import Qwen3, read_qwen3
 
 
 class StackedExperts(Experts):
-    """Checkpoints store all experts in one tensor, [experts, in, out]."""
+    """Checkpoints store all experts in one tensor: published ones as [experts, in, out], those that
+    transformers 5 saves as [experts, out, in]. transformers prefers the latter where both shapes fit.
+    """
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         config, experts, ffn = self.config, self.sizes.count, self.sizes.size
         hidden, every, real = config.hidden_size, self.real, slice(0, ffn)
-        both = Piece(f"{name}.experts.gate_up_proj", (experts, hidden, 2 * ffn), transposed=True)
+        both = Piece(f"{name}.experts.gate_up_proj", (experts, hidden, 2 * ffn), transposed=True, either=True)
         halves = (
             both._replace(part=(every, real, i), rows=(EVERY, slice(i * ffn, (i + 1) * ffn)))
             for i in range(2)
         )
         down = Piece(
-            f"{name}.experts.down_proj", (experts, ffn, hidden), (every, EVERY, real), transposed=True
+            f"{name}.experts.down_proj",
+            (experts, ffn, hidden),
+            (every, EVERY, real),
+            transposed=True,
+            either=True,
         )
         router = Piece(f"{name}.gate.weight", (experts, hidden))
         self.router = exact_matrix((experts, hidden), dtype, (None, None), router)

@@ -16,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.base.gguf_file import is_gguf
+from jengine.base.model_files import read_object, read_text
 from jengine.text.tekken import generated_template
 
 MARK = "@end-of-the-message-to-continue@ "  # the space shows whether the template trims messages
@@ -151,7 +152,7 @@ def load_chat_templates(folder: Path, special_tokens: Mapping[str, str]) -> dict
     found: dict[str, tuple[str, Path]] = {}
     file = folder / "tokenizer_config.json"
     try:
-        named = json.loads(file.read_text(encoding="utf-8")).get("chat_template") if file.is_file() else None
+        named = read_object(file).get("chat_template") if file.is_file() else None
         if isinstance(named, str):
             named = [{"name": "default", "template": named}]
         found = {one["name"]: (one["template"], file) for one in named or []}
@@ -159,11 +160,8 @@ def load_chat_templates(folder: Path, special_tokens: Mapping[str, str]) -> dict
             *folder.glob("chat_template.jinja"),
             *sorted(folder.glob("additional_chat_templates/*.jinja")),
         ]:
-            found["default" if file.stem == "chat_template" else file.stem] = (
-                file.read_text(encoding="utf-8"),
-                file,
-            )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as wrong:
+            found["default" if file.stem == "chat_template" else file.stem] = read_text(file), file
+    except (TypeError, KeyError, AttributeError) as wrong:
         raise ModelError(f"chat_template cannot be read: {wrong!r}", file=file) from None
     tekken = folder / "tekken.json"
     if not found and tekken.is_file() and (source := generated_template(tekken)) is not None:

@@ -16,6 +16,7 @@ from jengine.base.errors import ModelError
 from jengine.base.gguf_file import GgufFile, open_gguf
 
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
+MAX_CHARACTERS = 2048  # of a token: merges are found among all its halves
 SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _ENDS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -48,17 +49,24 @@ def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     Raises:
         ModelError: the file has none, or an unsupported one.
     """
-    file = open_gguf(path)
-    kind = file["tokenizer.ggml.model"]
-    if kind not in ("gpt2", "llama"):
-        raise ModelError(f"tokenizer.ggml.model={kind!r} is not supported; gpt2 and llama are", file=path)
-    tokens: list[str] = file["tokenizer.ggml.tokens"]
     try:
-        backend = _byte_level(file, tokens) if kind == "gpt2" else _sentence_piece(file, tokens)
+        return _read(open_gguf(path))
     except ModelError:
         raise
     except Exception as wrong:  # the library raises bare Exception
         raise ModelError(f"the tokenizer is inconsistent: {wrong}", file=path) from None
+
+
+def _read(file: GgufFile) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    kind = file["tokenizer.ggml.model"]
+    if kind not in ("gpt2", "llama"):
+        raise ModelError(
+            f"tokenizer.ggml.model={kind!r} is not supported; gpt2 and llama are", file=file.path
+        )
+    tokens: list[str] = file["tokenizer.ggml.tokens"]
+    if (longest := max(map(len, tokens), default=0)) > MAX_CHARACTERS:
+        raise ModelError(f"a token has {longest} characters; at most {MAX_CHARACTERS}", file=file.path)
+    backend = _byte_level(file, tokens) if kind == "gpt2" else _sentence_piece(file, tokens)
     marked = zip(tokens, file.get("tokenizer.ggml.token_type", []), strict=False)
     added = [
         AddedToken(token, normalized=False, special=kind == CONTROL)

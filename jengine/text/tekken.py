@@ -5,7 +5,6 @@ them.
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,12 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
 
 from jengine.base.errors import ModelError
+from jengine.base.model_files import read_object
 from jengine.text.detokenizer import byte_level_characters
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+MAX_BYTES = 2048  # of a token: merges are found among all its halves
+MAX_SPECIAL = 1 << 16
 # The first special tokens, for files that do not list them.
 UNLISTED = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
@@ -31,11 +33,13 @@ def read_tekken(file: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     Raises:
         ModelError: the file is not a valid tekken.json.
     """
+    content = read_object(file)
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
         special, config = _special_tokens(content), content["config"]
         size = int(config.get("default_vocab_size") or len(special) + len(content["vocab"])) - len(special)
         ranked = [base64.b64decode(entry["token_bytes"]) for entry in content["vocab"][:size]]
+        if (longest := max(map(len, ranked), default=0)) > MAX_BYTES:
+            raise ValueError(f"a token has {longest} bytes; at most {MAX_BYTES}")
         backend = _backend(ranked, special, config["pattern"])
     except Exception as wrong:  # the library raises bare Exception for a wrong pattern
         raise ModelError(f"is not a tokenizer in Mistral's tekken format: {wrong!r}", file=file) from None
@@ -73,7 +77,10 @@ def _special_tokens(content: dict[str, Any]) -> list[AddedToken]:
     listed = sorted(listed, key=lambda entry: entry["rank"])
     if [entry["rank"] for entry in listed] != list(range(len(listed))):
         raise ValueError("the ranks of special_tokens have gaps")
-    fillers = range(len(listed), int(content["config"].get("default_num_special_tokens") or len(listed)))
+    special = int(content["config"].get("default_num_special_tokens") or len(listed))
+    if special > MAX_SPECIAL:
+        raise ValueError(f"default_num_special_tokens={special} must be at most {MAX_SPECIAL}")
+    fillers = range(len(listed), special)
     tokens = [(entry["token_str"], entry.get("is_control", True)) for entry in listed] + [
         (f"<SPECIAL_{i}>", True) for i in fillers
     ]

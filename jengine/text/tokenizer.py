@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import tokenizers
 
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.base.gguf_file import is_gguf
+from jengine.base.model_files import check_regular, malformed, read_bytes, read_object
 from jengine.text.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_level_bytes
 from jengine.text.tekken import read_tekken
 from jengine.text.token_bytes import most_bytes_of_a_token
@@ -29,6 +30,7 @@ FILES = (
     "tokenizer_config.json",
     "tekken.json",
 )
+MAX_ID = 1 << 32
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -96,14 +98,15 @@ class Tokenizer:
         if not file.is_file():
             tekken = path / "tekken.json"
             return cls(*(read_tekken(tekken) if tekken.is_file() else _convert(path)), path)
+        data = read_bytes(file)
         try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
+            backend = tokenizers.Tokenizer.from_buffer(data)
         except Exception as wrong:  # the library raises bare Exception
             raise ModelError(f"not a tokenizer: {wrong}", file=file) from None
         # tokenizer.json may contain limits from training; the engine checks prompt lengths itself.
         backend.no_truncation()
         backend.no_padding()
-        _add_tokens(backend, path / "tokenizer_config.json")
+        _add_tokens(backend, path)
         return cls(backend, special_tokens_of(path), path)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -186,24 +189,55 @@ def has_tokenizer(path: Path) -> bool:
     return is_gguf(path) or any((path / name).is_file() for name in FILES)
 
 
-def _add_tokens(backend: tokenizers.Tokenizer, file: Path) -> None:
-    """Adds tokens that are only in tokenizer_config.json's added_tokens_decoder. Their ids must continue the
-    vocabulary.
+def _add_tokens(backend: tokenizers.Tokenizer, path: Path) -> None:
+    """Adds tokens that tokenizer.json does not list as added, as transformers does: those of
+    added_tokens_decoder in tokenizer_config.json or, in older folders, of added_tokens.json, whose ids must
+    continue the vocabulary; then those of the vocabulary that other fields name as special.
 
     Raises:
         ModelError: a token's id is taken, or leaves a gap.
     """
-    if not file.is_file():
-        return
-    listed = _json_object(file).get("added_tokens_decoder") or {}
-    try:
-        tokens = sorted(
-            (int(number), tokenizers.AddedToken(**_token_fields(token))) for number, token in listed.items()
-        )
-    except (AttributeError, KeyError, TypeError, ValueError) as wrong:
-        raise ModelError(f"added_tokens_decoder is malformed: {wrong!r}", file=file) from None
+    file, older = path / "tokenizer_config.json", path / "added_tokens.json"
+    fields = read_object(file) if file.is_file() else {}
+    if fields.get("added_tokens_decoder"):
+        with malformed(file):
+            listed = [
+                (int(number), tokenizers.AddedToken(**_token_fields(token)))
+                for number, token in fields["added_tokens_decoder"].items()
+            ]
+        _add_listed(backend, sorted(listed, key=itemgetter(0)), file)
+    elif older.is_file():
+        with malformed(older):
+            listed = [
+                (int(number), tokenizers.AddedToken(token)) for token, number in read_object(older).items()
+            ]
+        _add_listed(backend, sorted(listed, key=itemgetter(0)), older)
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    named = [*special_tokens_of(path).values(), *_further_special_tokens(fields)]
+    for token in dict.fromkeys(named):
+        if token not in known and backend.token_to_id(token) is not None:
+            backend.add_special_tokens([tokenizers.AddedToken(token, normalized=False)])
+
+
+def _further_special_tokens(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Texts of special tokens without a role, under the field's newer or older name."""
+    for name in ("extra_special_tokens", "additional_special_tokens"):
+        listed = fields.get(name)
+        every = listed.values() if isinstance(listed, dict) else listed if isinstance(listed, list) else ()
+        for token in every:
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                yield text
+
+
+def _add_listed(
+    backend: tokenizers.Tokenizer, tokens: Iterable[tuple[int, tokenizers.AddedToken]], file: Path
+) -> None:
     added = backend.get_added_tokens_decoder()
     for number, token in tokens:
+        if not 0 <= number < MAX_ID:
+            reason = f"has {token.content!r} at id {number}: must be from 0 to {MAX_ID - 1}"
+            raise ModelError(reason, file=file)
         known = backend.id_to_token(number)
         continues = known is None and number == backend.get_vocab_size(with_added_tokens=True)
         if continues or (known == token.content and number not in added):
@@ -212,7 +246,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, file: Path) -> None:
         if known != token.content:
             there = "ids end before it" if known is None else f"it is {known!r}"
             raise ModelError(
-                f"added_tokens_decoder has {token.content!r} at id {number}, but in tokenizer.json {there}",
+                f"has {token.content!r} at id {number}, but in tokenizer.json {there}",
                 file=file,
             )
 
@@ -222,16 +256,6 @@ def _token_fields(token: dict[str, Any]) -> dict[str, Any]:
     return {"content": token["content"], **{name: token[name] for name in names if name in token}}
 
 
-def _json_object(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as wrong:
-        raise ModelError(f"not a JSON object: {wrong}", file=file) from None
-    if not isinstance(content, dict):
-        raise ModelError(f"not a JSON object: {type(content).__name__}", file=file)
-    return content
-
-
 def special_tokens_of(path: Path) -> dict[str, str]:
     """From tokenizer_config.json or special_tokens_map.json: strings, or descriptions of added tokens."""
     found: dict[str, str] = {}
@@ -239,7 +263,7 @@ def special_tokens_of(path: Path) -> dict[str, str]:
         file = path / name
         if not file.is_file():
             continue
-        content = _json_object(file)
+        content = read_object(file)
         for kind, token in ((kind, content.get(kind)) for kind in SPECIAL_TOKENS):
             text = token.get("content") if isinstance(token, dict) else token
             if isinstance(text, str):
@@ -253,6 +277,7 @@ def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     """
     from transformers import AutoTokenizer
 
+    check_regular(path)
     try:
         slow = AutoTokenizer.from_pretrained(path, use_fast=True)
         return slow.backend_tokenizer, slow.special_tokens_map

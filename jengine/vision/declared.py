@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jengine.base.model_files import malformed
 from jengine.vision.family import Vision
 
 
@@ -28,7 +29,12 @@ class Encoder:
 
     @classmethod
     def of(cls, vision: Vision, dtype: jax.typing.DTypeLike) -> Encoder:
-        graph, state = nnx.split(vision.module(jnp.dtype(dtype)))
+        """
+        Raises:
+            ModelError: a field of vision_config is missing, or has the wrong type or value.
+        """
+        with malformed("vision_config in config.json"):
+            graph, state = nnx.split(vision.module(jnp.dtype(dtype)))
 
         def tree(leaf: Any) -> Any:
             return nnx.to_pure_dict(nnx.map_state(lambda _, parameter: leaf(parameter), state))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jengine.base.errors import InvalidArgument, ModelError
+from jengine.base.model_files import malformed, read_object
 from jengine.core.image_options import PROCESSING
 from jengine.vision.family import Vision
 
 Encode = Callable[[str], list[int]]  # text to token ids
 PROCESSORS = "preprocessor_config.json", "processor_config.json"
+MAX_SIZES = {"image_size": 1 << 14, "depth": 1024, "num_hidden_layers": 1024, "mm_tokens_per_image": 1 << 16}
+MAX_NUMBER = 1 << 31
 # by model_type: the module and the class; imported when needed
 FAMILIES = {
     "gemma3": ("gemma3", "Gemma3Vision"),
@@ -42,26 +44,42 @@ def vision_of(folder: Path, encode: Encode, processing: Mapping[str, Any] | None
     file = folder / "config.json"
     if not file.is_file():
         return None
-    config = _read(file)
+    config = read_object(file)
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None or not isinstance(config.get("vision_config"), dict):
         return None
     module, name = family
     make = getattr(importlib.import_module(f"jengine.vision.{module}"), name)
-    processor: dict[str, Any] = {}
-    for name in reversed(PROCESSORS):
-        if (folder / name).is_file():
-            fields = _read(folder / name)
-            processor |= fields.get("image_processor") or (fields if name == PROCESSORS[0] else {})
     try:
-        vision: Vision = make(config, processor, encode, *([processing] if processing else []))
-        return vision
-    except KeyError as missing:
-        raise ModelError(f"field {missing} is missing", file=file) from None
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as wrong:
-        if processing and isinstance(wrong, InvalidArgument):
+        with malformed(file):
+            for fields in (config, config["vision_config"]):
+                _check_sizes(fields)
+            vision: Vision = make(config, _processor(folder), encode, *([processing] if processing else []))
+            return vision
+    except InvalidArgument as wrong:
+        if processing:
             raise
         raise ModelError(f"a field has the wrong type or value: {wrong}", file=file) from None
+
+
+def _processor(folder: Path) -> dict[str, Any]:
+    """The fields of both files. Those of preprocessor_config.json win."""
+    found: dict[str, Any] = {}
+    for name in reversed(PROCESSORS):
+        if (file := folder / name).is_file():
+            fields = read_object(file)
+            with malformed(file):
+                own = fields.get("image_processor") or (fields if name == PROCESSORS[0] else {})
+                _check_sizes(own)
+                found |= own
+    return found
+
+
+def _check_sizes(fields: Mapping[str, Any]) -> None:
+    """Checks numbers that images and encoders have, or loop over."""
+    for name, value in fields.items():
+        if isinstance(value, int | float) and abs(value) > (most := MAX_SIZES.get(name, MAX_NUMBER)):
+            raise ModelError(f"{name}={value} must be at most {most}")
 
 
 def served_vision(
@@ -86,13 +104,3 @@ def served_vision(
 def no_text(text: str) -> list[int]:
     """In place of a tokenizer, where no prompts are made."""
     raise AssertionError(f"no tokenizer encodes {text!r}")
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot be read: {error}", file=file) from None
-    if not isinstance(content, dict):
-        raise ModelError("is not a JSON object", file=file)
-    return content

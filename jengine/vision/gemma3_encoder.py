@@ -22,7 +22,7 @@ class Encoder(nnx.Module):
             patches_per_row,
             (fields["image_size"] // fields["patch_size"]) ** 2,
         )
-        self.siglip = Siglip(fields, dtype, "vision_tower.vision_model")
+        self.siglip = Siglip(fields, dtype, "vision_tower")
         self.mean_norm = RMSNorm(size, eps, dtype, f"{place}.mm_soft_emb_norm", offset=1.0)
         projection = f"{place}.mm_input_projection_weight"
         self.projection = Linear(size, hidden, dtype, projection, biased=False, transposed=True)

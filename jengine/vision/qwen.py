@@ -144,7 +144,10 @@ class QwenVision(ABC):
                 raise ModelError(f"{name}={processor[name]} differs from the vision_config's {size}")
         self.preparation = Preparation.read({**processor, **sizes}, overrides or {})
         self.features = self.preparation.features
-        self.levels = 1 + len(self.vision.get("deepstack_visual_indexes") or ())
+        taps = self.vision.get("deepstack_visual_indexes") or ()
+        if not {*taps} <= {*range(int(self.vision.get("depth", 0)))} or len({*taps}) != len(taps):
+            raise ModelError(f"deepstack_visual_indexes={taps} must be different layers of the encoder")
+        self.levels = 1 + len(taps)
         self.patches_per_row = self.smallest = self.preparation.merge**2
         self.largest = self.preparation.largest
         self.most_rows = self.largest // self.patches_per_row

@@ -76,7 +76,7 @@ class Encoder(nnx.Module):
             x = block(x, rotation, attend)
             if i in self.taps:
                 tapped[i] = self.mergers[self.taps.index(i)](x)
-        return jnp.concatenate([self.merger(x), *(tapped[i] for i in self.taps)], axis=-1)
+        return jnp.concatenate([self.merger(x), *(tapped[i] for i in sorted(self.taps))], axis=-1)
 
     def interpolated(
         self, rows: jax.Array, columns: jax.Array, heights: jax.Array, widths: jax.Array

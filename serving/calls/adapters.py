@@ -110,15 +110,11 @@ class Adapters:
             ModelError: the adapter cannot be read, or does not fit the model or its tokenizer.
             EngineDead: the engine has ended.
         """
+        self._check(module.name, served, load_inplace)
+        # not under the lock: a download takes as long as the hub wants
+        folder, tokenizer = await asyncio.to_thread(_find, path or module.path, llm.tokenizer)
         async with self._changing:
-            known = self.get(module.name)
-            if module.name == served:
-                raise InvalidArgument("lora_name", module.name, "is the name of the model itself")
-            if known is not None and not load_inplace:
-                raise InvalidArgument(
-                    "lora_name", module.name, "has already been loaded; load_inplace replaces it"
-                )
-            folder, tokenizer = await asyncio.to_thread(_find, path or module.path, llm.tokenizer)
+            known = self._check(module.name, served, load_inplace)
             adapter = Adapter(
                 module=module,
                 number=next(self._numbers) if known is None else known.number,
@@ -129,6 +125,15 @@ class Adapters:
             await llm.loras.load(_request(adapter), load_inplace=known is not None)
             self._loaded[module.name] = adapter
             return adapter
+
+    def _check(self, name: str, served: str, load_inplace: bool) -> Adapter | None:
+        """The loaded adapter that one of this name replaces. Raises InvalidArgument if it must not."""
+        known = self.get(name)
+        if name == served:
+            raise InvalidArgument("lora_name", name, "is the name of the model itself")
+        if known is not None and not load_inplace:
+            raise InvalidArgument("lora_name", name, "has already been loaded; load_inplace replaces it")
+        return known
 
     async def unload(self, llm: AsyncLLM, name: str) -> None:
         """Forgets an adapter: from now on, clients do not find it. Its unfinished requests keep it.

@@ -346,3 +346,26 @@ def test_groups_that_devices_would_cut_are_refused(tmp_path: Path) -> None:
     build(config, "float32", 64, shards=2)
     with pytest.raises(InvalidArgument, match="tensor_parallel_size=4: cuts 64 inputs within groups of 32"):
         build(config, "float32", 64, shards=4)
+
+
+@pytest.mark.parametrize("ending", ["<|im_end|>", "<|eot_id|>", "<|endoftext|>", "<end_of_turn>"])
+def test_tokens_that_end_a_turn_are_found_by_their_texts(ending: str, tmp_path: Path) -> None:
+    """As in llama.cpp, since many files have no id for them."""
+    tokens = {"ggml.tokens": ["a", "<s>", ending, "b"], "ggml.eos_token_id": 1}
+    write_gguf(tmp_path / "m.gguf", "llama_gqa", tokenizer=tokens)
+    assert read_config(tmp_path / "m.gguf").eos_token_ids == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"llama.block_count": 2**31 - 1}, "num_hidden_layers=2147483647 must be at most 4096"),
+        ({"llama.block_count": 500}, "num_hidden_layers=500, but there are tensors of only 2 layers"),
+        ({"llama.attention.head_count": "x"}, "a field has the wrong type or value"),
+        ({"tokenizer.ggml.eos_token_id": "x"}, "tokenizer.ggml.eos_token_id='x' is not a token id"),
+    ],
+)
+def test_fields_that_lie(fields: dict[str, Any], says: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", "llama_gqa", fields=fields)
+    with pytest.raises(ModelError, match=f"m.gguf: {says}"):
+        read_config(tmp_path / "m.gguf")

@@ -23,7 +23,10 @@ from jengine.models.phi_moe import Competition
 from jengine.models.recurrent import LinearAttention
 from jengine.models.residuals import ParallelResidual
 from jengine.models.rope import rope
+from tests.golden.declaring import YARN
 from tests.golden.weights import VARIANTS
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 
 
 def read(variant: str, **changes: Any) -> ModelConfig:
@@ -368,9 +371,8 @@ def test_text_models_of_models_with_images() -> None:
     assert (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim) == (262208, 8, 4, 256)
     text = {"rope_parameters": VARIANTS["ministral3"]["rope_parameters"], **VARIANTS["ministral3"]}
     config = read("mistral3", text_config=text, tie_word_embeddings=True)
-    assert (config.part(QueryScaling).beta, config.tie_embeddings) == (0.4, False), (
-        "the text model's own fields come first"
-    )
+    assert config.part(QueryScaling).beta == 0.4
+    assert text["tie_word_embeddings"] is False and config.tie_embeddings, "the whole model's flag counts"
     assert read(
         "mistral3", text_config={**VARIANTS["mistral3"]["text_config"], "sliding_window": 8}
     ).windows == (8, 8)
@@ -385,3 +387,52 @@ def test_opt_350m_is_the_odd_one() -> None:
 def test_both_names_of_ernies_experts() -> None:
     assert read("ernie4_5_moe", moe_k=..., num_experts_per_tok=2).part(MixtureOfExperts).per_token == 2
     assert read("ernie4_5_moe", moe_k=2, num_experts_per_tok=...).part(MixtureOfExperts).per_token == 2
+
+
+@pytest.mark.parametrize(
+    ("variant", "whole", "text", "tied"),
+    [
+        ("qwen3_vl_moe", False, True, False),
+        ("qwen3_vl_moe", True, False, True),
+        ("qwen3_vl_moe", ..., ..., False),
+        ("smolvlm", False, True, False),
+        ("gemma3_images", ..., ..., True),
+        ("gemma3_images", False, True, False),
+        ("llama4", True, False, False),  # whose text model has the head
+    ],
+)
+def test_the_whole_models_flag_ties_the_head(variant: str, whole: Any, text: Any, tied: bool) -> None:
+    """As in transformers."""
+    inner = {**VARIANTS[variant]["text_config"], "tie_word_embeddings": text}
+    inner = {name: value for name, value in inner.items() if value is not ...}
+    assert read(variant, text_config=inner, tie_word_embeddings=whole).tie_embeddings is tied
+
+
+def test_fields_of_both_levels() -> None:
+    text = {**VARIANTS["qwen3_vl"]["text_config"], "dtype": "float16", "eos_token_id": 3}
+    text["quantization_config"] = {"quant_method": "bitsandbytes"}
+    config = read(
+        "qwen3_vl", text_config=text, torch_dtype="bfloat16", eos_token_id=[5, 6], quantization_config=FP8
+    )
+    assert (config.dtype, config.eos_token_ids) == ("bfloat16", (5, 6)) and config.stored is not None
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "says"),
+    [
+        ("llama_gqa", {"num_hidden_layers": 2**31}, "num_hidden_layers=2147483648 must be at most 4096"),
+        ("llama_gqa", {"num_hidden_layers": 1025}, "num_layers=1025 must be at most 1024"),
+        ("qwen3_moe", {"num_experts": 2**31 - 1}, "num_experts=2147483647 must be at most 4096"),
+        ("llama_gqa", {"vocab_size": 2**70}, "vocab_size=.* must be at least 1 and at most 2147483647"),
+        ("llama_gqa", {"head_dim": 2**30}, "channels of a head rotate; at most 65536 can"),
+        ("llama_gqa", {"hidden_size": []}, "a field has the wrong type or value"),
+        ("llama_gqa", {"rms_norm_eps": 10**400}, "a field has the wrong type or value"),
+        ("llama_gqa", {"eos_token_id": [1, "2"]}, "is neither a token id nor a list of them"),
+        ("rope_yarn", {"rope_scaling": {**YARN, "beta_slow": 0.0}}, "a field has the wrong type or value"),
+    ],
+)
+def test_numbers_are_checked_before_anything_loops_over_them(
+    variant: str, changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ModelError, match=f"config.json: .*{says}"):
+        read(variant, **changes)

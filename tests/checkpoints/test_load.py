@@ -18,9 +18,12 @@ from safetensors.numpy import save_file
 
 from jengine.base.errors import ModelError
 from jengine.checkpoints import load, read_config
+from jengine.checkpoints.in_memory import in_memory
+from jengine.checkpoints.weights import read
 from jengine.models import Model, Params, build
 from jengine.models.pieces import Piece
 from jengine.parallel.mesh import make_mesh
+from tests.golden.heads import write_mtp
 from tests.golden.weights import weights, write_model
 
 VARIANT = "llama_attention_bias"
@@ -300,7 +303,7 @@ def test_empty_file(folder: Path) -> None:
 @pytest.mark.parametrize("header", [b"{not json", b"[1, 2]", b"\xff\xfe"])
 def test_header_is_no_object(folder: Path, header: bytes) -> None:
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    fails(folder, file="model.safetensors", match="the header is corrupt: it must be a JSON object")
+    fails(folder, file="model.safetensors", match="the header is corrupt: it is not")
 
 
 @pytest.mark.parametrize(
@@ -314,7 +317,10 @@ def test_header_is_no_object(folder: Path, header: bytes) -> None:
             lambda entry: entry["data_offsets"].__setitem__(1, entry["data_offsets"][1] + 4),
             r"F32\[64, 64\] does not fill bytes",
         ),
-        (lambda entry: entry.update(shape=[-64, -64]), r"F32\[-64, -64\] does not fill bytes"),
+        (lambda entry: entry.update(shape=[-64, -64]), "they have the wrong type or value"),
+        (lambda entry: entry.update(shape=[2**70]), "they have the wrong type or value"),
+        (lambda entry: entry.update(shape=[1] * 100), "has 100 dimensions; at most 8"),
+        (lambda entry: entry.update(dtype=["F32"]), r"dtype \['F32'\] is not supported"),
     ],
 )
 def test_header_entry_is_wrong(folder: Path, edit: Callable[[dict[str, Any]], object], match: str) -> None:
@@ -393,3 +399,53 @@ def test_stacked_experts_of_another_shape(tmp_path: Path) -> None:
         tensor="model.layers.0.mlp.experts.0.down_proj.weight",
         match=match,
     )
+
+
+def test_layers_that_are_not_there(tmp_path: Path) -> None:
+    write_model(tmp_path, "llama_gqa", num_hidden_layers=2)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1000}))
+    with pytest.raises(ModelError, match="num_hidden_layers=1000, but there are tensors of only 2 layers"):
+        read_config(tmp_path)
+
+
+def test_an_index_names_no_files_elsewhere(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "other.safetensors")
+    index = {"weight_map": {Q_PROJ: "../other.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    fails(folder, file="model.safetensors.index.json", match="weight_map names '../other.safetensors'")
+
+
+def test_tensors_of_a_head_that_is_loaded_are_not_said_to_be_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_mtp(tmp_path, "mimo")
+    model = build(read_config(tmp_path), "float32", 64)
+    with caplog.at_level("WARNING", "jengine"):
+        read(tmp_path, model, drafts=True)
+        assert not caplog.records
+        read(tmp_path, model)
+    assert "method mtp of speculative_config uses them" in caplog.text
+
+
+def test_experts_in_both_layouts(tmp_path: Path) -> None:
+    """Qwen3-VL's are published as [experts, in, out], and saved by transformers as [experts, out, in]. Where
+    both shapes fit, it takes them for the latter.
+    """
+
+    def params_of(tensors: dict[str, Any]) -> Any:
+        return load(tmp_path, model, make_mesh(1), False, in_memory(tensors))["layers"][0]["mlp"]
+
+    def turned(tensors: dict[str, Any]) -> dict[str, Any]:
+        return {name: a.swapaxes(1, 2) if ".experts." in name else a for name, a in tensors.items()}
+
+    variant = "qwen3_vl_moe"
+    write_model(tmp_path, variant)
+    model, published = build(read_config(tmp_path), "float32", 64), weights(variant)
+    jax.tree.map(np.testing.assert_array_equal, params_of(turned(published)), params_of(published))
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["moe_intermediate_size"] = config["text_config"]["hidden_size"] // 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model, square = build(read_config(tmp_path), "float32", 64), weights(variant, config)
+    stored = square["model.language_model.layers.0.mlp.experts.gate_up_proj"]
+    np.testing.assert_array_equal(params_of(square)["gate_up"][:, :, 0], stored[:, : stored.shape[1] // 2])

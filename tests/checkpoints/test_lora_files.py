@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,13 @@ def test_factors_of_all_experts_in_one_matrix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("rank", "columns"), [(1, 16), (16, 16), (17, 32), (64, 64), (65, 128), (320, 320)])
 def test_columns_of_a_place(rank: int, columns: int) -> None:
     assert columns_of(rank) == columns
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_pipe_in_the_folder_is_refused_at_once(name: str, tmp_path: Path) -> None:
+    write_lora(tmp_path, lora("llama_gqa", "plain"))
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ModelError, match="is not a regular file") as caught:
+        read(tmp_path)
+    assert caught.value.file == tmp_path / name

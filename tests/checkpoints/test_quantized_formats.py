@@ -36,9 +36,10 @@ from tests.golden.weights import VARIANTS
 from tests.models.test_quantization import logits
 
 
-def compressed(form: str, **weights: Any) -> dict[str, Any]:
+def compressed(form: str, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
     group = {
         "targets": ["Linear"],
+        "input_activations": inputs,
         "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", **weights},
     }
     return {
@@ -274,3 +275,49 @@ def del_part(folder: Path, end: str) -> None:
     del header[next(name for name in header if name.endswith(end))]
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+TOKENS = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted", "applied"),
+    [
+        (compressed("int-quantized"), "", False),
+        (compressed("int-quantized", inputs=TOKENS), "int8 dynamic by token", True),
+        (compressed("int-quantized", inputs={**TOKENS, "dynamic": False}), "int8 static by token", False),
+        (
+            compressed("int-quantized", inputs={**TOKENS, "symmetric": False}),
+            "asymmetric int8 dynamic by token",
+            False,
+        ),
+        (
+            compressed("float-quantized", **FLOAT, inputs={**TOKENS, "type": "float"}),
+            "float8 dynamic by token",
+            True,
+        ),
+        (FP8, "float8 dynamic by token", True),
+        ({**FP8, "activation_scheme": "static"}, "float8 static by tensor", False),
+        ({**FP8, "weight_block_size": [128, 128]}, "float8 dynamic by group", False),
+        (GPTQ, "", False),
+    ],
+)
+def test_how_inputs_are_quantized_is_kept(config: dict[str, Any], wanted: str, applied: bool) -> None:
+    found = model_config({**VARIANTS[VARIANT], "quantization_config": config})
+    assert found.quantized_inputs == wanted
+    assert found.stored is not None and found.stored.inputs is applied
+
+
+def test_inputs_are_quantized_where_a_product_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On a CPU: bytes, but not floats of eight bits, which a warning says."""
+    write_quantized(tmp_path / "bytes", compressed("int-quantized", inputs=TOKENS), int8)
+    layer = loaded(tmp_path / "bytes")["layers"][0]
+    assert isinstance(layer["mlp"]["down"], Quantized) and layer["mlp"]["down"].inputs
+    options = EngineConfig.of("MODEL", {"max_model_len": 64})
+    with caplog.at_level("WARNING", "jengine"):
+        spec = describe(options, read_config(tmp_path / "bytes"), make_mesh(1), tmp_path)
+        assert not caplog.records and not spec.model.unquantized_inputs
+        write_quantized(tmp_path / "floats", FP8, fp8("all"))
+        spec = describe(options, read_config(tmp_path / "floats"), make_mesh(1), tmp_path)
+    assert spec.model.unquantized_inputs == "float8 dynamic by token"
+    assert "quantizes inputs of products (float8 dynamic by token), which no product here does" in caplog.text

@@ -217,6 +217,11 @@ def test_unknown_fields_cause_a_warning() -> None:
         read("llama_gqa", new_list=list(range(100)))
 
 
+@pytest.mark.parametrize("name", ["_name_or_path", "_model_name_or_path"])
+def test_where_a_folder_came_from_has_no_effect(name: str) -> None:
+    assert read("llama_gqa", **{name: "a/folder"}) == read("llama_gqa")
+
+
 @pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}])
 def test_unknown_fields_without_a_value_do_not(value: object) -> None:
     assert read("llama_gqa", some_new_feature=value) == read("llama_gqa")

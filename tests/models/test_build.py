@@ -138,4 +138,4 @@ def test_unsupported_models_are_named() -> None:
     with pytest.raises(ModelError, match=r"model_type 'unheard_of' is not supported; .*llama, .*qwen3.* are"):
         build(dataclasses.replace(config, family="unheard_of"), "float32", 64)
     with pytest.raises(ModelError, match=r"hidden_act 'relu6' is not supported; .*silu.* are"):
-        build(dataclasses.replace(config, activation="relu6"), "float32", 64)
+        model_config({**VARIANTS["llama_mha"], "hidden_act": "relu6"})

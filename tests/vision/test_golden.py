@@ -13,14 +13,20 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jengine.base.errors import ModelError
 from jengine.checkpoints import load, read_config
+from jengine.checkpoints.encoder import WRAPPED, encoder_makers
+from jengine.checkpoints.in_memory import in_memory
 from jengine.checkpoints.stored import Tensor
 from jengine.checkpoints.weights import assemble
+from jengine.core.config import EngineConfig
 from jengine.core.image_positions import last_seen, mrope
+from jengine.engine.model_source import ModelSource
 from jengine.models import build
 from jengine.models.recurrent import LinearAttention
 from jengine.models.whole_sequences import WholeSequences
 from jengine.parallel.mesh import make_mesh
+from jengine.vision.declared import Encoder
 from jengine.vision.family import VISUAL, Patches, Vision
 from jengine.vision.folder import vision_of
 from tests.compiling import QUICK
@@ -62,7 +68,10 @@ def made(variant: str, folder: Path) -> Vision:
 def bound(found: Vision, variant: str) -> Any:
     """The encoder with its parameters."""
     graph, state = nnx.split(found.module("float32"))
-    tensors = {name.removeprefix("model."): Tensor(Path(), array) for name, array in weights(variant).items()}
+    tensors = {
+        name.removeprefix("model.").replace(*WRAPPED): Tensor(Path(), array)
+        for name, array in weights(variant).items()
+    }
 
     def parameter(_: Any, declared: Any) -> Any:
         target = declared.get_value()
@@ -150,3 +159,39 @@ def whole(
 
     forward = jax.jit(run, compiler_options=QUICK)
     return np.asarray(forward(params, np.where(here, 10**6, ids), positions, Visual(here, spread)))
+
+
+def test_deeper_levels_are_in_the_order_of_their_layers(tmp_path: Path) -> None:
+    """deepstack_visual_indexes need not ascend: each has a merger of its own."""
+    found = made("qwen3_vl", tmp_path)
+    module = bound(found, "qwen3_vl")
+    images = [found.cut(picture)[0] for picture in pictures("qwen3_vl")[:1]]
+    size = len(images[0].pixels)
+    [expected] = encoded(found, module, images, size)
+    module.taps, module.mergers = module.taps[::-1], nnx.List([*module.mergers][::-1])
+    [rows] = encoded(found, module, images, size)
+    np.testing.assert_array_equal(rows, expected)
+    vision = {**VARIANTS["qwen3_vl"]["vision_config"], "deepstack_visual_indexes": [0, 7]}
+    (tmp_path / "config.json").write_text(json.dumps({**VARIANTS["qwen3_vl"], "vision_config": vision}))
+    with pytest.raises(ModelError, match=r"deepstack_visual_indexes=\[0, 7\] must be different layers"):
+        vision_of(tmp_path, lambda text: [0])
+
+
+def test_text_is_served_if_settings_of_images_are_not_supported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made("qwen3_vl", tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"do_normalize": False}))
+    with caplog.at_level("WARNING", "jengine"):
+        assert ModelSource.without_weights(EngineConfig.of(str(tmp_path), {})).vision is None
+    assert "images are not read, only text is served: " in caplog.text and "do_normalize" in caplog.text
+    asked = EngineConfig.of(str(tmp_path), {"limit_mm_per_prompt": {"image": 2}})
+    with pytest.raises(ModelError, match="do_normalize=False is not supported"):
+        ModelSource.without_weights(asked)
+
+
+def test_tensors_of_an_encoder_are_all_used(tmp_path: Path) -> None:
+    encoder = Encoder.of(made("qwen3_vl", tmp_path), "float32")
+    tensors = {**weights("qwen3_vl"), "model.visual.blocks.9.norm1.weight": np.zeros(4, np.float32)}
+    with pytest.raises(ModelError, match=r"visual.blocks.9.norm1.weight: is not part of this model"):
+        encoder_makers(encoder.params, encoder.sources, in_memory(tensors))

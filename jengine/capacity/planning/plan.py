@@ -177,10 +177,12 @@ def formats_of(spec: ExecutionSpec) -> Formats:
     kind, inputs = QUANTIZATIONS.get(
         "w8a8" if model.quantization == "w4a8" else model.quantization or "", plain
     )
+    if (stored := model.config.stored) is not None and stored.inputs:
+        kind, inputs = stored.form, True
     matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_weight) if len(leaf.shape) > 1]
     width = jnp.dtype(kind).itemsize
     # formats vary between weights, and scales count
-    if model.quantization in FOUR_BITS or model.config.stored is not None:
+    if model.quantization in FOUR_BITS or stored is not None:
         width = num_bytes(matrices) / sum(math.prod(matrix.shape) for matrix in matrices)
     row = places(spec.groups, SHARED)[0][0].shape[-1]
     scale = 4 / row if spec.kv_cache_dtype else 0.0  # float32, for each token and head

@@ -107,7 +107,9 @@ def report(name: str, plan: Plan) -> str:
 def setting(plan: Plan) -> str:
     """The devices and the number formats."""
     weights = plan.spec.model.quantization or plan.formats.dtype
-    dtypes = f"weights {weights}, activations {plan.formats.dtype}, cache {plan.spec.cache_dtype}"
+    wanted = plan.spec.model.unquantized_inputs
+    activations = plan.formats.dtype + (f" (not {wanted}, as the checkpoint says)" if wanted else "")
+    dtypes = f"weights {weights}, activations {activations}, cache {plan.spec.cache_dtype}"
     return f"{plan.formats.devices} x {plan.device.name}: {dtypes}"
 
 
