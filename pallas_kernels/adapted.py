@@ -1,9 +1,10 @@
-"""A weight with low-rank adapters (LoRA): x @ W.T + ((x @ A.T) * mask) @ B.T.
+"""A weight with low-rank adapters (LoRA): x @ W.T + where(mask, x @ A.T, 0) @ B.T.
 
 The adapters of all places are stacked along the rank axis, so two products with fixed shapes serve any mix of
-adapters in a batch. The mask leaves each row the columns of its own adapter. All others become exact zeros,
-and adding these is exact: a row's bits do not depend on other adapters, nor on the place of its own, if the
-columns of a place are a power of two, or a multiple of 64 (see `columns_of`).
+adapters in a batch. The mask selects the columns of each row's adapter. All others become zeros, even if the
+first product is infinite or NaN there, and adding zeros is exact: a row's bits do not depend on other
+adapters, nor on the place of its own, if the columns of a place are a power of two, or a multiple of 64 (see
+`columns_of`). The second product multiplies these zeros by other adapters' B, so stacks must be finite.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def columns_of(rank: int) -> int:
 @partial(jax.tree_util.register_dataclass, data_fields=("a", "b"), meta_fields=("parts",))
 @dataclass(frozen=True)
 class Stack:
-    """The adapters of one weight.
+    """The adapters of one weight. All numbers are finite.
 
     A fused weight has several parts, such as queries, keys and values, each with adapters of its own. Its
     second axis is divided into segments; each belongs to a part.
@@ -72,7 +73,7 @@ class Adapted:
     """A weight and its adapters; see `products.Weight`.
 
     Attributes:
-        mask: [rows, places * columns], 1 where a row's adapter has its columns and 0 elsewhere.
+        mask: bool [rows, places * columns], where a row's adapter has its columns.
         forms: of the adapters' products on a CPU.
     """
 
@@ -101,7 +102,7 @@ class Adapted:
         stack, forms = self.stack, self.forms
         parts, columns, size = stack.a.shape
         inner = Plain(stack.a.reshape(-1, size), forms).product(x).reshape(-1, parts, columns)
-        inner *= self.mask[:, None]
+        inner = jnp.where(self.mask[:, None], inner, 0)
         each = [
             _raised(inner[:, part], b, forms, dtype).reshape(len(x), *b.shape[:-1])
             for part, b in zip(stack.parts, stack.b, strict=True)
@@ -114,7 +115,7 @@ class Adapted:
         stack, how = self.stack, dict[str, Any](impl=impl, device=device)
         each_chooses = len(groups.place) // len(self.mask)  # experts
         mask = self.mask[groups.row // each_chooses]
-        inner = Plain(stack.a).grouped_product(x, groups, **how) * mask[:, None]
+        inner = jnp.where(mask[:, None], Plain(stack.a).grouped_product(x, groups, **how), 0)
         each = [
             Plain(b).grouped_product(inner[:, part], groups, **how)
             for part, b in zip(stack.parts, stack.b, strict=True)
@@ -126,7 +127,7 @@ class Adapted:
 
     def take(self, rows: jax.Array) -> jax.Array:
         [b], [a] = self.stack.b, self.stack.a
-        inner = Plain(b).take(rows) * self.mask
+        inner = jnp.where(self.mask, Plain(b).take(rows), 0)
         taken = self.base.take(rows)
         return (taken + multiply(inner, a.T, jnp.float32)).astype(taken.dtype)
 

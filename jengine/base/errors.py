@@ -21,8 +21,7 @@ class InvalidArgument(JengineError, ValueError):
 
     def __init__(self, field: str, value: object, limit: str) -> None:
         self.field, self.value, self.limit = _cut(field, 200), value, _cut(limit, 2000)
-        shown = "..." if SECRET.search(field) else _repr(value)
-        super().__init__(f"{self.field}={_cut(shown, 80)}: {self.limit}")
+        super().__init__(f"{self.field}={'...' if SECRET.search(field) else shown(value)}: {self.limit}")
 
     @classmethod
     def needs_extra(
@@ -36,6 +35,11 @@ class InvalidArgument(JengineError, ValueError):
         return cls(
             field, value, f"needs {install_line(extra)}" + ("" if missing is None else f" ({missing})")
         )
+
+
+def shown(value: object) -> str:
+    """A value of a client or of a file in a message: at most 80 characters."""
+    return _cut(_repr(value), 80)
 
 
 def _cut(text: str, most: int) -> str:

@@ -41,7 +41,8 @@ class AdapterStore:
         self._check(source.name, load_inplace, evict)
         shapes, rank = self._shapes, self.limits.max_lora_rank
         # not under the lock: a slow disk delays this adapter alone
-        weights = read_lora(source, shapes.modules, shapes.model.prefix, rank, shapes.fused)
+        model = shapes.model
+        weights = read_lora(source, shapes.modules, model.prefix, rank, shapes.fused, model.dtype)
         packed = shapes.pack(weights)
         with self._loading:
             self._check(source.name, load_inplace, evict)

@@ -88,7 +88,7 @@ class LiveWeights(FixedWeights):
         if images is not None and not shared:
             encoder = encoder_makers(images.params, images.encoder.sources, tensors)
         if check_finite:
-            _check_finite(tensors)
+            _check_finite(tensors, np.dtype(model.dtype))
         return NewWeights(made, shared, encoder)
 
     def replace(self, new: NewWeights, version: Version) -> None:
@@ -175,10 +175,12 @@ def _check_dtypes(model: Model, tensors: Tensors) -> None:
             raise ModelError(reason, file=PLACE, tensor=name)
 
 
-def _check_finite(tensors: Tensors) -> None:
+def _check_finite(tensors: Tensors, dtype: np.dtype) -> None:
+    """Checks numbers in the dtype that the devices store."""
     for name, tensor in tensors.items():
         parts = [tensor.array]
         if isinstance(tensor.array, jax.Array):
             parts = [shard.data for shard in tensor.array.addressable_shards]
-        if not all(np.isfinite(np.asarray(part)).all() for part in parts):
-            raise ModelError("has a number that is not finite", file=PLACE, tensor=name)
+        with np.errstate(over="ignore"):
+            if not all(np.isfinite(np.asarray(part).astype(dtype)).all() for part in parts):
+                raise ModelError(f"has a number that is not finite in {dtype}", file=PLACE, tensor=name)

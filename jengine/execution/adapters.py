@@ -49,6 +49,11 @@ class AdapterShapes:
         """Columns of each place, at least the largest rank."""
         return columns_of(self.max_rank)
 
+    @property
+    def facts(self) -> list[Any]:
+        """All that programs depend on, besides the model."""
+        return [self.places, self.columns, None if self.targets is None else sorted(self.targets)]
+
     @functools.cached_property
     def sites(self) -> tuple[Site, ...]:
         return sites(self.model, self.targets)
@@ -103,11 +108,14 @@ class AdapterShapes:
 
     # --- on the host --------------------------------------------------------------------------------
 
+    def nothing(self) -> np.ndarray:
+        """What `pack` gives for an adapter of zeros, which empties a place."""
+        return np.zeros(HEADER + math.prod(self.packed.shape) * np.dtype(self.model.dtype).itemsize, np.uint8)
+
     def pack(self, weights: LoraWeights) -> np.ndarray:
         """An adapter as `write` takes it: uint8 [HEADER + bytes]. Ranks are padded with zeros."""
-        devices, dtype = self.mesh.size, np.dtype(self.model.dtype)
-        packed = np.zeros(HEADER + devices * self._numbers * dtype.itemsize, np.uint8)
-        numbers = packed[HEADER:].view(dtype).reshape(devices, -1)
+        devices, packed = self.mesh.size, self.nothing()
+        numbers = packed[HEADER:].view(np.dtype(self.model.dtype)).reshape(devices, -1)
         at = 0
         for site in self.sites:
             axes = [site.a_axes, *[site.b_axes] * len(site.segments)]
@@ -121,8 +129,9 @@ class AdapterShapes:
 
     def _parts(self, site: Site, weights: LoraWeights) -> list[np.ndarray]:
         """An adapter's a and b of a site, in the layout of a stack with one place."""
-        a = np.zeros(site.a_shape(self.columns), np.float32)
-        whole = [np.zeros((*site.shape[:-1], self.columns), np.float32) for _ in range(site.parts)]
+        dtype = np.dtype(self.model.dtype)
+        a = np.zeros(site.a_shape(self.columns), dtype)
+        whole = [np.zeros((*site.shape[:-1], self.columns), dtype) for _ in range(site.parts)]
         for number, module in enumerate(site.modules):
             if module.name not in weights.factors:
                 continue
@@ -165,12 +174,12 @@ def _columns_per_place(stacks: Stacks, numbers: int) -> int:
     return columns // (total // numbers)
 
 
-def mask_of(words: jax.Array, columns: int, places: int, dtype: Any) -> jax.Array:
-    """[rows, columns of all places]: 1 in those of the adapter that a row's sampling words [rows, ...] name,
-    otherwise 0.
+def mask_of(words: jax.Array, columns: int, places: int) -> jax.Array:
+    """The columns of the adapter that a row's sampling words [rows, ...] name: bool [rows, columns of all
+    places].
     """
     place = words[:, LORA_WORD]
-    return (place[:, None] == 1 + jnp.arange(columns) // (columns // places)).astype(dtype)
+    return place[:, None] == 1 + jnp.arange(columns) // (columns // places)
 
 
 def adapter(
@@ -187,7 +196,7 @@ def adapter(
         return None
 
     def adapt(params: Params, stacks: Stacks, words: jax.Array) -> Params:
-        mask = mask_of(words, columns, places, shapes.model.dtype)
+        mask = mask_of(words, columns, places)
         leaves, tree = jax.tree.flatten(params, is_leaf=is_weight)
         for number, site in found:
             leaves[site.index] = Adapted(

@@ -25,7 +25,7 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     equals first.
 
     The results are all in the k blocks with the largest maxima (the first of equals), since these maxima come
-    before any value of another block.
+    before any value of another block. With NaN, any indices.
     """
     blocks = _blocks(x)
     if blocks.shape[1] <= k:
@@ -35,9 +35,9 @@ def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     chosen = jnp.sort(lax.top_k(blocks.max(-1), k)[1])
     candidates = jnp.take_along_axis(blocks, chosen[:, :, None], 1).reshape(len(x), -1)
     values, places = lax.top_k(candidates, k)
-    return values, (jnp.take_along_axis(chosen, places // BLOCK, 1) * BLOCK + places % BLOCK).astype(
-        jnp.int32
-    )
+    ids = jnp.take_along_axis(chosen, places // BLOCK, 1) * BLOCK + places % BLOCK
+    # the last block's padding is above a negative NaN
+    return values, jnp.minimum(ids, x.shape[-1] - 1).astype(jnp.int32)
 
 
 def _blocks(x: jax.Array) -> jax.Array:

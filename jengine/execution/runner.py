@@ -160,11 +160,16 @@ class Runner:
         """Makes the calls that come before the trunk. Returns the layout of the step's buffer."""
         layout = self._layouts[plan.trunk]
         for number, place in plan.loras:
-            self.call(write_call(self._adapters[number], place))
+            self.call(write_call(self._packed(number), place))
         for kind in BEFORE:
             for call in kind.calls(self.spec, layout, plan):
                 self.call(call)
         return layout
+
+    def _packed(self, number: int) -> np.ndarray:
+        """An adapter as it is written to a place; 0: zeros."""
+        assert self.spec.adapters is not None
+        return self._adapters[number] if number else self.spec.adapters.nothing()
 
     def sample(self, step: PendingSample, mask: np.ndarray | None = None) -> InFlight:
         """Starts the sampler of the step begun last. mask: see DeviceCall."""

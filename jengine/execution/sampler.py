@@ -221,7 +221,7 @@ def _drawn(
         return jnp.where(
             sampling.temperature == 0.0,
             greedy,
-            sample_from_cdf(jnp.exp(scaled), uniform(sampling, positions)),
+            sample_from_cdf(jnp.exp(scaled), uniform(sampling, positions), greedy),
         )
 
     return drawn() if always else either(sampling.temperature > 0, drawn, lambda: greedy)
@@ -307,12 +307,12 @@ def uniform(sampling: Sampling, positions: jax.Array) -> jax.Array:
     )
 
 
-def sample_from_cdf(mass: jax.Array, u: jax.Array) -> jax.Array:
+def sample_from_cdf(mass: jax.Array, u: jax.Array, otherwise: jax.Array) -> jax.Array:
     """The first token at which the cumulative mass exceeds u of the total: int32 [rows].
 
     Works in two levels, blocks and then tokens of one block, since a scan over a whole vocabulary is slow.
     Rounding may put the target at or above the last sum. Then the last token with mass is chosen, never one
-    without.
+    without. Rows of NaN have no token with mass; they get those of `otherwise`, int32 [rows].
     """
     rows, vocab = mass.shape
     blocks = jnp.pad(mass, ((0, 0), (0, -vocab % BLOCK))).reshape(rows, -1, BLOCK)
@@ -324,7 +324,8 @@ def sample_from_cdf(mass: jax.Array, u: jax.Array) -> jax.Array:
     inside = blocks[row, block]
     before = ends[row, block] - sums[row, block]
     token = _first_over(before[:, None] + jnp.cumsum(inside, -1), target, inside)
-    return (block * BLOCK + token).astype(jnp.int32)
+    drawn = (block * BLOCK + token).astype(jnp.int32)
+    return jnp.where(jnp.isfinite(ends[:, -1]), drawn, otherwise)
 
 
 def _first_over(ends: jax.Array, target: jax.Array, mass: jax.Array) -> jax.Array:

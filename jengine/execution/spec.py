@@ -350,7 +350,7 @@ class ExecutionSpec:
             **({} if self.model.stage is None else {"stage": dataclasses.asdict(self.model.stage)}),
             **({} if not self.pipeline else {"pipeline": [one.identity() for one in self.stages]}),
             "processed_logprobs": self.processed_logprobs,
-            "adapters": None if self.adapters is None else [self.adapters.places, self.adapters.columns],
+            "adapters": None if self.adapters is None else self.adapters.facts,
             **({} if self.images is None else {"images": self.images.facts}),
             "cache_dtype": str(self.cache_dtype),
             "max_model_len": self.max_model_len,

@@ -298,7 +298,7 @@ def build(
         axes=tree(lambda p: p.get_metadata("axes")),
         sources=tree(lambda p: p.get_metadata("source")),
         matrices=tree(lambda p: isinstance(p, Matrix)),
-        adaptable=tree(lambda p: isinstance(p, Matrix) and not p.get_metadata("exact")),
+        adaptable=tree(lambda p: isinstance(p, Matrix) and p.get_metadata("adaptable")),
         prefix=module.prefix,
         text_part=family.text_part,
         skipped=tuple(name.format(num_layers=config.num_layers) for name in family.skipped),

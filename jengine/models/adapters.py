@@ -48,7 +48,7 @@ class LoraWeights:
 
     Attributes:
         rank: the largest.
-        factors: by module: a [rank, in] and b [out, rank], float32. The scale is part of b.
+        factors: by module: a [rank, in] and b [out, rank], in the model's dtype. The scale is part of b.
     """
 
     rank: int

@@ -100,12 +100,29 @@ class Matrix(nnx.Param[Any]):
 
 def matrix(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> Matrix:
     """Declares a weight [*out, in], or a table of vectors, that may be quantized."""
-    return Matrix(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, multiplies=True, exact=False)
+    return _matrix(shape, dtype, axes, source, exact=False, adaptable=True)
 
 
-def exact_matrix(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> Matrix:
-    """Declares a weight, or a table, that is never quantized, such as a router's."""
-    return Matrix(jax.ShapeDtypeStruct(shape, dtype), axes=axes, source=source, multiplies=True, exact=True)
+def exact_matrix(
+    shape: tuple[int, ...],
+    dtype: jax.typing.DTypeLike,
+    axes: Axes,
+    *source: Piece,
+    adaptable: bool = False,
+) -> Matrix:
+    """Declares a weight, or a table, that is never quantized, such as a router's.
+
+    Args:
+        adaptable: whether LoRA adapters may change it.
+    """
+    return _matrix(shape, dtype, axes, source, exact=True, adaptable=adaptable)
+
+
+def _matrix(
+    shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, source: tuple[Piece, ...], **facts: bool
+) -> Matrix:
+    value = jax.ShapeDtypeStruct(shape, dtype)
+    return Matrix(value, axes=axes, source=source, multiplies=True, **facts)
 
 
 def dense(

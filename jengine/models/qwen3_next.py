@@ -81,7 +81,11 @@ class GatedDeltaNet(nnx.Module):
         mixed, by_head = self.mixed_source(linear, name, hidden), ("heads", None, None)
         self.mixed = matrix((laid, linear.channels + values, hidden), dtype, by_head, *mixed)
         self.gates = exact_matrix(
-            (laid, 2 * linear.group, hidden), dtype, by_head, *self.gates_source(linear, name, hidden)
+            (laid, 2 * linear.group, hidden),
+            dtype,
+            by_head,
+            *self.gates_source(linear, name, hidden),
+            adaptable=True,
         )
         convolved = by_kind(linear, f"{name}.conv1d.weight", 1, linear.taps)
         self.convolution = param(
@@ -190,9 +194,8 @@ class SharedExperts(Experts):
         hidden = config.hidden_size
         shared = dataclasses.replace(config, intermediate_size=self.sizes.shared_size, mlp_bias=False)
         self.shared = GatedMlp(shared, dtype, f"{name}.shared_expert")
-        self.shared_gate = exact_matrix(
-            (1, hidden), dtype, (None, None), Piece(f"{name}.shared_expert_gate.weight", (1, hidden))
-        )
+        shared_gate = Piece(f"{name}.shared_expert_gate.weight", (1, hidden))
+        self.shared_gate = exact_matrix((1, hidden), dtype, (None, None), shared_gate, adaptable=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate = jax.nn.sigmoid(dense(x, self.shared_gate[...], dtype=jnp.float32)).astype(x.dtype)

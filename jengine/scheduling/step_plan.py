@@ -106,7 +106,7 @@ class StepPlan:
         rows: number of decode rows that hold tokens.
         guesses: number of drafts, over all spans.
         draft: the program of the draft model that runs before the trunk, if any.
-        loras: (number of an adapter, place from 1) to write before the trunk.
+        loras: (number of an adapter, place from 1) to write before the trunk; 0 empties a place.
         seconds: predicted device time; 0 if it was not requested. In a pipeline, that of one stage.
         overtakes: number of the last planned steps whose samples no row reads, in a pipeline.
     """

@@ -151,11 +151,16 @@ def within_runs(runs: jax.Array, longest: int) -> Attention:
 def _attention(
     q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, scale: float | None = None
 ) -> jax.Array:
-    """q [Q, heads, dim], k and v [K, heads, dim], seen bool [Q, K] -> as q. Each query sees a key."""
+    """q [Q, heads, dim], k and v [K, heads, dim], seen bool [Q, K] -> as q. Each query sees a key.
+
+    A query that sees a value that is not finite gets NaN. No other query does: 0 * NaN would be NaN.
+    """
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     product = partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = jnp.where(seen, product("qhd,khd->hqk", q, k) * scale, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out: jax.Array = product("hqk,khd->qhd", weights, v)
-    return out.astype(q.dtype)
+    finite = jnp.isfinite(v).all((1, 2))
+    out = product("hqk,khd->qhd", weights, jnp.where(finite[:, None, None], v, 0))
+    sees_overflow = (seen & ~finite).any(1)
+    return jnp.where(sees_overflow[:, None, None], jnp.nan, out).astype(q.dtype)

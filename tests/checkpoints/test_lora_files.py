@@ -23,7 +23,7 @@ from tests.golden.loras import Lora, lora, write_lora
 from tests.golden.variants import VARIANTS
 
 PREFIX = "base_model.model.model.layers.0.self_attn"
-Q = f"{PREFIX}.q_proj.lora_A.weight"
+Q, QB = (f"{PREFIX}.q_proj.lora_{side}.weight" for side in "AB")
 
 
 def model(variant: str = "llama_gqa") -> Model:
@@ -34,12 +34,13 @@ def shapes_of(model: Model, places: int = 2, rank: int = 8, **how: Any) -> Adapt
     return AdapterShapes(model, make_mesh(1), places, rank, **how)
 
 
-def read(folder: Path, variant: str = "llama_gqa") -> LoraWeights:
-    return read_with(shapes_of(model(variant)), folder)
+def read(folder: Path, variant: str = "llama_gqa", dtype: str = "float32") -> LoraWeights:
+    return read_with(shapes_of(model(variant)), folder, dtype)
 
 
-def read_with(shapes: AdapterShapes, folder: Path) -> LoraWeights:
-    return read_lora(LoraSource("x", str(folder)), shapes.modules, shapes.model.prefix, 8, shapes.fused)
+def read_with(shapes: AdapterShapes, folder: Path, dtype: str = "float32") -> LoraWeights:
+    source = LoraSource("x", str(folder))
+    return read_lora(source, shapes.modules, shapes.model.prefix, 8, shapes.fused, dtype)
 
 
 def test_every_module_has_its_change(tmp_path: Path) -> None:
@@ -73,13 +74,35 @@ def ones(*shape: int) -> np.ndarray:
         ({"peft_type": "IA3"}, {}, "peft_type 'IA3' is not supported; LORA is"),
         ({"init_lora_weights": "pissa"}, {}, "init_lora_weights='pissa' changes the model's own weights"),
         ({"r": 8}, {}, "has rank 4, but the configuration says r=8"),
-        ({"lora_alpha": "x"}, {}, "lora_alpha='x' must be numbers"),
+        ({"r": 0}, {}, "r=0 must be a whole number of at least 1"),
+        ({"r": 4.0}, {}, "r=4.0 must be a whole number"),
+        *(({"lora_alpha": alpha}, {}, "lora_alpha=.* must be a finite number")
+          for alpha in ("x", [8], True, float("nan"), float("inf"), 10**400)),
+        ({"lora_alpha": 1e40}, {}, r"lora_alpha=1e\+40 of module .* scale that is not finite in float32"),
+        ({"alpha_pattern": {"q_proj": float("nan")}}, {}, "alpha_pattern 'q_proj'=nan must be a finite"),
+        ({"rank_pattern": {"q_proj": 0}}, {}, "rank_pattern 'q_proj'=0 must be a whole number of at least 1"),
+        ({"rank_pattern": [4]}, {}, r"rank_pattern=\[4\] must be an object"),
+        ({"rank_pattern": {"(": 4}}, {}, r"rank_pattern '\(': is no regular expression"),
+        ({"use_rslora": "yes"}, {}, "use_rslora='yes' must be true or false"),
+        ({"target_modules": 5}, {}, "target_modules=5 must be text, or a list of names"),
+        ({"target_modules": ["\ud800\n"], "exclude_modules": ".*k"}, {}, r"target_modules has '\\ud800"),
+        ({"target_modules": "("}, {}, r"target_modules '\(': is no regular expression"),
+        ({"exclude_modules": [["q_proj"]]}, {}, "exclude_modules=.* must be text, or a list of names"),
+        ({"target_modules": ["nothing"], "exclude_modules": "("}, {}, r"exclude_modules '\(': is no regular"),
+        ({"target_parameters": "experts"}, {}, "target_parameters='experts' must be a list of names"),
+        ({"peft_type": ["LORA"]}, {}, r"peft_type=\['LORA'\] must be text"),
         ({"target_modules": ["q_proj", "nothing"]}, {}, "target_modules has 'nothing', but no module"),
         ({"target_modules": "nothing.*"}, {}, "target_modules='nothing.*' matches no module"),
         ({}, {Q: None}, r"module model\.layers\.0\.self_attn\.q_proj has no lora_A"),
         ({}, {Q: ones(4, 5)}, r"q_proj has 5 inputs and \d+ outputs; the model's \d+ and \d+"),
         ({}, {Q: ones(3, 64)}, "q_proj: lora_A has rank 3, lora_B has 4"),
-        ({}, {Q: np.full((4, 64), np.inf, np.float32)}, "q_proj.lora_A.weight: has a number that is not fin"),
+        *(({}, {Q: np.full((4, 64), bad, np.float64)}, "lora_A of module .*q_proj has a number that is not")
+          for bad in (np.inf, np.nan, 1e300)),
+        ({}, {QB: np.full((64, 4), 3e38, np.float32)}, "lora_B of module .*q_proj .* by the scale 2$"),
+        ({}, {Q: ones(0, 64), QB: ones(64, 0)}, r"q_proj.lora_[AB].*must be a matrix of floats"),
+        ({}, {Q.replace(".model.layers", ".layers"): ones(4, 64),
+              QB.replace(".model.layers", ".layers"): ones(64, 4)}, "module layers.*q_proj is given twice"),
+        ({}, {f"{'x' * 2000}.lora_A.weight": ones(4, 64)}, "is not supported"),
         ({}, {f"{PREFIX}.q_proj.lora_magnitude_vector.weight": ones(4)}, "lora_magnitude.*DoRA"),
         ({}, {"base_model.model.lm_head.lora_A.weight": ones(4, 64),
               "base_model.model.lm_head.lora_B.weight": ones(96, 4)}, "no module lm_head .*target_modules"),
@@ -98,6 +121,72 @@ def test_what_would_not_take_effect_is_an_error(
 ) -> None:
     with pytest.raises(ModelError, match=says):
         read(change(tmp_path, config, tensors))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [("float32", 3.4028234e38), ("bfloat16", 3.3895e38), ("float16", 65504.0)]
+)
+def test_numbers_are_checked_in_the_dtype_of_the_devices(dtype: str, largest: float, tmp_path: Path) -> None:
+    """After the scale, which is 2 here: the largest number is read, and the next one is not."""
+    for name, number in ((Q, largest), (QB, largest / 2)):
+        shape = (4, 64) if name == Q else (64, 4)
+        folder = change(tmp_path / name / "ok", {}, {name: np.full(shape, number, np.float32)})
+        factors = read(folder, dtype=dtype).factors["layers.0.self_attn.q_proj"]
+        assert {array.dtype.name for array in factors} == {dtype}
+        folder = change(tmp_path / name / "bad", {}, {name: np.full(shape, 1.01 * number, np.float64)})
+        with pytest.raises(ModelError, match=f"has a number that is not finite in {dtype}"):
+            read(folder, dtype=dtype)
+
+
+SLOW = r"([a-z_.0-9]+)+!"  # a backtracking engine tries each division of a name
+
+
+def test_patterns_that_would_never_end(tmp_path: Path) -> None:
+    """They match nothing, as they do in PEFT if one waits for it."""
+    assert read(change(tmp_path / "a", {"rank_pattern": {SLOW: 2}, "alpha_pattern": {SLOW: 2}}, {})).rank == 4
+    with pytest.raises(ModelError, match=r"adapter_config.json: target_modules='.*' matches no module"):
+        read(change(tmp_path / "b", {"target_modules": SLOW}, {}))
+    without_k = {name: None for name in lora("llama_gqa", "plain").tensors if "k_proj" in name}
+    config = {"target_modules": ["q_proj", "k_proj"], "exclude_modules": SLOW}
+    with pytest.raises(ModelError, match="target_modules has 'k_proj'"):
+        read(change(tmp_path / "c", config, without_k))
+
+
+@pytest.mark.parametrize(
+    ("excluded", "is_read"),
+    [
+        (["k_proj"], True),
+        (r".*\.k_proj", True),
+        (r"model\.layers\.\d+\.self_attn\.(k|x)_proj", True),
+        ([f"layers.{i}.self_attn.k_proj" for i in range(VARIANTS["llama_gqa"]["num_hidden_layers"])], True),
+        (["layers.0.self_attn.k_proj"], False),
+        (r"layers\..*\.k_proj", False),
+        (["v_proj"], False),
+        (None, False),
+    ],
+)
+def test_a_target_may_have_no_tensors_if_all_its_modules_are_excluded(
+    excluded: object, is_read: bool, tmp_path: Path
+) -> None:
+    """As PEFT saves target_modules="all-linear" with exclude_modules: the targets are those of the model."""
+    without_k = {name: None for name in lora("llama_gqa", "plain").tensors if "k_proj" in name}
+    config = {"target_modules": ["q_proj", "k_proj"], "exclude_modules": excluded}
+    folder = change(tmp_path, config, without_k)
+    if is_read:
+        assert not any("k_proj" in name for name in read(folder).factors)
+    else:
+        with pytest.raises(ModelError, match="target_modules has 'k_proj', but no module of it has tensors"):
+            read(folder)
+
+
+def test_the_gates_of_a_delta_net_can_be_adapted() -> None:
+    """They are small matrices that are never quantized, and linear layers as others."""
+    for variant, names in (("qwen3_next", ("in_proj_ba",)), ("qwen3_5_text", ("in_proj_a", "in_proj_b"))):
+        modules = shapes_of(model(variant)).modules
+        for name in (*names, "out_proj"):
+            assert f"layers.0.linear_attn.{name}" in modules
+    assert "layers.0.mlp.shared_expert_gate" in shapes_of(model("qwen3_next")).modules
+    assert not any(name.endswith("mlp.gate") for name in shapes_of(model("qwen3_next")).modules)
 
 
 def test_broken_files(tmp_path: Path) -> None:

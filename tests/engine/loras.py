@@ -22,6 +22,7 @@ VOCABULARY = {"lora_target_modules": "q_proj,embed_tokens,lm_head"}
 # options with which an engine takes the adapters of golden.loras for a variant
 TARGETS: dict[str, dict[str, Any]] = {
     **{"qwen3_moe": EXPERTS, "mixtral": EXPERTS},
+    "qwen3_next": {"lora_target_modules": ["self_attn", "linear_attn", "shared_expert_gate", "experts"]},
     **{"qwen3_untied": VOCABULARY, "qwen2_tied": VOCABULARY},
 }
 Work = tuple[list[int], SamplingParams, str | None]  # a prompt, and the name of its adapter

@@ -14,16 +14,18 @@ import pytest
 from jengine import LLM, AsyncLLM, InvalidArgument, LoRARequest
 from jengine.capacity.simulation.formats import read_trace
 from jengine.checkpoints.folder import DEMO
+from jengine.core.config import EngineConfig
 from jengine.core.request import MAX_LOGPROBS, RequestOutput, SamplingParams
 from jengine.engine.engine import Engine
 from jengine.engine.operations import ListLoras, ResetPrefixCache, UnloadLora
+from jengine.engine.start import start_engine
 from tests.engine.invariance import OPTIONS
 from tests.engine.loras import GREEDY, TARGETS, add, load, prompts, results, run_adapted
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 from tests.engine.test_golden import assert_equal
-from tests.golden.loras import SETTINGS, VARIANTS_WITH_LORA, lora, write_lora
-from tests.golden.weights import Golden
+from tests.golden.loras import SETTINGS, VARIANTS_WITH_LORA, lora, write_lora, write_merged
+from tests.golden.weights import Golden, max_model_len, write_model
 
 IN_CI = {"llama_gqa", "phi3_window", "qwen3_moe"}
 LORA: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
@@ -66,6 +68,29 @@ def check_goldens(engine: Engine, variant: str, only: str = "") -> None:
     both = [pair for pair in zip(work, cases, strict=True) if only in ("", pair[0][2])]
     for answer, (_, case) in zip(run_adapted(engine, [one for one, _ in both]), both, strict=True):
         assert_equal(answer, case)
+
+
+@pytest.mark.parametrize("variant", ["qwen3_next", pytest.param("qwen3_5_text", marks=pytest.mark.full)])
+def test_a_delta_net_with_an_adapter_is_the_merged_model(
+    variant: str, make_engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """All of its linear layers are adapted, also the small ones that are never quantized."""
+    engine, adapter = make_engine(variant, dtype="float32", **LORA), lora(variant, "plain")
+    assert any("in_proj_" in name for name in adapter.tensors)
+    load(engine, "x", adapter)
+    write_model(tmp_path / "base", variant)
+    folder = write_merged(tmp_path / "merged", tmp_path / "base", adapter)
+    options = {"max_model_len": max_model_len(variant), **SMALL, "dtype": "float32"}
+    with on_demand():
+        merged = start_engine(EngineConfig.of(str(folder), options), progress=False)[0]
+    texts = prompts(2, 70, engine.model.vocab_size)
+    found = run_adapted(engine, [(prompt, GREEDY, "x") for prompt in texts])
+    expected = run_adapted(merged, [(prompt, GREEDY, None) for prompt in texts])
+    base = run_adapted(engine, [(prompt, GREEDY, None) for prompt in texts])
+    for one, other, without in zip(found, expected, base, strict=True):
+        (tokens, logprobs), (wanted, wanted_logprobs) = (zip(*results(a), strict=True) for a in (one, other))
+        assert tokens == wanted != tuple(without.tokens)
+        np.testing.assert_allclose(logprobs, wanted_logprobs, atol=1e-4)
 
 
 def test_eight_adapters_and_the_model_in_one_batch_have_the_bits_of_each_alone(

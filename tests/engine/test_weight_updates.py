@@ -200,6 +200,16 @@ def test_wrong_weights_change_nothing(engine: Engine, kind: Any) -> None:
     engine.do(UpdateWeights(good, check_finite=True))
 
 
+def test_numbers_are_checked_in_the_dtype_of_the_model(folder: Path) -> None:
+    """1e5 is finite in the file, and infinite on the device."""
+    large = tensors(1)
+    large[Q_PROJ] = np.full_like(large[Q_PROJ], 1e5)
+    message = f"tensor {Q_PROJ}: has a number that is not finite in float16"
+    engine = started(folder, dtype="float16", batch_invariant=False)
+    with pytest.raises(ModelError, match=message):
+        engine.do(UpdateWeights(large, check_finite=True))
+
+
 def test_engines_that_take_no_updates(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="weight_updates=False: must be True at the start"):
         started(folder, weight_updates=False).do(UpdateWeights(tensors(1)))

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from jengine.base.compiles import retrieval_count
+from jengine.core.lora import LoraLimits
 from jengine.execution import program_folder
 from jengine.execution import programs as programs_module
 from jengine.execution.device_state import ALLOCATE
@@ -254,6 +256,10 @@ def test_the_folder_names_all_that_a_program_depends_on(tmp_path: Path) -> None:
         make_spec("llama_mha"),
         make_spec(dtype="bfloat16"),
         make_spec(page_buckets=(12,)),
+        *(
+            replace(make_spec(), lora=LoraLimits(max_loras=2, max_lora_rank=8, target_modules=targets))
+            for targets in (None, ("q_proj",), ("o_proj", "q_proj"))
+        ),
     ]
     assert len({spec.fingerprint() for spec in specs}) == len(specs)
     assert make_spec().fingerprint() == specs[0].fingerprint()

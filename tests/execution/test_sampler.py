@@ -302,8 +302,58 @@ def test_a_draw_never_gives_a_token_without_mass(u: float) -> None:
     mass[0, [150, 250]] = 0.5
     mass[1, 299] = 1e-30
     mass[2, [0, 127, 128]] = [1, 1e-7, 1]
-    got = np.asarray(sample_from_cdf(mass, np.full(3, u, np.float32)))
+    got = np.asarray(sample_from_cdf(mass, np.full(3, u, np.float32), np.zeros(3, np.int32)))
     assert got.tolist() == [150 if u < 0.5 else 250, 299, 0 if u < 0.5 else 127 if u == 0.5 else 128]
+
+
+@pytest.mark.parametrize("variant", ["greedy", "sample", "truncated", "full"])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rows_of_nan_get_tokens_of_the_vocabulary_and_change_no_other_row(
+    variant: Variant, sign: int
+) -> None:
+    """Nor do rows of infinite logits. An id beyond the vocabulary would name an image's embedding."""
+    logits = logits_for(["normal"] * ROWS, 0)
+    temperature = 0.0 if variant == "greedy" else 0.9
+    rows = [
+        Row(SamplingParams(temperature=temperature, top_k=9 if i % 2 else 0), seed=i) for i in range(ROWS)
+    ]
+    expected, bad = tokens_of(logits, rows, variant), {0: np.nan, 3: np.nan, 4: np.inf, 7: -np.inf}
+    for row, value in bad.items():
+        logits[row] = np.copysign(np.float32(value), sign) if np.isnan(value) else value
+    got = tokens_of(logits, rows, variant)
+    assert all(0 <= got[row] < VOCAB for row in bad)
+    assert [got[row] for row in range(ROWS) if row not in bad] == [
+        expected[row] for row in range(ROWS) if row not in bad
+    ]
+
+
+def test_a_mask_holds_for_rows_of_nan() -> None:
+    """A grammar cannot go on with another token."""
+    mask = np.zeros((ROWS, mask_words(VOCAB)), np.uint32)
+    mask[:, 5] = 1 << 3  # token 163 alone
+    words, positions = stacked([Row(SamplingParams(temperature=i % 2)) for i in range(ROWS)])
+    counts = np.zeros((ROWS, VOCAB), np.int32)
+    nan = np.full((ROWS, VOCAB), np.nan, np.float32)
+    got = sample(
+        nan,
+        sampling_of(jnp.asarray(words)),
+        positions,
+        "full",
+        lambda: jnp.asarray(counts),
+        jnp.asarray(mask),
+    )
+    assert np.asarray(got).tolist() == [163] * ROWS
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_likeliest_of_nan_are_tokens_of_the_vocabulary(sign: int) -> None:
+    size = BLOCK * MAX_LOGPROBS + 44  # more blocks than results, so that the last one, with padding, is seen
+    x = np.full((2, size), np.copysign(np.float32(np.nan), sign))
+    x[1] = np.arange(size)
+    _, ids = top_k(jnp.asarray(x), MAX_LOGPROBS)
+    assert (np.asarray(ids) < size).all() and np.asarray(ids)[1].tolist() == [
+        size - 1 - i for i in range(MAX_LOGPROBS)
+    ]
 
 
 def test_min_tokens_holds_until_its_position() -> None:

@@ -24,6 +24,8 @@ FUSED = {
     "gpt2": r"c_attn|c_proj|c_fc",
     "qwen3_moe": DENSE,
     "mixtral": r"(q|k|v|o)_proj|w[123]",
+    "qwen3_next": r"(q|k|v|o)_proj|in_proj_qkvz|in_proj_ba|out_proj|shared_expert_gate",
+    "qwen3_5_text": rf"{DENSE}|in_proj_(qkv|z|a|b)|out_proj",
     "qwen3_untied": r"q_proj|embed_tokens|lm_head",
     "qwen2_tied": r"q_proj|embed_tokens|lm_head",
 }

@@ -7,7 +7,7 @@ from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jengine.base.errors import InvalidArgument
-from jengine.scheduling.requests.adapters import Adapter, Adapters
+from jengine.scheduling.requests.adapters import EMPTY, Adapter, Adapters
 
 NAMES = "abcdef"
 
@@ -50,6 +50,10 @@ class AdaptersMachine(RuleBasedStateMachine):
         for number, place in self.adapters.take_writes():
             assert number not in self.dropped
             self.written[place] = number
+        there = {*self.adapters, *self.running, *self.waiting}  # also unloaded ones that are in use
+        held = {adapter.place: adapter.number for adapter in there if adapter.place}
+        for place, number in self.written.items():
+            assert number == held.get(place, EMPTY), "a place has numbers of an adapter that is gone"
 
     @precondition(lambda self: self.running)
     @rule(data=strategies.data(), preempted=strategies.booleans())
@@ -114,7 +118,32 @@ def test_a_waiting_adapter_gets_a_place_although_others_keep_coming() -> None:
     assert adapters.may_start(b)
     adapters.start(b)
     assert (b.place, a.place) == (1, 0)
-    assert adapters.take_writes() == [(a.number, 1), (b.number, 1)]
+    assert adapters.take_writes() == [(b.number, 1)]
+
+
+def test_a_place_is_emptied_when_its_adapter_goes() -> None:
+    """Once its last request has ended; not if another adapter has the place by then."""
+    adapters = Adapters(2)
+    a = adapters.load("a", adapters.next_number())
+    adapters.came(a)
+    adapters.start(a)
+    assert adapters.take_writes() == [(a.number, 1)]
+    adapters.unload("a")
+    assert adapters.take_writes() == []
+    adapters.stop(a)
+    adapters.ended(a)
+    b = adapters.load("b", adapters.next_number())
+    assert adapters.take_writes() == [(EMPTY, 1)]
+    for adapter in (b, adapters.load("c", adapters.next_number())):
+        adapters.came(adapter)
+        adapters.start(adapter)
+        adapters.stop(adapter)
+        adapters.ended(adapter)
+    adapters.unload("c")
+    d = adapters.load("d", adapters.next_number())
+    adapters.came(d)
+    adapters.start(d)
+    assert adapters.take_writes() == [(b.number, 1), (d.number, 2)]
 
 
 def test_names() -> None:

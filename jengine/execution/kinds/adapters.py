@@ -61,9 +61,7 @@ class WriteAdapter(Kind[str]):
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[str, DeviceCall]:
         if spec.adapters is None or not spec.stacks:
             return {}
-        like = spec.adapters.packed
-        zeros = np.zeros(HEADER + like.size * like.dtype.itemsize, np.uint8)
-        return {self.name: write_call(zeros, 1)}
+        return {self.name: write_call(spec.adapters.nothing(), 1)}
 
 
 def write_call(packed: np.ndarray, place: int) -> DeviceCall:

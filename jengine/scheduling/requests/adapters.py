@@ -10,13 +10,15 @@ from itertools import count
 
 from jengine.base.errors import InvalidArgument
 
+EMPTY = 0  # in the place of an adapter's number
+
 
 @dataclass(slots=True, eq=False)
 class Adapter:
     """A loaded adapter.
 
     Attributes:
-        number: of this loading; never used again, so it tells apart adapters that had the same name.
+        number: of this loading, from 1; never used again, so it tells apart adapters that had the same name.
         place: on the devices, from 1; 0: none.
         users: unfinished requests.
         running: sequences that run, beams of a search counted once.
@@ -54,7 +56,7 @@ class Adapters:
         self.dropped: list[int] = []
         self._on: list[Adapter | None] = [None] * places
         self._used: dict[Adapter, None] = {}  # by unfinished requests
-        self._writes: list[tuple[int, int]] = []
+        self._writes: dict[int, int] = {}  # numbers of adapters by place; EMPTY: none
         self._numbers, self._clock = count(1), count(1)
         self._claims: dict[Adapter, Adapter] = {}  # waiting adapters, and those that leave for them
 
@@ -150,7 +152,7 @@ class Adapters:
             if before is not None:
                 self._leave(before)
             self._on[place - 1], adapter.place = adapter, place
-            self._writes.append((adapter.number, place))
+            self._writes[place] = adapter.number
             self._give_up(adapter)
         adapter.running += 1
         adapter.used = next(self._clock)
@@ -175,9 +177,11 @@ class Adapters:
         return tuple(sorted(running)), tuple(sorted(waiting))
 
     def take_writes(self) -> list[tuple[int, int]]:
-        """(number, place) of the adapters to write before the next step."""
-        writes, self._writes = self._writes, []
-        return writes
+        """(number, place) of the adapters to write before the next step. EMPTY is for places that have lost
+        theirs: they hold zeros.
+        """
+        writes, self._writes = self._writes, {}
+        return [(number, place) for place, number in writes.items()]
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless places and adapters agree."""
@@ -213,6 +217,6 @@ class Adapters:
         if not adapter.unloaded or adapter.users:
             return
         if adapter.place:
+            self._writes[adapter.place] = EMPTY
             self._leave(adapter)
-        self._writes = [write for write in self._writes if write[0] != adapter.number]
         self.dropped.append(adapter.number)

@@ -1,0 +1,217 @@
+"""The settings in an adapter's adapter_config.json, as PEFT applies them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jengine.base.errors import ModelError, shown
+from jengine.checkpoints.patterns import InvalidPattern, NameMatcher
+
+MAX_NAME = 1000  # characters of a module's name
+NAMES = f"a list of names of at most {MAX_NAME} characters"
+# Settings that change results in ways that are not supported, and the values that ask for nothing.
+UNSUPPORTED: dict[str, tuple[str, Sequence[Any]]] = {
+    "use_dora": ("DoRA is not supported: merge the adapter into the weights", (False,)),
+    "modules_to_save": ("whole modules are not replaced: merge the adapter into the weights", ([],)),
+    "bias": ("biases are not changed: merge the adapter into the weights", ("none",)),
+    "lora_bias": ("biases of adapters are not supported", (False,)),
+    "layer_replication": ("layers are not repeated", ([],)),
+    "trainable_token_indices": ("rows of embeddings are not replaced", ([],)),
+    "alora_invocation_tokens": ("activated LoRA is not supported", ([],)),
+    "use_qalora": ("QALoRA is not supported", (False,)),
+    "use_bdlora": ("block-diagonal LoRA is not supported", (False,)),
+    "arrow_config": ("routing among adapters is not supported", ()),
+}
+CHANGES_BASE = re.compile(r"(?i)pissa|olora|corda|loftq")  # values of init_lora_weights
+
+Patterns = Mapping[str, Any]  # values of the modules that a regular expression matches
+Targets = str | tuple[str, ...]  # a regular expression, or ends of modules' names
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """
+    Attributes:
+        file: that errors name.
+        r, alpha: of modules that no pattern matches.
+        rs: whether scales are those of rsLoRA.
+        targets, excluded: modules that have factors, and of these, modules that have none.
+        parameters: ends of the names of parameters that have factors.
+    """
+
+    file: Path
+    r: int
+    alpha: float
+    ranks: Patterns
+    alphas: Patterns
+    rs: bool
+    targets: Targets
+    excluded: Targets
+    parameters: tuple[str, ...]
+
+    def scales(self, ranks: Mapping[str, int]) -> dict[str, np.float32]:
+        """What multiplies the product of each module's factors.
+
+        Args:
+            ranks: of the modules' factors, by names as in PEFT.
+
+        Raises:
+            ModelError: a rank is another one here; a scale is not finite.
+        """
+        matcher, scales = NameMatcher([*ranks]), dict[str, np.float32]()
+        r_of = self._values("rank_pattern", self.ranks, matcher)
+        alpha_of = self._values("alpha_pattern", self.alphas, matcher)
+        for name, rank in ranks.items():
+            r, alpha = r_of.get(name, self.r), alpha_of.get(name, self.alpha)
+            if r != rank:
+                raise ModelError(
+                    f"module {name} has rank {rank}, but the configuration says r={r}", file=self.file
+                )
+            with np.errstate(over="ignore"):
+                scales[name] = np.float32(alpha / (math.sqrt(r) if self.rs else r))
+            if not np.isfinite(scales[name]):
+                raise ModelError(
+                    f"lora_alpha={shown(alpha)} of module {name} gives a scale that is not finite in float32",
+                    file=self.file,
+                )
+        return scales
+
+    def check_targets(
+        self, names: Collection[str], others: Collection[str], parameters: Collection[str]
+    ) -> None:
+        """Checks that each target has factors, if it has modules that are not excluded.
+
+        Args:
+            names: of modules with factors.
+            others: names of the model's other modules.
+            parameters: names of parameters with factors.
+        """
+        if isinstance(self.targets, str):
+            if not self._matches("target_modules", NameMatcher([*names]), self.targets):
+                raise ModelError(
+                    f"target_modules={shown(self.targets)} matches no module with tensors", file=self.file
+                )
+        else:
+            present, absent = _by_end(names), _by_end(others)
+            missing = {
+                target: absent.get(target, [target]) for target in self.targets if target not in present
+            }
+            excluded = self._excluded([name for names in missing.values() for name in names])
+            for target, without in missing.items():
+                if not excluded.issuperset(without):
+                    raise ModelError(
+                        f"target_modules has {shown(target)}, but no module of it has tensors", file=self.file
+                    )
+        present = _by_end(parameters)
+        for target in self.parameters:
+            if target not in present:
+                raise ModelError(
+                    f"target_parameters has {shown(target)}, but no such one has tensors", file=self.file
+                )
+
+    def _excluded(self, names: Sequence[str]) -> set[str]:
+        if isinstance(self.excluded, str):
+            return self._matches("exclude_modules", NameMatcher(names), self.excluded)
+        by_end = _by_end(names)
+        return {name for end in self.excluded for name in by_end.get(end, ())}
+
+    def _values(self, field: str, patterns: Patterns, matcher: NameMatcher) -> dict[str, Any]:
+        """The value of the first pattern that matches a module's name, by name."""
+        values: dict[str, Any] = {}
+        for pattern, value in patterns.items():
+            for name in self._matches(field, matcher, rf"(.*\.)?({pattern})", pattern):
+                values.setdefault(name, value)
+        return values
+
+    def _matches(self, field: str, matcher: NameMatcher, pattern: str, stored: str = "") -> set[str]:
+        try:
+            return matcher.full_matches(pattern)
+        except InvalidPattern as error:
+            raise ModelError(f"{field} {shown(stored or pattern)}: {error}", file=self.file) from None
+
+
+def lora_config(config: Mapping[str, Any], file: Path) -> LoraConfig:
+    """Reads the settings.
+
+    Raises:
+        ModelError: a setting is not supported, or its value is invalid.
+    """
+
+    def value[T](name: str, default: T, is_valid: Callable[[Any], bool], must: str) -> T:
+        stored = config.get(name)
+        if stored is None:
+            return default
+        if not is_valid(stored):
+            raise ModelError(f"{name}={shown(stored)} must be {must}", file=file)
+        return stored  # type: ignore[no-any-return]
+
+    def patterns(name: str, is_valid: Callable[[Any], bool], must: str) -> Patterns:
+        stored: Patterns = value(name, {}, lambda x: isinstance(x, dict), "an object")
+        for pattern, number in stored.items():
+            if not isinstance(pattern, str) or not is_valid(number):
+                raise ModelError(f"{name} {shown(pattern)}={shown(number)} must be {must}", file=file)
+        return stored
+
+    def targets(name: str) -> Targets:
+        stored = value(name, (), lambda x: isinstance(x, str) or _are_names(x), f"text, or {NAMES}")
+        return stored if isinstance(stored, str) else tuple(stored)
+
+    kind = value("peft_type", "LORA", lambda x: isinstance(x, str), "text")
+    if kind != "LORA":
+        raise ModelError(f"peft_type {shown(kind)} is not supported; LORA is", file=file)
+    for name, (why, nothing) in UNSUPPORTED.items():
+        stored = config.get(name)
+        if stored is not None and stored not in nothing:
+            raise ModelError(f"{name}={shown(stored)}: {why}", file=file)
+    if isinstance(how := config.get("init_lora_weights"), str) and CHANGES_BASE.search(how):
+        raise ModelError(
+            f"init_lora_weights={shown(how)} changes the model's own weights; save the adapter as a plain one"
+            " with path_initial_model_for_weight_conversion",
+            file=file,
+        )
+    rank, number = "a whole number of at least 1", "a finite number"
+    return LoraConfig(
+        file,
+        r=value("r", 8, _is_rank, rank),
+        alpha=float(value("lora_alpha", 8, _is_finite, number)),
+        ranks=patterns("rank_pattern", _is_rank, rank),
+        alphas=patterns("alpha_pattern", _is_finite, number),
+        rs=value("use_rslora", False, lambda x: isinstance(x, bool), "true or false"),
+        targets=targets("target_modules"),
+        excluded=targets("exclude_modules"),
+        parameters=tuple(value("target_parameters", (), _are_names, NAMES)),
+    )
+
+
+def _by_end(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names by each of their ends, such as `self_attn.q_proj` and `q_proj`."""
+    by_end: dict[str, list[str]] = {}
+    for name in names:
+        parts = name.split(".")
+        for first in range(len(parts)):
+            by_end.setdefault(".".join(parts[first:]), []).append(name)
+    return by_end
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return type(value) in (int, float) and math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list | tuple | set) and all(
+        isinstance(name, str) and len(name) <= MAX_NAME for name in value
+    )
