@@ -85,7 +85,8 @@ if TYPE_CHECKING:
     from jengine.replicas.replicas import Replicas
     from jengine.scheduling.forecasts.forecast import Prediction
     from jengine.scheduling.requests.sequence_limits import SequenceLimits
-    from jengine.text.grammars import check_structure, probe_structure
+    from jengine.text.constraints import after_thought, forced_calls, object_schema
+    from jengine.text.grammars import check_structure, probe_structure, shown_value
     from jengine.text.masks import make_masks
     from jengine.text.thinking import bound_thinking, can_bound
     from jengine.text.tokenizer import Tokenizer
@@ -177,6 +178,7 @@ __all__ = [
     "Update",
     "Updates",
     "__version__",
+    "after_thought",
     "bound_thinking",
     "can_bound",
     "capture_process",
@@ -188,16 +190,19 @@ __all__ = [
     "explain",
     "find_lora",
     "follow",
+    "forced_calls",
     "given_images",
     "image_reader",
     "lora_tokenizer",
     "make_masks",
+    "object_schema",
     "params_of_samples",
     "probe_structure",
     "read_profiles",
     "run_engine",
     "run_operation",
     "scoring_of",
+    "shown_value",
     "start_engine",
     "uninterrupted",
     "with_parts",
@@ -266,7 +271,8 @@ _MODULES = {
     "jengine.engine.start": ("Started", "follow", "start_engine"),
     "jengine.replicas.replicas": ("Replicas",),
     "jengine.replicas.disaggregated": ("Disaggregated",),
-    "jengine.text.grammars": ("check_structure", "probe_structure"),
+    "jengine.text.constraints": ("after_thought", "forced_calls", "object_schema"),
+    "jengine.text.grammars": ("check_structure", "probe_structure", "shown_value"),
     "jengine.text.masks": ("make_masks",),
     "jengine.text.thinking": ("bound_thinking", "can_bound"),
     "jengine.text.tokenizer": ("Tokenizer",),

@@ -134,8 +134,8 @@ def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conve
 
 
 def checked(messages: object) -> Conversation:
-    """A copy as plain JSON, without None values. The parts of a message are joined by newlines, arguments of
-    tool calls parsed.
+    """A copy as plain JSON, without None values, except for a missing content. The parts of a message are
+    joined by newlines.
 
     Raises:
         InvalidArgument: naming the message's field.
@@ -153,28 +153,21 @@ def _checked(where: str, message: object) -> Message:
         raise InvalidArgument(f"{where}.role", plain.get("role"), f"must be one of {', '.join(ROLES)}")
     if "content" in plain:
         plain["content"] = _text(f"{where}.content", plain["content"])
-    elif not (plain["role"] == "assistant" and plain.get("tool_calls")):
-        raise InvalidArgument(
-            f"{where}.content", None, "is missing; only an assistant's message with tool_calls may omit it"
-        )
+    elif plain["role"] == "assistant":  # an answer that has only calls, or was cut off before its text
+        plain["content"] = None
+    else:
+        raise InvalidArgument(f"{where}.content", None, "is missing; only an assistant's message may omit it")
     if plain["role"] == "assistant" and isinstance(plain.get("tool_calls"), list):
-        plain["tool_calls"] = [
-            _tool_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(plain["tool_calls"])
-        ]
+        plain["tool_calls"] = [_tool_call(call) for call in plain["tool_calls"]]
     return plain
 
 
-def _tool_call(where: str, call: Any) -> Any:
-    """Parses its arguments from text to JSON: templates expect JSON, while clients receive and send text."""
+def _tool_call(call: Any) -> Any:
+    """Without None values, which clients send for fields that are missing."""
     if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         return call
-    arguments = call["function"].get("arguments")
-    if isinstance(arguments, str) and arguments:
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            raise InvalidArgument(f"{where}.function.arguments", arguments, "must be JSON") from None
-    return {**call, "function": {**call["function"], "arguments": arguments or {}}}
+    function = {name: value for name, value in call["function"].items() if value is not None}
+    return {**{name: value for name, value in call.items() if value is not None}, "function": function}
 
 
 def _text(where: str, content: object) -> str | list[dict[str, Any]]:

@@ -149,9 +149,7 @@ def in_form(template: ChatTemplate, messages: Conversation, tokenizer: Tokenizer
 
 
 def _content(template: ChatTemplate, content: Any, tokenizer: Tokenizer) -> Any:
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}] if template.only_parts else content
-    if template.takes_parts:
+    if not isinstance(content, list) or template.takes_parts:
         return content
     marker = image_reader(tokenizer, "messages").vision.marker
     return "\n".join(marker if part == IMAGE else part["text"] for part in content)
@@ -165,7 +163,8 @@ def _source(part: dict[str, Any], where: str) -> tuple[Any, bool]:
     """
     kind = part["type"]
     name = PARTS[kind]
-    if unknown := part.keys() - {"type", name, "uuid"}:
+    present = {key for key, value in part.items() if value is not None}
+    if unknown := present - {"type", name, "uuid"}:
         raise InvalidArgument(f"{where}.{min(unknown)}", "given", f"must be absent beside type {kind}")
     source = part.get(name)
     if kind == "image_url":

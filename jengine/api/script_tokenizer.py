@@ -211,6 +211,7 @@ class ScriptTokenizer:
                 continue_final_message=continue_final_message,
                 tools=plain_json("tools", tools),
                 variables=plain_json("variables", {**variables, "documents": documents}),
+                adapts=False,  # as transformers
             )
             for one in ([conversation] if single else conversation)
         ]

@@ -17,7 +17,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.base.gguf_file import is_gguf
 from jengine.base.model_files import read_object, read_text
+from jengine.text.adapted import adapted
 from jengine.text.tekken import generated_template
+from jengine.text.template_traits import Conversation, TemplateTraits, traits_of
 
 MARK = "@end-of-the-message-to-continue@ "  # the space shows whether the template trims messages
 
@@ -65,16 +67,29 @@ class ChatTemplate:
         tests = {test.name for test in self._tree.find_all(nodes.Test)}
         return self.takes_parts and tests.isdisjoint(("string", "iterable", "sequence", "mapping"))
 
+    @cached_property
+    def traits(self) -> TemplateTraits:
+        """What it does with a conversation, found by rendering short ones."""
+
+        def shown(messages: Conversation) -> str | None:
+            try:
+                return self._rendered(self._in_parts(messages), {"add_generation_prompt": True})
+            except InvalidArgument:
+                return None
+
+        return traits_of(shown, "tool_calls" in self.source)
+
     def render(
         self,
-        messages: list[dict[str, Any]],
+        messages: Conversation,
         *,
         add_generation_prompt: bool,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        adapts: bool = True,
     ) -> str:
-        """Renders the conversation in the form that the model was trained on, with special tokens.
+        """Renders a conversation in the form that the model was trained on, with special tokens.
 
         Args:
             messages: with "role" and "content", plain JSON. A content is text or a list of parts:
@@ -84,6 +99,7 @@ class ChatTemplate:
             tools: descriptions of tools, as JSON schemas.
             variables: further variables. Those that the template does not mention are ignored, as in vLLM,
                 since clients send the same ones to all models.
+            adapts: whether messages are adapted to what the template shows, see `adapted`.
 
         Raises:
             InvalidArgument: the template rejects or cannot render this conversation.
@@ -91,15 +107,17 @@ class ChatTemplate:
         if tools is not None and "tools" not in self.names:
             raise InvalidArgument("tools", tools, "the model's chat template does not support tools")
         if continue_final_message:
-            messages = [*messages[:-1], {**messages[-1], "content": _marked(messages[-1]["content"])}]
-        known = {
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-            **self.special_tokens,
-        }
+            messages = [*messages[:-1], _with_mark(messages[-1])]
+        if adapts:
+            messages = self._in_parts(adapted(messages, self.traits))
+        own = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        text = self._rendered(messages, {**own, **(variables or {})})
+        return _up_to_mark(text, messages) if continue_final_message else text
+
+    def _rendered(self, messages: Conversation, variables: Mapping[str, Any]) -> str:
+        known = {"tools": None, "documents": None, **self.special_tokens}
         try:
-            text = self._template.render({**known, **(variables or {}), "messages": messages})
+            return self._template.render({**known, **variables, "messages": messages})
         except TemplateError as refusal:
             raise InvalidArgument(
                 "messages", messages, f"the model's chat template rejects them: {refusal.message}"
@@ -108,7 +126,17 @@ class ChatTemplate:
             raise InvalidArgument(
                 "messages", messages, f"the model's chat template fails on them: {wrong!r}"
             ) from None
-        return _up_to_mark(text, messages) if continue_final_message else text
+
+    def _in_parts(self, messages: Conversation) -> Conversation:
+        """Texts as lists of parts, if it needs these."""
+        if not self.only_parts:
+            return messages
+        return [
+            {**message, "content": [{"type": "text", "text": message["content"]}]}
+            if isinstance(message.get("content"), str)
+            else message
+            for message in messages
+        ]
 
 
 def given_template(template: str | Path, special_tokens: Mapping[str, str]) -> ChatTemplate:
@@ -169,18 +197,26 @@ def load_chat_templates(folder: Path, special_tokens: Mapping[str, str]) -> dict
     return {name: ChatTemplate(source, special_tokens, file) for name, (source, file) in found.items()}
 
 
-def _marked(content: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    return content + MARK if isinstance(content, str) else [*content, {"type": "text", "text": MARK}]
+def _with_mark(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with MARK at the end of its content.
 
-
-def _up_to_mark(text: str, messages: list[dict[str, Any]]) -> str:
-    end = text.rfind(MARK.rstrip())
-    if end < 0:
+    Raises:
+        InvalidArgument: it has calls, which would follow the continued text.
+    """
+    if message.get("tool_calls"):
         raise InvalidArgument(
-            "continue_final_message",
-            True,
-            f"the model's chat template hides the last message: {messages[-1]}",
+            "continue_final_message", True, "the last message has tool_calls; only text can be continued"
         )
+    content = message.get("content") or ""
+    marked = content + MARK if isinstance(content, str) else [*content, {"type": "text", "text": MARK}]
+    return {**message, "content": marked}
+
+
+def _up_to_mark(text: str, messages: Conversation) -> str:
+    end = text.rfind(MARK.rstrip())
+    if end < 0 or MARK not in str(messages[-1].get("content")):
+        limit = f"the model's chat template hides the last message: {messages[-1]}"
+        raise InvalidArgument("continue_final_message", True, limit)
     return text[:end] if text.startswith(MARK, end) else text[:end].rstrip()
 
 

@@ -20,21 +20,20 @@ import llguidance
 
 from jengine.base.errors import InvalidArgument
 from jengine.core.structured_outputs import StructuredOutputs
+from jengine.text.constraints import ANSWER_JSON, CALL_PARAMETERS, schema_text
 from jengine.text.mask_thread import MASK_SECONDS
 from jengine.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 100_000
 MAX_RULES = 1_000  # in a Lark grammar; the time for a mask grows with their square
 MAX_REFS = 1_000  # distinct `$ref` targets in a JSON schema
-# Without a limit, an uncertain model may generate whitespace up to max_tokens. Indentation needs fewer than
-# 100 characters.
-WHITESPACE = r"[ \t\n\r]{1,100}"  # the default; a schema's `x-guidance` overrides it
 STACK = 256 * 2**20  # bytes of address space; only the used part takes memory
 
 # These limits on fuel and items bound most masks to about 20 ms, and the limit on states bounds a request's
 # memory to about 100 MB.
 _LIMITS = llguidance.LLParserLimits(step_max_items=20_000, max_lexer_states=50_000, verbose_errors=False)
 _REF = re.compile(r'"\$ref"\s*:\s*"([^"]*)"')
+_PLACE = re.compile(r"at (\d+)\(\d+\): ")  # of an error in a Lark grammar: line and column
 _stack_size = threading.Lock()
 
 
@@ -68,25 +67,28 @@ def compile_structure(
         InvalidArgument: a limit is exceeded, or llguidance cannot read the structure or the tokenizer.
     """
     if tokenizer.eos_token_id is None:
-        raise InvalidArgument(
-            "structured_outputs",
-            what,
-            "the tokenizer has no end-of-sequence token, which is needed to end the output",
-        )
+        limit = "the tokenizer has no end-of-sequence token, which is needed to end the output"
+        raise InvalidArgument("structured_outputs", shown_value(what), limit)
     check_structure(what)
     try:
         guide = view_of(tokenizer)
     except ValueError as unread:
-        reason = f"llguidance cannot read this model's tokenizer: {unread}"
-        raise InvalidArgument("structured_outputs", what, reason) from None
+        kind = type(tokenizer.backend.decoder).__name__
+        reason = f"its decoder {kind} is unknown" if "decoder type" in str(unread) else str(unread)
+        limit = (
+            f"llguidance cannot read this model's tokenizer: {reason}; without another tokenizer.json, the"
+            " model takes no constraints"
+        )
+        raise InvalidArgument("structured_outputs", shown_value(what), limit) from None
     try:
         matcher = _on_stack(
             stack, lambda: llguidance.LLMatcher(guide, _grammar(what), log_level=0, limits=_LIMITS)
         )
     except (TypeError, ValueError, RecursionError) as wrong:
-        raise InvalidArgument("structured_outputs", what, f"must be valid JSON or text: {wrong}") from None
+        limit = f"must be valid JSON or text: {wrong}"
+        raise InvalidArgument("structured_outputs", shown_value(what), limit) from None
     if matcher.is_error():
-        raise InvalidArgument("structured_outputs", what, f"llguidance cannot read it: {error_of(matcher)}")
+        raise _unread(what, error_of(matcher))
     return matcher
 
 
@@ -102,11 +104,11 @@ def probe_structure(what: StructuredOutputs, tokenizer: Tokenizer) -> None:
     started = time.thread_time()
     matcher.compute_bitmask()
     if matcher.is_error():
-        raise InvalidArgument("structured_outputs", what, f"llguidance cannot follow it: {error_of(matcher)}")
+        limit = f"llguidance cannot follow it: {error_of(matcher)}"
+        raise InvalidArgument("structured_outputs", shown_value(what), limit)
     if (seconds := time.thread_time() - started) > MASK_SECONDS:
-        raise InvalidArgument(
-            "structured_outputs", what, f"a mask takes {seconds:.1f} s; at most {MASK_SECONDS} s"
-        )
+        limit = f"a mask takes {seconds:.1f} s; at most {MASK_SECONDS} s"
+        raise InvalidArgument("structured_outputs", shown_value(what), limit)
 
 
 @functools.lru_cache(maxsize=4)
@@ -118,6 +120,33 @@ def view_of(tokenizer: Tokenizer) -> llguidance.LLTokenizer:
 def error_of(matcher: llguidance.LLMatcher) -> str:
     """The reason why a matcher has failed."""
     return str(matcher.get_error()).partition("\n<")[0]  # the rest is internal state
+
+
+def shown_value(what: StructuredOutputs) -> str:
+    """The structure in an error: what the client gave, as text."""
+    return json.dumps(list(what.choice), ensure_ascii=False) if what.choice is not None else _text(what)
+
+
+def _unread(what: StructuredOutputs, error: str) -> InvalidArgument:
+    """The error for a structure that llguidance cannot read. In a grammar of `constraints`, it concerns the
+    schema on the line that llguidance names.
+    """
+    field, value = "structured_outputs", shown_value(what)
+    place = _PLACE.match(error)
+    line = value.split("\n")[int(place[1]) - 1] if place and what.grammar is not None else ""
+    rule, _, schema = line.partition(": %json ")
+    if schema and rule == ANSWER_JSON:
+        value = schema
+    elif schema and rule.startswith(CALL_PARAMETERS):
+        field, value = f"{field}[{rule.removeprefix(CALL_PARAMETERS)}]", schema
+    if place and (schema or what.grammar is None):
+        error = error[place.end() :].partition("\n   1 | ")[0].rstrip()
+    if "coerce_one_of" in error:
+        error = (
+            "oneOf is supported only if at most one of its schemas can match; use anyOf, or put"
+            ' "x-guidance": {"coerce_one_of": true} into the schema, which treats it as anyOf'
+        )
+    return InvalidArgument(field, value, f"llguidance cannot read it: {error}")
 
 
 def _begins_rule(line: str) -> bool:
@@ -137,21 +166,15 @@ def _text(what: StructuredOutputs) -> str:
         try:
             return json.dumps(what.json)
         except (TypeError, ValueError, RecursionError) as wrong:
-            raise InvalidArgument(
-                "structured_outputs", what, f"must be valid JSON or text: {wrong}"
-            ) from None
+            limit = f"must be valid JSON or text: {wrong}"
+            raise InvalidArgument("structured_outputs", repr(what.json), limit) from None
     return what.json or what.regex or what.grammar or ""
 
 
 def _grammar(what: StructuredOutputs) -> str:
     matcher = llguidance.LLMatcher
     if what.json is not None:
-        text = _text(what)
-        return str(
-            matcher.grammar_from_json_schema(
-                text, defaults={} if _forbids_whitespace(text) else {"whitespace_pattern": WHITESPACE}
-            )
-        )
+        return str(matcher.grammar_from_json_schema(schema_text(_text(what))))
     if what.regex is not None:
         return str(matcher.grammar_from_regex(what.regex))
     # a single terminal, since alternatives of a rule would become that many parser items
@@ -163,15 +186,6 @@ def _grammar(what: StructuredOutputs) -> str:
         )
     assert what.grammar is not None
     return str(matcher.grammar_from_lark(what.grammar))
-
-
-def _forbids_whitespace(schema: str) -> bool:
-    """Whether `x-guidance` sets `whitespace_flexible: false`, which the default pattern would override."""
-    try:
-        options = json.loads(schema).get("x-guidance")
-        return isinstance(options, dict) and options.get("whitespace_flexible") is False
-    except (ValueError, AttributeError, RecursionError):
-        return False  # llguidance reports the error
 
 
 def _on_stack[T](size: int, work: Callable[[], T]) -> T:

@@ -19,6 +19,7 @@ from jengine import (
     StructuredOutputs,
     Tokenizer,
     check_structure,
+    shown_value,
 )
 from jengine.serving.guards import image_worker, sandbox_worker
 from jengine.serving.guards.workers import WORKERS, Workers
@@ -76,7 +77,9 @@ class Sandbox:
         if (verdict := self._verdicts.get(key)) is None:
             done = await self._text(client, tokenizer, Job("check", "structured_outputs", arguments))
             verdict = Verdict(
-                InvalidArgument(done.field, done.value or what, done.limit) if done.limit else None,
+                InvalidArgument(done.field, done.value or shown_value(what), done.limit)
+                if done.limit
+                else None,
                 done.seconds,
             )
             self._verdicts[key] = verdict

@@ -43,6 +43,11 @@ DOCUMENTS = frozenset(
 )
 DOCUMENTS |= {"guided_regex", "guided_choice", "guided_grammar", "output_config", "text"}
 MAX_DOCUMENT, MAX_VALUE = 2**20, 2**16  # bytes of a value's JSON, in these fields and in all others
+# Members whose value is a client's own JSON, in which null has a meaning.
+FREE = frozenset((
+    "arguments", "chat_template_kwargs", "guided_json", "input_schema", "json", "kv_transfer_params",
+    "logit_bias", "metadata", "mm_processor_kwargs", "parameters", "schema",
+))  # fmt: skip
 # Values equivalent to leaving the field out.
 NEUTRAL: Mapping[str, object] = {"best_of": 1, "modalities": ["text"], "suffix": "", "verbosity": "medium"}
 
@@ -265,7 +270,7 @@ class BodyFields:
         )
 
     def read(self, body: Mapping[str, Any]) -> Body:
-        """Validates a body. Fields with null count as missing.
+        """Validates a body. Fields with null count as missing, at any depth.
 
         Raises:
             InvalidArgument: naming the field.
@@ -279,6 +284,8 @@ class BodyFields:
                 or (name in self._neutral and self._neutral[name] == value)
             ):
                 continue
+            if name not in LONG_FIELDS and name not in FREE:  # the others are read elsewhere
+                value = without_nulls(value, name)
             if name in self._sampling:
                 sampling[name] = value
             elif name in self._supported:
@@ -320,6 +327,33 @@ def checked(validator: SchemaValidator, value: Any, root: str = "") -> Any:
         raise InvalidArgument(path.lstrip(".") or "body", error["input"], "; ".join(reasons)) from None
     except RecursionError:
         raise InvalidArgument(root or "body", None, "is nested too deeply") from None
+
+
+def without_nulls(value: Any, field: str, free: frozenset[str] = FREE) -> Any:
+    """JSON without members that are null, at any depth: clients send them for what they leave out.
+
+    Args:
+        free: names of members that stay as they are.
+
+    Raises:
+        InvalidArgument: naming the field: it is nested too deeply.
+    """
+    try:
+        return _present(value, free)
+    except RecursionError:
+        raise InvalidArgument(field, None, "is nested too deeply") from None
+
+
+def _present(value: Any, free: frozenset[str]) -> Any:
+    if isinstance(value, list):
+        return [_present(part, free) for part in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: part if name in free else _present(part, free)
+        for name, part in value.items()
+        if part is not None
+    }
 
 
 def _shown(part: int | str) -> bool:

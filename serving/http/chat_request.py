@@ -57,12 +57,15 @@ class Chat(NamedTuple):
         """Sets the prompt, which shows whether the model reasons first. Constraints on the answer apply after
         the reasoning."""
         text = prompt.get("prompt")
-        if text is None:  # rendered with the client's own template; the end of the text is enough
-            text = self.llm.tokenizer.decode(prompt["prompt_token_ids"][-64:], skip_special_tokens=False)
-        structure, inside = self.params.structured_outputs, self.form.reasoning(text)
+        if text is None:  # rendered with the client's own template; mostly, the end of the text is enough
+            ids = prompt["prompt_token_ids"][0 if self.continues else -64 :]
+            text = self.llm.tokenizer.decode(ids, skip_special_tokens=False)
+        structure, inside = self.params.structured_outputs, self.form.reasoning(text, self.continues)
         if not isinstance(structure, StructuredOutputs):
             return self._replace(prompt=text)
-        after = None if inside is None else after_reasoning(structure, inside)
+        after = None
+        if inside is not None:
+            after = self.tools.structure(inside) or after_reasoning(structure, inside)
         if after is None:
             if inside is not None and (budget := self.params.thinking_token_budget) is not None:
                 limit = "must not be given with a grammar, which applies from the first token on"
@@ -70,14 +73,25 @@ class Chat(NamedTuple):
             return self._replace(prompt=text, thinks=False)
         return self._replace(prompt=text, params=self.params.clone(structured_outputs=after))
 
+    @property
+    def continues(self) -> bool:
+        """Whether the answer continues the last message."""
+        return bool(self.body.get("continue_final_message"))
+
     def parser(self) -> OutputParser:
         """A parser for one completion."""
-        return self.form.parser(self.prompt, self.tools.callable, self.thinks, self.tools.forced_parser())
+        tools = self.tools
+        return self.form.parser(
+            self.prompt, tools.callable, self.thinks, tools.forced_parser(), self.continues
+        )
 
     def read(self, text: str) -> list[Event]:
         """Parses a whole completion. Returns the events that the client wants."""
+        tools = self.tools
         return self.shown(
-            self.form.read(text, self.prompt, self.tools.callable, self.thinks, self.tools.forced_parser())
+            self.form.read(
+                text, self.prompt, tools.callable, self.thinks, tools.forced_parser(), self.continues
+            )
         )
 
     def shown(self, events: list[Event]) -> list[Event]:

@@ -1,5 +1,5 @@
-"""Tools for chat templates that have none: definitions, calls and results become plain text. A grammar forces
-the calls' form.
+"""Tools for chat templates that have none: definitions and results become plain text. A grammar forces the
+calls' form.
 """
 
 from __future__ import annotations
@@ -60,22 +60,10 @@ def _instructions(tools: ToolChoice) -> str:
 
 
 def _as_text(message: Message) -> Message:
-    """Calls in the form that the grammar forces, and results as a user's message."""
-    if message.get("role") == "tool":
-        return {"role": "user", "content": [*_parts("Result of the call:"), *_parts(message.get("content"))]}
-    called = message.get("tool_calls")
-    if message.get("role") != "assistant" or not isinstance(called, list) or not called:
+    """A result as a user's message: the model knows no messages of tools."""
+    if message.get("role") != "tool":
         return message
-    functions = [
-        call["function"]
-        for call in called
-        if isinstance(call, dict) and isinstance(call.get("function"), dict)
-    ]
-    calls = ", ".join(
-        f'{{"name": {json.dumps(f.get("name"))}, "parameters": {_json(f.get("arguments"))}}}'
-        for f in functions
-    )
-    return {"role": "assistant", "content": [*_parts(message.get("content") or None), *_parts(f"[{calls}]")]}
+    return {"role": "user", "content": [*_parts("Result of the call:"), *_parts(message.get("content"))]}
 
 
 def _parts(content: Any) -> list[Any]:
@@ -87,8 +75,3 @@ def _parts(content: Any) -> list[Any]:
         if content is None
         else [{"type": "text", "text": content}]
     )
-
-
-def _json(arguments: Any) -> str:
-    """Arguments as text; clients send text."""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)

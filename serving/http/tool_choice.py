@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jengine import InvalidArgument, SamplingParams, StructuredOutputs
+from jengine import (
+    InvalidArgument,
+    SamplingParams,
+    StructuredOutputs,
+    after_thought,
+    forced_calls,
+    object_schema,
+)
 from jengine.serving.http.bodies import TOOLS, Body, checked
 from jengine.serving.http.parameters import with_structure
 from jengine.serving.parsers.events import OutputParser
@@ -31,29 +38,27 @@ class ToolChoice(NamedTuple):
         """If calls are forced, the parameters with a constraint that allows only calls.
 
         Raises:
-            InvalidArgument: there is another constraint on the output.
+            InvalidArgument: there is another constraint on the output, or parameters are no object.
+        """
+        structure = self.structure(None)
+        return params if structure is None else with_structure(params, "tool_choice", structure)
+
+    def structure(self, inside: bool | None) -> StructuredOutputs | None:
+        """The constraint that allows only calls; None if none are forced.
+
+        Args:
+            inside: see `after_thought`; None: the model does not think first.
         """
         if self.forced is None:
-            return params
-        if self.forced != "required":
-            [tool] = [tool for tool in self.shown if tool["function"]["name"] == self.forced]
-            return with_structure(params, "tool_choice", StructuredOutputs(json=_schema(tool)))
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool["function"]["name"]}, "parameters": _schema(tool)},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-            for tool in self.shown
-        ]
-        array = {
-            "type": "array",
-            "minItems": 1,
-            "items": {"anyOf": calls},
-            **({} if self.parallel else {"maxItems": 1}),
+            return None
+        schemas = {
+            tool["function"]["name"]: _schema(f"structured_outputs[{i}]", tool)
+            for i, tool in enumerate(self.shown)
         }
-        return with_structure(params, "tool_choice", StructuredOutputs(json=array))
+        if self.forced == "required":
+            return forced_calls(schemas, self.parallel, inside)
+        named = StructuredOutputs(json=schemas[self.forced])
+        return named if inside is None else after_thought(named, inside)
 
     def forced_parser(self) -> OutputParser | None:
         """A parser for output under this constraint."""
@@ -109,9 +114,6 @@ def read_tools(body: Body, form: AnswerFormat, shown: bool) -> ToolChoice:
     return ToolChoice(tools, tools, name, parallel)
 
 
-def _schema(tool: dict[str, Any]) -> dict[str, Any]:
-    return tool["function"].get("parameters") or {
-        "type": "object",
-        "properties": {},
-        "additionalProperties": False,
-    }
+def _schema(field: str, tool: dict[str, Any]) -> dict[str, Any]:
+    given = tool["function"].get("parameters")
+    return object_schema(field, given or {"properties": {}, "additionalProperties": False})

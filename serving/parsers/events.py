@@ -115,6 +115,17 @@ def split(text: str, marker: str) -> tuple[str, bool, str]:
     return text[: len(text) - kept], False, text[len(text) - kept :]
 
 
+def split_at(text: str, *markers: str) -> tuple[str, str, str]:
+    """The text before the first of the markers, that marker, and the rest. Without one, the rest is a
+    possible beginning of a marker.
+    """
+    at, marker = min(((at, one) for one in markers if (at := text.find(one)) >= 0), default=(-1, ""))
+    if marker:
+        return text[:at], marker, text[at + len(marker) :]
+    kept = max(len(split(text, one)[2]) for one in markers)
+    return text[: len(text) - kept], "", text[len(text) - kept :]
+
+
 class Held:
     """Content without the whitespace around tool calls. Whitespace that may precede a call is held back."""
 

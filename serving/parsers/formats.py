@@ -16,20 +16,22 @@ from jengine.serving.parsers.llama import LlamaJson
 from jengine.serving.parsers.marked import DEEPSEEK, KIMI, MarkedCalls
 from jengine.serving.parsers.mistral import Mistral
 from jengine.serving.parsers.pythonic import Pythonic
-from jengine.serving.parsers.reasoning import END, START, Reasons
+from jengine.serving.parsers.reasoning import Reasons
 from jengine.serving.parsers.response_template import ResponseTemplate, read_whole
 from jengine.serving.parsers.tagged import GLM, MINIMAX, QWEN_CODER, TaggedCalls
+from jengine.serving.parsers.thoughts import END, Turns, open_thought
+from jengine.serving.parsers.values import parameter_types
 
 Tools = Mapping[str, Mapping[str, Any]]  # for each tool's name, the JSON schemas of its parameters by name
 TOOL_PARSERS: dict[str, Callable[[Tools], OutputParser]] = {
-    "deepseek": lambda tools: MarkedCalls(DEEPSEEK),
+    "deepseek": lambda tools: MarkedCalls(DEEPSEEK, tools),
     "glm45": lambda tools: TaggedCalls(GLM, tools),
     "harmony": Harmony,
-    "hermes": lambda tools: Hermes(),
-    "kimi_k2": lambda tools: MarkedCalls(KIMI),
+    "hermes": Hermes,
+    "kimi_k2": lambda tools: MarkedCalls(KIMI, tools),
     "llama3_json": LlamaJson,
     "minimax_m2": lambda tools: TaggedCalls(MINIMAX, tools),
-    "mistral": lambda tools: Mistral(),
+    "mistral": Mistral,
     "pythonic": Pythonic,
     "qwen3_coder": lambda tools: TaggedCalls(QWEN_CODER, tools),
 }
@@ -71,6 +73,7 @@ class AnswerFormat:
         found = _tool_parser(sources) if tool_parser == "auto" else tool_parser
         self._tool_parser = TOOL_PARSERS.get(found or "none")
         self._reasoning = _reasoning_parser(sources) if reasoning_parser == "auto" else reasoning_parser
+        self._turns = Turns(tokenizer)
         self.tools = self._template is not None or self._tool_parser is not None
         self.shows_special_tokens = self._template is not None or found in (
             "deepseek",
@@ -81,14 +84,20 @@ class AnswerFormat:
         self.channels = self._template is None and found == "harmony"
         self.marks_thoughts = self.channels or self._template is not None or self._reasoning != "none"
 
-    def reasoning(self, prompt: str) -> bool | None:
+    def reasoning(self, prompt: str, continues: bool = True) -> bool | None:
         """Whether the answer to this prompt begins within reasoning; None if there is no reasoning, or it is
         unknown.
+
+        Args:
+            continues: whether the answer continues a message, which may have a thought. Otherwise the prompt
+                may only end with a tag.
         """
-        end = prompt.rstrip()
-        if self._template is not None or self._reasoning == "none" or end.endswith(END):
+        if self._template is not None or self._reasoning == "none":
             return None
-        return self._reasoning == "deepseek_r1" or end.endswith(START)
+        is_open = open_thought(self._turns.last(prompt) if continues else prompt.rstrip()[-len(END) :])
+        if is_open is None:  # the model begins one, if it thinks
+            return self._reasoning == "deepseek_r1"
+        return True if is_open else None
 
     def parser(
         self,
@@ -96,6 +105,7 @@ class AnswerFormat:
         tools: list[dict[str, Any]],
         thinks: bool = True,
         forced: OutputParser | None = None,
+        continues: bool = True,
     ) -> OutputParser:
         """A parser for one completion.
 
@@ -104,15 +114,18 @@ class AnswerFormat:
             tools: tools that may be called; empty: none.
             thinks: whether the model may reason; False if a grammar applies from the first token on.
             forced: the parser for text after the reasoning, if a grammar forces calls.
+            continues: see `reasoning`.
         """
         if self._template is not None and thinks and forced is None:
             return ResponseTemplate(self._template, prompt, tools)
-        schemas = {tool["function"]["name"]: _parameters(tool["function"]) for tool in tools}
+        schemas = {
+            tool["function"]["name"]: parameter_types(tool["function"].get("parameters")) for tool in tools
+        }
         if self.channels and forced is None:
             return Harmony(schemas)
         calls = self._tool_parser(schemas) if self._tool_parser is not None and schemas else PlainText()
         rest = calls if forced is None else forced
-        inside = self.reasoning(prompt) if thinks else None
+        inside = self.reasoning(prompt, continues) if thinks else None
         return rest if inside is None else Reasons(rest, inside)
 
     def read(
@@ -122,19 +135,13 @@ class AnswerFormat:
         tools: list[dict[str, Any]],
         thinks: bool = True,
         forced: OutputParser | None = None,
+        continues: bool = True,
     ) -> list[Event]:
         """Parses a whole answer; see `parser`."""
         if self._template is not None and thinks and forced is None:
             return read_whole(self._template, text, prompt, tools)
-        parser = self.parser(prompt, tools, thinks, forced)
+        parser = self.parser(prompt, tools, thinks, forced, continues)
         return joined([*parser.push(text), *parser.finish()])
-
-
-def _parameters(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The JSON schemas of a tool's parameters by name."""
-    schema = function.get("parameters")
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    return properties if isinstance(properties, dict) else {}
 
 
 def _tool_parser(source: str) -> str | None:

@@ -7,7 +7,7 @@ as its text.
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Collection
 
 from jengine.serving.parsers.events import Arguments, Content, Event, Reasoning, Stepwise, ToolCallStart
 
@@ -24,7 +24,7 @@ class Harmony(Stepwise):
         names: functions that may be called; messages to other recipients are reasoning.
     """
 
-    def __init__(self, names: Container[str]) -> None:
+    def __init__(self, names: Collection[str]) -> None:
         super().__init__()
         self._names = names
         self._state, self._kind = "opening", "content"
@@ -61,13 +61,20 @@ class Harmony(Stepwise):
 
     def _begin(self, header: str, events: list[Event]) -> None:
         recipient, channel = TO.search(header), NAMED.search(header)
-        name = recipient[1].removeprefix("functions.") if recipient else ""
+        name = self._name(header[recipient.start(1) :]) if recipient else ""
         self._empty = True
         if name in self._names:
             self._kind = "call"
             events.append(ToolCallStart(self._calls, name))
         else:
             self._kind = "reasoning" if name or (channel and channel[1] == "analysis") else "content"
+
+    def _name(self, text: str) -> str:
+        """The function at the beginning of a header's rest. Known names may have spaces."""
+        text = text.removeprefix("functions.")
+        plain = re.split(r"[\s<]", text, maxsplit=1)[0]
+        spaced = [name for name in self._names if re.match(re.escape(name) + r"(?![^\s<])", text)]
+        return max([plain, *spaced], key=len)
 
     def _emit(self, text: str, events: list[Event]) -> None:
         if text:

@@ -11,8 +11,8 @@ MORE, LAST, BEFORE = "more", "last", "before"  # whether a character continues a
 # characters of JSON outside strings
 PLAIN = frozenset(" \t\r\n,:+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
 SCALAR = PLAIN - frozenset(" \t\r\n,:")
-NAMES, ARGUMENTS = ("name",), ("arguments", "parameters")
-OTHERS = ("id", "type")  # further keys that a call may have
+FUNCTION = "function"  # its value is a name, or an object with the call's other keys
+NAMES, ARGUMENTS = ("name", FUNCTION), ("arguments", "parameters")
 
 
 class JsonValue:
@@ -47,11 +47,12 @@ class JsonValue:
 
 
 class JsonCall:
-    """Reads `{"name": "f", "arguments": {...}}`.
+    """Reads `{"name": "f", "arguments": {...}}`. Other keys are skipped.
 
     Args:
         index: the call's index.
         names: known names; an object with another name is not a call. None: all names.
+        bare: whether an object without arguments is not a call either.
 
     Attributes:
         begun: whether its name is known and has been emitted.
@@ -59,13 +60,13 @@ class JsonCall:
         failed: whether it is not a call; nothing has been emitted then.
     """
 
-    def __init__(self, index: int, names: Container[str] | None = None) -> None:
+    def __init__(self, index: int, names: Container[str] | None = None, bare: bool = False) -> None:
         self.begun = self.done = self.failed = False
-        self._index, self._names = index, names
+        self._index, self._names, self._bare = index, names, bare
         self._state, self._key, self._value = "open", "", JsonValue()
         self._raw: list[str] = []  # text read before the call began
         self._text: list[str] = []  # of the current key or value
-        self._name = ""
+        self._name, self._nested = "", 0
         self._arguments: list[str] = []  # not emitted yet
         self._any = self._had = False  # whether some were emitted, and whether the key was found
 
@@ -102,6 +103,10 @@ class JsonCall:
             return character.isspace() or self._cut_off()
         if not self._text and character.isspace():
             return True
+        if not self._text and character == "{" and self._key == FUNCTION:
+            self._nested += 1
+            self._state = "key"
+            return True
         found = self._value.feed(character)
         if found != BEFORE:
             self._text.append(character)
@@ -113,10 +118,8 @@ class JsonCall:
 
     def _key_ended(self, key: str) -> None:
         self._key, self._state = key, "colon"
-        if key not in (*NAMES, *ARGUMENTS, *OTHERS):
-            self._over()
-        elif (key in NAMES and self._name) or (key in ARGUMENTS and self._had):
-            self._key = OTHERS[0]  # only the first one counts
+        if (key in NAMES and self._name) or (key in ARGUMENTS and self._had):
+            self._key = ""  # only the first one counts
         self._had = self._had or key in ARGUMENTS
 
     def _before_key(self, character: str) -> bool:
@@ -125,7 +128,10 @@ class JsonCall:
             self._value.feed(character)
             return True
         if character == "}":
-            self._over()
+            if self._nested:
+                self._nested -= 1
+            else:
+                self._over()
             return True
         return character.isspace() or character == "," or self._cut_off()
 
@@ -135,11 +141,14 @@ class JsonCall:
 
     def _over(self) -> None:
         """Ends the call. If its name is known, it counts as a call."""
-        self.done, self.failed = bool(self._name), not self._name
+        self.done = bool(self._name) and (self._had or not self._bare)
+        self.failed = not self.done
 
     def _value_ended(self) -> None:
         self._state = "key"
         text = "".join(self._text)
+        if self._key == FUNCTION and text[:1] != '"':
+            return
         if self._key in NAMES:
             self._name = _string(text)
             self.failed = not self._name or (self._names is not None and self._name not in self._names)
@@ -148,7 +157,7 @@ class JsonCall:
             self._arguments = [_string(text)] if text[:1] == '"' else [] if text == "null" else [text]
 
     def _news(self) -> list[Event]:
-        if self.failed or not self._name:
+        if self.failed or not self._name or (self._bare and not self._had):
             return []
         events: list[Event] = [] if self.begun else [ToolCallStart(self._index, self._name)]
         self.begun = True
@@ -164,6 +173,7 @@ class CallList:
 
     Args:
         first: index of the first call.
+        names, bare: see JsonCall.
 
     Attributes:
         count: number of calls that have begun.
@@ -172,10 +182,16 @@ class CallList:
     """
 
     def __init__(
-        self, first: int = 0, names: Container[str] | None = None, between: str = ",", array: bool = True
+        self,
+        first: int = 0,
+        names: Container[str] | None = None,
+        between: str = ",",
+        array: bool = True,
+        bare: bool = False,
     ) -> None:
         self.count, self.done, self.raw = 0, False, ""
         self._first, self._names, self._between, self._array = first, names, between, array
+        self._bare = bare
         self._opened = not array
         self._call: JsonCall | None = None
 
@@ -193,7 +209,7 @@ class CallList:
     def _before_call(self, character: str) -> int:
         """Number of characters read: 0 or 1."""
         if character == "{" and self._opened:
-            self._call = JsonCall(self._first + self.count, self._names)
+            self._call = JsonCall(self._first + self.count, self._names, self._bare)
             return 0
         if character == "[" and not self._opened:
             self._opened = True

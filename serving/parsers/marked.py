@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
-from jengine.serving.parsers.events import Arguments, Event, Held, Stepwise, ToolCallStart, joined, split
+from jengine.serving.parsers.events import (
+    Arguments,
+    Event,
+    Held,
+    Stepwise,
+    ToolCallStart,
+    joined,
+    split,
+    split_at,
+)
 from jengine.serving.parsers.json_calls import BEFORE, LAST, JsonValue
 
 
@@ -17,14 +26,17 @@ class Marks:
     Attributes:
         begin, end: around all calls.
         call, call_end: around each.
-        name: the tool's, from what comes before its arguments' brace; empty where that is no call.
+        separator: between a call's name and its arguments.
+        name: the tool's, from what comes before its arguments' brace, and the known names; empty where that
+            is no call.
     """
 
     begin: str
     end: str
     call: str
     call_end: str
-    name: Callable[[str], str]
+    separator: str
+    name: Callable[[str, Container[str]], str]
 
 
 def _deepseek(name: str) -> str:
@@ -32,40 +44,48 @@ def _deepseek(name: str) -> str:
     return f"<\uff5c{name}\uff5c>"
 
 
-def _deepseek_name(head: str) -> str:
+def _deepseek_name(head: str, names: Container[str]) -> str:
     """Of `NAME<sep>`, or of `function<sep>NAME` and the beginning of a code block."""
     kind, _, rest = head.partition(_deepseek("tool▁sep"))
     name = rest.strip().removesuffix("```json").strip() or kind.strip()
-    return "" if re.search(r"\s", name) else name
+    return name if name in names or not re.search(r"\s", name) else ""
 
 
-def _kimi_name(head: str) -> str:
+def _kimi_name(head: str, names: Container[str]) -> str:
     """Of `functions.NAME:INDEX<|tool_call_argument_begin|>`."""
-    found = re.fullmatch(
-        r"\s*(?:functions\.)?([^\s:]+)(?::\d+)?\s*", head.partition("<|tool_call_argument_begin|>")[0]
-    )
-    return found[1] if found else ""
+    name = head.partition("<|tool_call_argument_begin|>")[0].strip()
+    for known in (name, name.removeprefix("functions.")):
+        if known in names:
+            return known
+    name = re.sub(r":\d+$", "", name.removeprefix("functions."))
+    return name if name in names or not re.search(r"\s", name) else ""
 
 
 _BEGIN, _END, _CALL, _CALL_END = (
     _deepseek(f"tool▁call{part}") for part in ("s▁begin", "s▁end", "▁begin", "▁end")
 )
-DEEPSEEK = Marks(_BEGIN, _END, _CALL, _CALL_END, _deepseek_name)
+DEEPSEEK = Marks(_BEGIN, _END, _CALL, _CALL_END, _deepseek("tool▁sep"), _deepseek_name)
 KIMI = Marks(
     "<|tool_calls_section_begin|>",
     "<|tool_calls_section_end|>",
     "<|tool_call_begin|>",
     "<|tool_call_end|>",
+    "<|tool_call_argument_begin|>",
     _kimi_name,
 )
 
 
 class MarkedCalls(Stepwise):
-    """A call without a name or a brace is content, its markers included."""
+    """A call without a name or a brace is content, its markers included. The markers around all calls, and
+    the one at a call's end, may be missing.
 
-    def __init__(self, marks: Marks) -> None:
+    Args:
+        names: names of the tools.
+    """
+
+    def __init__(self, marks: Marks, names: Container[str] = ()) -> None:
         super().__init__()
-        self._marks, self._content, self._count = marks, Held(), 0
+        self._marks, self._names, self._content, self._count = marks, names, Held(), 0
         self._state: Callable[[list[Event]], bool] = self._outside
         self._arguments = JsonValue()
 
@@ -73,10 +93,12 @@ class MarkedCalls(Stepwise):
         return self._state(events)
 
     def _outside(self, events: list[Event]) -> bool:
-        text, found, self._buffer = split(self._buffer, self._marks.begin)
+        text, mark, self._buffer = split_at(self._buffer, self._marks.begin, self._marks.call)
         events += self._content.text(text) if text else []
-        self._state = self._between if found else self._outside
-        return found
+        self._state = {self._marks.begin: self._between, self._marks.call: self._head}.get(
+            mark, self._outside
+        )
+        return bool(mark)
 
     def _between(self, events: list[Event]) -> bool:
         """Before a call, or after the last one."""
@@ -92,20 +114,24 @@ class MarkedCalls(Stepwise):
 
     def _head(self, events: list[Event]) -> bool:
         head, found, _ = split(self._buffer, "{")
-        if self._marks.call_end in head:
+        before, ended, rest = head.partition(self._marks.call_end)
+        if ended and self._marks.separator in before:  # no arguments
+            found, self._buffer = True, rest
+        elif ended:
             return self._no_call(events)
         if not found:
             return False
-        name = self._marks.name(head)
+        name = self._marks.name(before, self._names)
         if not name:
             return self._no_call(events)
         self._content.call()
         events.append(ToolCallStart(self._count, name))
-        self._buffer, self._state, self._arguments = (
-            self._buffer[len(head) :],
-            self._in_arguments,
-            JsonValue(),
-        )
+        if ended:
+            events.append(Arguments(self._count, "{}"))
+            self._count, self._state = self._count + 1, self._between
+            return True
+        self._buffer, self._state = self._buffer[len(head) :], self._in_arguments
+        self._arguments = JsonValue()
         return True
 
     def _no_call(self, events: list[Event]) -> bool:
@@ -127,14 +153,26 @@ class MarkedCalls(Stepwise):
 
     def _after(self, events: list[Event]) -> bool:
         """What may follow arguments, such as the end of a code block, belongs to the call."""
-        _, found, self._buffer = split(self._buffer, self._marks.call_end)
-        self._state = self._between if found else self._after
-        return found
+        marks = self._marks
+        text, mark, rest = split_at(self._buffer, marks.call_end, marks.call, marks.end)
+        if not mark:
+            return False
+        self._leave(text, events)
+        self._buffer = rest if mark == marks.call_end else mark + rest
+        self._state = self._between
+        return True
+
+    def _leave(self, text: str, events: list[Event]) -> None:
+        """Text after a call is content, unless it is the end of a code block."""
+        if any(character.isalnum() for character in text):
+            events += self._content.text(text)
 
     def finish(self) -> list[Event]:
         events: list[Event] = []
         if self._state == self._head:
             events += self._content.text(self._marks.call + self._buffer)
+        elif self._state == self._after:
+            self._leave(self._buffer, events)
         elif self._state == self._outside and self._buffer:
             events += self._content.text(self._buffer)
         return joined([*events, *self._content.finish()])

@@ -4,13 +4,42 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Container
+import re
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from jengine.serving.parsers.events import Arguments, Event, Held, ToolCallStart, clean, joined
 
 TAGS = ("<|python_start|>", "<|python_end|>")  # of Llama 4, around the list
 CONSTANTS = {"true": True, "false": False, "null": None}
+NEWLINE = re.compile(r"\r?\n")
+
+
+class Brackets:
+    """Follows brackets and quotes of Python code.
+
+    Attributes:
+        depth: of open brackets.
+        quote: the open one, or empty.
+    """
+
+    def __init__(self) -> None:
+        self.depth, self.quote, self._escape = 0, "", False
+
+    def feed(self, character: str) -> None:
+        if self.quote:
+            if self._escape:
+                self._escape = False
+            elif character == "\\":
+                self._escape = True
+            elif character == self.quote:
+                self.quote = ""
+        elif self.depth and character in "\"'":
+            self.quote = character
+        elif character in "([{":
+            self.depth += 1
+        elif character in ")]}":
+            self.depth -= 1
 
 
 class Pythonic:
@@ -22,11 +51,11 @@ class Pythonic:
         names: names of the tools.
     """
 
-    def __init__(self, names: Container[str]) -> None:
+    def __init__(self, names: Collection[str]) -> None:
         self._names, self._content, self._count = names, Held(), 0
         self._buffer, self._over = "", False
         self._at = 0  # position up to which the buffer has been scanned
-        self._opened, self._depth, self._quote, self._escape = False, 0, "", False
+        self._opened, self._brackets = False, Brackets()
 
     def push(self, text: str) -> list[Event]:
         if self._over:
@@ -49,31 +78,23 @@ class Pythonic:
     def _scan(self, events: list[Event]) -> None:
         character = self._buffer[self._at]
         self._at += 1
-        if self._quote:
-            if self._escape:
-                self._escape = False
-            elif character == "\\":
-                self._escape = True
-            elif character == self._quote:
-                self._quote = ""
-        elif self._depth and character in "\"'":
-            self._quote = character
-        elif character in "([{":
-            if not self._depth and not self._known():
-                events += self._as_content()
-            self._depth += 1
-        elif character in ")]}":
-            self._depth -= 1
-            if self._depth == 0:
+        brackets = self._brackets
+        if brackets.depth:
+            brackets.feed(character)
+            if not brackets.depth:
                 self._call(events)
-            elif self._depth < 0:
-                self._end(events)
-        elif not self._depth and not (character.isalnum() or character in "_.-, \t\r\n"):
+        elif character == "]":
+            self._end(events)
+        elif character not in " \t\r\n," and not self._may_be_name(self._start(self._buffer[: self._at])):
             events += self._as_content()
+        elif character == "(":
+            brackets.feed(character)
 
-    def _known(self) -> bool:
-        """Whether a tool's name precedes the parenthesis that was just read."""
-        return self._buffer[self._at - 1] == "(" and self._start(self._buffer[: self._at - 1]) in self._names
+    def _may_be_name(self, text: str) -> bool:
+        """Whether a tool's name, or that and a parenthesis, may begin so."""
+        if text.endswith("(") and text[:-1].rstrip() in self._names:
+            return True
+        return any(name.startswith(text.rstrip()) for name in self._names)
 
     def _start(self, text: str) -> str:
         """The text without the optional beginning."""
@@ -83,25 +104,22 @@ class Pythonic:
         return text.lstrip(" \t\r\n,")
 
     def _call(self, events: list[Event]) -> None:
-        read = _read(self._start(self._buffer[: self._at]))
-        if read is None:
+        call = self._start(self._buffer[: self._at])
+        head = call.partition("(")[0].rstrip()
+        name = head if head in self._names else max(filter(call.startswith, self._names), key=len)
+        arguments = _arguments(call[len(name) :].lstrip()[1:-1])
+        if arguments is None:
             events += self._as_content()
             return
-        name, arguments = read
         self._content.call()
-        events += [
-            ToolCallStart(self._count, name),
-            Arguments(self._count, clean(json.dumps(arguments, ensure_ascii=False))),
-        ]
+        events += [ToolCallStart(self._count, name), Arguments(self._count, arguments)]
         self._count += 1
         self._buffer, self._at = self._buffer[self._at :], 0
 
     def _end(self, events: list[Event]) -> None:
         """The list has ended."""
-        if not self._count:
-            events += self._as_content()
-            return
-        self._buffer = self._buffer[self._at :]
+        if self._count:
+            self._buffer = self._buffer[self._at :]
         events += self._as_content()
 
     def _as_content(self) -> list[Event]:
@@ -114,17 +132,44 @@ class Pythonic:
         return joined([*([] if self._over else self._as_content()), *self._content.finish()])
 
 
-def _read(text: str) -> tuple[str, dict[str, Any]] | None:
-    """A call's name and arguments; None if it is not a call with only keywords and literals."""
+def _arguments(text: str) -> str | None:
+    """A call's arguments as JSON; None if they are not only keywords with literals. A keyword may be any
+    name, such as `from`.
+    """
+    found: dict[str, Any] = {}
     try:
-        call = ast.parse(text, mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            return None
-        arguments = {keyword.arg: _value(keyword.value) for keyword in call.keywords}
-        json.dumps(arguments)
+        for piece in _pieces(text):
+            name, equals, value = piece.partition("=")
+            if not equals or not name.strip() or name.strip()[0] in "\"'([{":
+                return None
+            found[name.strip()] = _value(_parsed(value.strip()))
+        return clean(json.dumps(found, ensure_ascii=False, allow_nan=False))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
-    return text.partition("(")[0].strip(), {str(name): value for name, value in arguments.items()}
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """The parts between commas that are in no brackets or quotes."""
+    brackets, piece = Brackets(), ""
+    brackets.depth = 1  # of the call
+    for character in text:
+        brackets.feed(character)
+        if character == "," and brackets.depth == 1 and not brackets.quote:
+            yield piece
+            piece = ""
+        else:
+            piece += character
+    if piece.strip():
+        yield piece
+
+
+def _parsed(text: str) -> ast.expr:
+    try:
+        return ast.parse(text, mode="eval").body
+    except SyntaxError:
+        if text[:1] not in ("'", '"'):
+            raise
+        return ast.parse(NEWLINE.sub(r"\\n", text), mode="eval").body  # a text with newlines
 
 
 def _value(node: ast.expr) -> Any:

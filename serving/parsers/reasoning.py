@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from jengine.serving.parsers.events import Event, OutputParser, Reasoning, joined, split
-
-START, END = "<think>", "</think>"
+from jengine.serving.parsers.thoughts import END, START
 
 
 class Reasons:

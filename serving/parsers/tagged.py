@@ -9,10 +9,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jengine.serving.parsers.events import Arguments, Event, Held, Stepwise, ToolCallStart, joined, split
+from jengine.serving.parsers.events import (
+    Arguments,
+    Event,
+    Held,
+    Stepwise,
+    ToolCallStart,
+    joined,
+    split,
+    split_at,
+)
 from jengine.serving.parsers.values import STRING, argument, declared_types, quoted
 
-NAME = re.compile(r"\s*[\w.:/-]*\s*")  # of a tool, with whitespace around it
+NAME = re.compile(r"\s*[\w.:/-]*\s*")  # of an unknown tool, with whitespace around it
+SPACE = re.compile(r"\s*")
+ENDS, GOES_ON, UNKNOWN = "ends", "goes on", "unknown"  # what a tag within a value means
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +76,9 @@ class TaggedCalls(Stepwise):
     """A value becomes JSON as the tool's schema says. Strings are emitted as they come, other values when
     they are complete.
 
+    A value may have tags: it ends at its closing tag if another tag or the end follows. Tags may be missing:
+    those of the section, a call's closing tag, and a value's before the next parameter or the call's end.
+
     Text between the tags of a section that is not a call is content, including the tags.
 
     Args:
@@ -76,24 +90,32 @@ class TaggedCalls(Stepwise):
         self._tags, self._tools, self._content = tags, tools, Held()
         self._state: Callable[[list[Event]], bool] = self._outside
         self._read = ""  # tags that are content unless a call follows
-        self._count, self._name, self._key, self._any = 0, "", "", False
+        self._bare = False  # the section's tag is missing
+        self._count, self._name, self._key = 0, "", ""
+        self._keys: set[str] = set()  # of the current call, up to now
         self._types: frozenset[str] = frozenset()
         self._value: list[str] = []  # pieces of a value that is not a string
         # whether text of a string was emitted; a newline that may be its last character
         self._begun, self._newline = False, ""
+        self._last = ""  # the last character of a value, up to now
         ends = (tags.key, tags.call_end, tags.section_end, tags.call)
         self._next = re.compile("|".join(re.escape(tag) for tag in ends if tag))
+        self._value_tags = (tags.value_end, tags.call_end, tags.key)  # at which a value may end
+        self._within = re.compile("|".join(map(re.escape, self._value_tags)))
+        self._after_value = tuple(tag for tag in ends if tag)
+        self._after_call = tuple(tag for tag in (tags.section_end, tags.call, tags.section) if tag)
 
     def _step(self, events: list[Event]) -> bool:
         return self._state(events)
 
     def _outside(self, events: list[Event]) -> bool:
-        first = self._tags.section or self._tags.call
-        text, found, self._buffer = split(self._buffer, first)
+        section, call = self._tags.section, self._tags.call
+        text, tag, self._buffer = split_at(self._buffer, *filter(None, (section, call)))
         events += self._content.text(text) if text else []
-        if found:
-            self._read, self._state = first, self._between if self._tags.section else self._head
-        return found
+        if tag:
+            self._read, self._bare = tag, bool(section) and tag == call
+            self._state = self._between if tag == section else self._head
+        return bool(tag)
 
     def _between(self, events: list[Event]) -> bool:
         """Before a call, or after the last one."""
@@ -121,7 +143,7 @@ class TaggedCalls(Stepwise):
     def _head(self, events: list[Event]) -> bool:
         end = self._tags.name_end
         head, found, rest = split(self._buffer, end or "<")
-        if NAME.fullmatch(head) is None or (found and not head.strip()):
+        if not self._may_be_name(head, found):
             return self._no_call(events)
         if not end and found:
             rest = "<" + rest
@@ -130,11 +152,22 @@ class TaggedCalls(Stepwise):
             found = rest.startswith((self._tags.key, self._tags.call_end))
         if not found:
             return False
-        self._name, self._buffer, self._read, self._any = head.strip(), rest, "", False
+        self._name, self._buffer, self._read, self._keys = head.strip(), rest, "", set()
         self._content.call()
         events.append(ToolCallStart(self._count, self._name))
         self._state = self._between_parameters
         return True
+
+    def _may_be_name(self, text: str, whole: bool) -> bool:
+        """Whether this is a tool's name, or its beginning. Where the section's tag is missing, the tool must
+        be known.
+        """
+        if whole and text.strip() in self._tools:
+            return True
+        if not whole and any(name.startswith(text.strip()) for name in self._tools):
+            return True
+        unknown = not self._bare and NAME.fullmatch(text) is not None
+        return unknown and (not whole or bool(text.strip()))
 
     def _between_parameters(self, events: list[Event]) -> bool:
         found = self._next.search(self._buffer)
@@ -143,7 +176,7 @@ class TaggedCalls(Stepwise):
         if found[0] == self._tags.key:
             self._buffer, self._state = self._buffer[found.end() :], self._in_key
             return True
-        events.append(Arguments(self._count, "}" if self._any else "{}"))
+        events.append(Arguments(self._count, "}" if self._keys else "{}"))
         self._count += 1
         self._buffer = self._buffer[found.end() if found[0] == self._tags.call_end else found.start() :]
         self._state = self._between if self._tags.section else self._outside
@@ -164,31 +197,78 @@ class TaggedCalls(Stepwise):
             return True
         self._buffer, self._state = body[len(tag) :], self._in_value
         self._types = declared_types(self._tools.get(self._name, {}).get(self._key))
-        self._value, self._begun, self._newline = [], False, ""
+        self._value, self._begun, self._newline, self._last = [], False, "", "\n"
         if self._types == STRING:
             events.append(Arguments(self._count, self._opening() + '"'))
         return bool(self._buffer)
 
     def _opening(self) -> str:
         """A parameter's name, and what comes before it."""
-        before, self._any = ", " if self._any else "{", True
+        before = ", " if self._keys else "{"
+        self._keys.add(self._key)
         return f'{before}"{quoted(self._key)}": '
 
-    def _in_value(self, events: list[Event]) -> bool:
-        text, found, self._buffer = split(self._buffer, self._tags.value_end)
-        if self._types != STRING:
-            self._value.append(text)
-            if found:
-                events.append(
-                    Arguments(
-                        self._count,
-                        self._opening() + argument(self._trimmed("".join(self._value)), self._types),
-                    )
-                )
-        elif piece := quoted(self._string(text, found)) + ('"' if found else ""):
-            events.append(Arguments(self._count, piece))
-        self._state = self._between_parameters if found else self._in_value
-        return found
+    def _in_value(self, events: list[Event], over: bool = False) -> bool:
+        """`over`: no more text comes."""
+        buffer, at = self._buffer, 0
+        while (tag := self._within.search(buffer, at)) is not None:
+            meaning = self._meaning(tag[0], tag.end(), buffer[tag.start() - 1] if tag.start() else self._last)
+            if meaning == UNKNOWN and over and tag[0] != self._tags.key:
+                meaning = ENDS
+            if meaning == GOES_ON:  # another tag may begin after this one's first character
+                at = tag.start() + 1
+                continue
+            self._add(buffer[: tag.start()], meaning == ENDS, events)
+            closed = meaning == ENDS and tag[0] == self._tags.value_end
+            self._buffer = buffer[tag.end() if closed else tag.start() :]
+            if meaning == ENDS:
+                self._state = self._between_parameters
+            return meaning == ENDS
+        shown, _, self._buffer = split_at(buffer[at:], *self._value_tags)
+        self._add(buffer[:at] + shown, False, events)
+        return False
+
+    def _meaning(self, tag: str, at: int, before: str) -> str:
+        """Whether a value ends at a tag in it.
+
+        Args:
+            at: the place after the tag.
+            before: the character before it.
+        """
+        if tag == self._tags.key:
+            return self._meaning_of_key(at, before)
+        following = self._after_value if tag == self._tags.value_end else self._after_call
+        place = SPACE.match(self._buffer, at)
+        assert place is not None  # it may be empty
+        body = self._buffer[place.end() : place.end() + max(map(len, following))]
+        if body.startswith(following):
+            return ENDS
+        return UNKNOWN if any(tag.startswith(body) for tag in following) else GOES_ON
+
+    def _meaning_of_key(self, at: int, before: str) -> str:
+        """The tag of a parameter's name ends a value without a closing tag if it begins a line, and the tool
+        has this parameter, which the call does not have yet.
+        """
+        new = self._tools.get(self._name, {}).keys() - self._keys - {self._key}
+        if before != "\n" or not new:
+            return GOES_ON
+        end = self._tags.key_end
+        key, found, _ = split(self._buffer[at : at + max(map(len, new)) + len(end)], end)
+        if found:
+            return ENDS if key in new else GOES_ON
+        return UNKNOWN if any(name.startswith(key) for name in new) else GOES_ON
+
+    def _add(self, text: str, last: bool, events: list[Event]) -> None:
+        """Adds text to a value, and ends it with the last one."""
+        self._last = (text or self._last)[-1]
+        if self._types == STRING:
+            if piece := quoted(self._string(text, last)) + ('"' if last else ""):
+                events.append(Arguments(self._count, piece))
+            return
+        self._value.append(text)
+        if last:
+            value = argument(self._trimmed("".join(self._value)), self._types)
+            events.append(Arguments(self._count, self._opening() + value))
 
     def _trimmed(self, text: str) -> str:
         return text.removeprefix("\n").removesuffix("\n") if self._tags.newlines else text
@@ -206,6 +286,10 @@ class TaggedCalls(Stepwise):
 
     def finish(self) -> list[Event]:
         events: list[Event] = []
+        goes_on = self._state == self._in_value
+        while goes_on and self._buffer:
+            inside = self._state == self._in_value
+            goes_on = self._in_value(events, over=True) if inside else self._step(events)
         if self._read or self._state == self._outside:
             events += self._content.text(self._read + self._buffer)
         return joined([*events, *self._content.finish()])

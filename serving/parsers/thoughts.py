@@ -1,44 +1,40 @@
-"""Grammars for models that reason: the constraint on the answer applies after the reasoning."""
+"""Thoughts of models that reason: whether a prompt leaves one open, and constraints after them."""
 
 from __future__ import annotations
 
-import json
 import re
 
-from jengine import InvalidArgument, StructuredOutputs
+from jengine import StructuredOutputs, Tokenizer, after_thought
+
+START, END = "<think>", "</think>"
+
+
+class Turns:
+    """Finds the last turn of a prompt: what follows the last of the tokens that templates write around
+    messages.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
+        marks = [token for token in added if token.strip() and token not in (START, END)]
+        self._marks = re.compile("|".join(map(re.escape, marks))) if marks else None
+
+    def last(self, prompt: str) -> str:
+        if self._marks is None:
+            return prompt
+        return prompt[max((mark.end() for mark in self._marks.finditer(prompt)), default=0) :]
+
+
+def open_thought(turn: str) -> bool | None:
+    """Whether the last turn of a prompt leaves a thought open; None: it has none."""
+    start, end = turn.rfind(START), turn.rfind(END)
+    return None if start == end else start > end
 
 
 def after_reasoning(what: StructuredOutputs, inside: bool) -> StructuredOutputs | None:
     """The same constraint after `</think>`; None for a Lark grammar, which applies from the first token on.
 
     Args:
-        inside: whether the answer begins within the reasoning. Otherwise the model may begin it or leave it
-            out.
-
-    Raises:
-        InvalidArgument: the JSON schema is invalid.
+        inside: see `after_thought`.
     """
-    if what.grammar is not None:
-        return None
-    thought = "thought" if inside else '("<think>" thought)?'
-    rules = [f"start: {thought} answer", r"thought[lazy]: /(?s:.*)<\/think>/"]
-    if what.json is not None:
-        rules.append(rf"answer: /[\r\n]{{0,4}}/ json{chr(10)}json: %json {json.dumps(_schema(what.json))}")
-    elif what.choice is not None:
-        rules += [
-            r"answer: /[\r\n]{0,4}/ CHOICE",
-            "CHOICE: " + " | ".join(json.dumps(option) for option in what.choice),
-        ]
-    else:
-        pattern = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", what.regex or "", flags=re.DOTALL)
-        rules += [r"answer: /[\r\n]{0,4}/ TEXT", f"TEXT: /{pattern}/"]
-    return StructuredOutputs(grammar="\n".join(rules))
-
-
-def _schema(given: object) -> object:
-    if not isinstance(given, str):
-        return given
-    try:
-        return json.loads(given)
-    except (ValueError, RecursionError):
-        raise InvalidArgument("structured_outputs", given, "must be valid JSON") from None
+    return None if what.grammar is not None else after_thought(what, inside)

@@ -15,7 +15,7 @@ import pytest
 from anthropic import Anthropic
 
 from tests.serving.conftest import MockServer, serve_mock
-from tests.serving.test_http_tools import CALL, ECHO, END
+from tests.serving.test_http_tools import CALL, ECHO, END, SAID
 from tests.text.conftest import byte_level, write
 
 WEATHER: dict[str, Any] = {
@@ -113,7 +113,7 @@ def test_an_agent(client: Anthropic) -> None:
         client.messages.create(**asked("", messages=messages, tools=[WEATHER])),
         streamed(client, **asked("", messages=messages, tools=[WEATHER])),
     ):
-        assert plain(answer) == [{"type": "text", "text": "rainIt rains."}]
+        assert plain(answer) == [{"type": "text", "text": SAID + "rainIt rains."}]
 
 
 def test_calls(client: Anthropic) -> None:

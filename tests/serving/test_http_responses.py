@@ -17,7 +17,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from tests.serving.conftest import MockServer, serve_mock
-from tests.serving.test_http_tools import CALL, ECHO, END
+from tests.serving.test_http_tools import CALL, ECHO, END, SAID
 from tests.text.conftest import byte_level, write
 
 WEATHER: dict[str, Any] = {
@@ -125,7 +125,7 @@ def test_an_agent(client: OpenAI) -> None:
     more = {"role": "user", "content": [{"type": "input_text", "text": "It rains." + END}]}
     body = asked("", input=[*output, result, more], tools=[WEATHER])
     for answer in (client.responses.create(**body), streamed(client, **body)):
-        assert answer.output_text == "rainIt rains."
+        assert answer.output_text == SAID + "rainIt rains."
 
 
 def test_calls(client: OpenAI) -> None:

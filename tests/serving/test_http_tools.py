@@ -16,7 +16,7 @@ from openai import OpenAI
 from tests.serving.conftest import MockServer, serve_mock
 from tests.text.conftest import byte_level, write
 
-# The model's own words alone; the comment tells the format.
+# The messages' texts alone; the comment tells the format.
 ECHO = "{# <tool_call> </think> #}{% if enable_thinking or tools %}{% endif %}{{ reasoning_effort }}"
 ECHO += "{% for m in messages %}{{ m.content }}{% endfor %}"
 END = "<END>"
@@ -28,6 +28,7 @@ WEATHER: dict[str, Any] = {
     },
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+SAID = '[{"name": "weather", "parameters": {"city": "Köln"}}]'  # the call as text, since ECHO shows none
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +149,7 @@ def test_a_conversation_with_calls_and_results(client: OpenAI, server: MockServe
     answer = client.chat.completions.create(
         model="mock", messages=[*history, *asked("It rains.")["messages"]], stop=[END], max_tokens=100
     )  # type: ignore[arg-type]
-    assert answer.choices[0].message.content == "rainIt rains."
+    assert answer.choices[0].message.content == SAID + "rainIt rains."
 
 
 @pytest.mark.parametrize(
@@ -162,15 +163,113 @@ def test_a_conversation_with_calls_and_results(client: OpenAI, server: MockServe
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}],
                 "tool_choice": "required",
             },
-            None,
+            "tools[0]",
         ),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].function"),
     ],
 )
-def test_what_is_wrong(server: MockServer, options: dict[str, Any], param: str | None) -> None:
+def test_what_is_wrong(server: MockServer, options: dict[str, Any], param: str) -> None:
     answer = httpx.post(f"{server.http}/chat/completions", json=asked("x", **options), timeout=60)
     error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == (param or "tools"), error
+    assert answer.status_code == 400 and error["param"] == param, error
+
+
+def test_errors_of_schemas_name_the_tool(server: MockServer) -> None:
+    """As the client wrote it, in each API."""
+    bad = {"properties": {"n": {"$ref": "#/$defs/None"}}}
+    news = {"type": "function", "function": {"name": "news", "parameters": bad}}
+    paths = {
+        "/chat/completions": asked("x", tools=[WEATHER, news], tool_choice="required"),
+        "/responses": {
+            "model": "mock",
+            "input": "x",
+            "tools": [{"type": "function", **tool["function"]} for tool in (WEATHER, news)],
+            "tool_choice": "required",
+        },
+        "/messages": {
+            "model": "mock",
+            "max_tokens": 5,
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [{"name": "weather", "input_schema": {}}, {"name": "news", "input_schema": bad}],
+            "tool_choice": {"type": "any"},
+        },
+    }
+    for path, body in paths.items():
+        answer = httpx.post(server.http + path, json=body, timeout=60)
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and message.startswith("tools[1]="), message
+        assert "'/$defs/None' does not exist" in message and "StructuredOut" not in message
+
+
+def test_null_is_no_value_at_any_depth(server: MockServer) -> None:
+    """Clients send it for optional fields. In schemas and arguments, it is a value."""
+    call = {"id": "1", "type": "function", "index": None, "function": {"name": "weather", "arguments": "{}"}}
+    nullable = {"type": "object", "properties": {"city": {"enum": ["x", None], "default": None}}}
+    function = {"name": "weather", "description": None, "strict": None, "parameters": nullable}
+    part = {"type": "text", "text": "Rain?" + END, "cache_control": None}
+    chat = asked(
+        "",
+        messages=[
+            {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "audio": None},
+            {"role": "tool", "tool_call_id": "1", "content": "r", "name": None},
+            {"role": "user", "content": [part]},
+        ],
+        tools=[{"type": "function", "function": function}],
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+        stream_options=None,
+        structured_outputs=None,
+    )
+    response = {
+        "model": "mock",
+        "input": [
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "id": None},
+            {"type": "function_call_output", "call_id": "1", "output": [{**part, "type": "input_text"}]},
+            {"role": "user", "content": [{"type": "input_text", "text": "x", "cache_control": None}]},
+        ],
+        "tools": [{"type": "function", **function}],
+        "text": {"format": {"type": "text", "name": None}, "verbosity": None},
+        "reasoning": {"effort": None, "summary": None},
+        "max_output_tokens": 5,
+    }
+    message = {
+        "model": "mock",
+        "max_tokens": 5,
+        "messages": [
+            {"role": "user", "content": "x", "id": None},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"a": None}}],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": None}]},
+        ],
+        "tools": [{"name": "f", "input_schema": nullable, "description": None, "cache_control": None}],
+        "thinking": {"type": "disabled", "display": None},
+    }
+    for path, body in (("/chat/completions", chat), ("/responses", response), ("/messages", message)):
+        answer = httpx.post(server.http + path, json=body, timeout=60)
+        assert answer.status_code == 200, (path, answer.text)
+
+
+def test_calls_cannot_be_continued(server: MockServer) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    body = {"model": "mock", "messages": [{"role": "user", "content": "x"}, said]}
+    body |= {"continue_final_message": True, "add_generation_prompt": False}
+    for url in (f"{server.http}/chat/completions", f"{server.http.removesuffix('/v1')}/tokenize"):
+        answer = httpx.post(url, json=body, timeout=60)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "continue_final_message"
+
+
+def test_a_continued_thought(client: OpenAI) -> None:
+    """The mock engine repeats the prompt: its last turn says whether its answer is a thought."""
+    for said, kind in (("<think>\nFirst,", "reasoning_content"), ("<think>a</think>\n\nThe", "content")):
+        messages = [
+            {"role": "user", "content": "</think> is a tag"},
+            {"role": "assistant", "content": said},
+        ]
+        more = {"continue_final_message": True, "add_generation_prompt": False}
+        message, _ = whole(client, "", messages=messages, tools=None, max_tokens=5, extra_body=more)
+        assert getattr(message, kind), message
 
 
 # as SmolLM2's: it has no tools

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine import StructuredOutputs, Tokenizer
 from jengine.serving.parsers.events import (
     Arguments,
     Content,
@@ -23,7 +20,6 @@ from jengine.serving.parsers.events import (
     joined,
 )
 from jengine.serving.parsers.forced import CallArray, NamedCall
-from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.parsers.harmony import Harmony
 from jengine.serving.parsers.hermes import Hermes
 from jengine.serving.parsers.llama import LlamaJson
@@ -31,11 +27,9 @@ from jengine.serving.parsers.marked import DEEPSEEK, KIMI, MarkedCalls
 from jengine.serving.parsers.mistral import Mistral
 from jengine.serving.parsers.pythonic import Pythonic
 from jengine.serving.parsers.reasoning import Reasons
-from jengine.serving.parsers.thoughts import after_reasoning
-from jengine.text.grammars import compile_structure
-from tests.text.conftest import byte_level, write
 
 NAMES = {"f", "g"}
+ODD = "ns:my tool-2/x"
 PARSERS: dict[str, Callable[[], OutputParser]] = {
     "harmony": lambda: Harmony(NAMES),
     "hermes": Hermes,
@@ -46,6 +40,13 @@ PARSERS: dict[str, Callable[[], OutputParser]] = {
     "deepseek_r1": lambda: Reasons(PlainText(), inside=True),
     "deepseek": lambda: MarkedCalls(DEEPSEEK),
     "kimi_k2": lambda: MarkedCalls(KIMI),
+    "hermes names": lambda: Hermes(NAMES),
+    "mistral names": lambda: Mistral(NAMES),
+    "harmony odd": lambda: Harmony({ODD, "ns"}),
+    "mistral odd": lambda: Mistral({ODD}),
+    "deepseek odd": lambda: MarkedCalls(DEEPSEEK, {ODD}),
+    "kimi odd": lambda: MarkedCalls(KIMI, {ODD, "ns"}),
+    "pythonic odd": lambda: Pythonic({ODD, "ns"}),
     "named": lambda: NamedCall("f"),
     "required": CallArray,
 }
@@ -236,6 +237,108 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ("deepseek_r1", "never ends\n", [Reasoning("never ends\n")]),
     ("hermes", '<tool_call>{"name": "f\\ud800"}</tool_call>', [ToolCallStart(0, "f?"), Arguments(0, "{}")]),
     ("pythonic", '[f(a="\\ud800")]', [ToolCallStart(0, "f"), Arguments(0, '{"a": "?"}')]),
+    # further keys, also before the name, and calls in an object of their own
+    *(
+        ("hermes", f"<tool_call>{call}</tool_call>", [ToolCallStart(0, "f"), Arguments(0, '{"a": [1]}')])
+        for call in (
+            '{"name": "f", "thought": {"name": "g"}, "arguments": {"a": [1]}, "index": 0}',
+            '{"thought": "}{", "arguments": {"a": [1]}, "name": "f"}',
+            '{"id": null, "function": {"description": "x", "name": "f", "arguments": {"a": [1]}}, "type": 1}',
+            '{"function": "f", "arguments": {"a": [1]}}',
+        )
+    ),
+    (
+        "llama3_json",
+        '{"why": "x", "name": "f", "n": 1, "parameters": {"x": 1}}; {"function": {"name": "g"}} so',
+        [
+            ToolCallStart(0, "f"),
+            Arguments(0, '{"x": 1}'),
+            ToolCallStart(1, "g"),
+            Arguments(1, "{}"),
+            Content("so"),
+        ],
+    ),
+    ("llama3_json", '{"answer": {"name": "f"}} x', [Content('{"answer": {"name": "f"}} x')]),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"index": 0, "name": "f", "type": "x", "arguments": {"a": 1}}]',
+        [ToolCallStart(0, "f"), Arguments(0, '{"a": 1}')],
+    ),
+    ("mistral", "[TOOL_CALLS] [ 1]", [Content("[TOOL_CALLS] [ 1]")]),
+    # markers that are missing
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {}}\n<tool_call>{"name": "g", "arguments": {}}}</tool_call>so',
+        [
+            *(ToolCallStart(0, "f"), Arguments(0, "{}"), ToolCallStart(1, "g"), Arguments(1, "{}")),
+            Content("so"),
+        ],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {}} So it is.',
+        [ToolCallStart(0, "f"), Arguments(0, "{}"), Content("So it is.")],
+    ),
+    (
+        "hermes names",
+        '\n{"name": "f", "arguments": {"a": 1}}\n{"name": "g", "arguments": {}}</tool_call> x',
+        [
+            *(ToolCallStart(0, "f"), Arguments(0, '{"a": 1}'), ToolCallStart(1, "g"), Arguments(1, "{}")),
+            Content("x"),
+        ],
+    ),
+    ("hermes names", '{"name": "f"}', [Content('{"name": "f"}')]),
+    ("hermes names", '{"name": "h", "arguments": {}}', [Content('{"name": "h", "arguments": {}}')]),
+    ("hermes names", 'x {"name": "f", "arguments": {}}', [Content('x {"name": "f", "arguments": {}}')]),
+    (
+        "mistral names",
+        ' [{"name": "f", "arguments": {"a": 1}}] so',
+        [ToolCallStart(0, "f"), Arguments(0, '{"a": 1}'), Content("so")],
+    ),
+    ("mistral names", ' [ {"name": "h", "arguments": {}}]', [Content(' [ {"name": "h", "arguments": {}}]')]),
+    (
+        "deepseek",
+        f'{CALL}f{SEP}{{"a": 1}}{CALL}function{SEP}g\n```json\n{{}}\n```{END} so',
+        [
+            *(ToolCallStart(0, "f"), Arguments(0, '{"a": 1}'), ToolCallStart(1, "g"), Arguments(1, "{}")),
+            Content("so"),
+        ],
+    ),
+    ("deepseek", f"{BEGIN}{CALL}f{SEP}{{}} So.", [ToolCallStart(0, "f"), Arguments(0, "{}"), Content("So.")]),
+    (
+        "kimi_k2",
+        f"{KIMI.begin}{KIMI.call}functions.f:0{KIMI.separator}{KIMI.call_end}{KIMI.end}",
+        [ToolCallStart(0, "f"), Arguments(0, "{}")],
+    ),
+    # tools with unusual names, and parameters whose names are words of Python
+    *(
+        (form, text, [ToolCallStart(0, ODD), Arguments(0, '{"from": 1}')])
+        for form, text in (
+            (
+                "harmony odd",
+                f'<|channel|>commentary to=functions.{ODD} <|constrain|>json<|message|>{{"from": 1}}<|call|>',
+            ),
+            ("mistral odd", f'[TOOL_CALLS]{ODD}[ARGS]{{"from": 1}}'),
+            ("deepseek odd", f'{BEGIN}{CALL}{ODD}{SEP}{{"from": 1}}{CALL_END}{END}'),
+            (
+                "kimi odd",
+                f'{KIMI.begin}{KIMI.call}functions.{ODD}:0{KIMI.separator}{{"from": 1}}{KIMI.call_end}',
+            ),
+            ("pythonic odd", f"[{ODD}(from=1)]"),
+        )
+    ),
+    (
+        "pythonic",
+        """[f(class='a, b=(', max-results=-1, t="x
+y"), g ()]""",
+        [
+            ToolCallStart(0, "f"),
+            Arguments(0, '{"class": "a, b=(", "max-results": -1, "t": "x\\ny"}'),
+            *(ToolCallStart(1, "g"), Arguments(1, "{}")),
+        ],
+    ),
+    ("pythonic", "[f(a=1e999)]", [Content("[f(a=1e999)]")]),
+    ("pythonic", "[f(a=b)]", [Content("[f(a=b)]")]),
     ("named", '{"a": 1}', [ToolCallStart(0, "f"), Arguments(0, '{"a": 1}')]),
     (
         "required",
@@ -290,7 +393,9 @@ def test_cuts_of_what_models_write_change_nothing(
 
 
 @given(
-    st.sampled_from(["hermes", "llama3_json", "mistral", "pythonic"]),
+    st.sampled_from(
+        ["hermes", "hermes names", "llama3_json", "mistral", "mistral names", "pythonic", "pythonic odd"]
+    ),
     st.lists(FRAGMENTS, max_size=8).map("".join),
 )
 def test_no_text_is_lost_where_there_is_no_call(name: str, text: str) -> None:
@@ -311,131 +416,4 @@ def test_long_arguments_take_linear_time() -> None:
     assert parsed(Hermes(), f'<tool_call>{{"name": "f", "arguments": {text}}}</tool_call>') == [
         ToolCallStart(0, "f"),
         Arguments(0, text),
-    ]
-
-
-# --- which parser ---------------------------------------------------------------------------------
-
-TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": "f", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}},
-    }
-]
-
-
-def format_of(folder: Path, template: str, **options: str) -> AnswerFormat:
-    (folder / "chat_template.jinja").write_text(template)
-    return AnswerFormat(Tokenizer.load(folder), **options)
-
-
-@pytest.mark.parametrize(
-    "mark, text",
-    [
-        ("<tool_call>", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
-        ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "f", "arguments": {}}]'),
-        (
-            'Respond in the format {"name": function name, "parameters": dictionary of',
-            '{"name": "f", "parameters": {}}',
-        ),
-        ("[func_name1(params_name1=", "[f()]"),
-        (BEGIN, f"{BEGIN}{CALL}f{SEP}{{}}{CALL_END}{END}"),
-        (
-            KIMI.begin,
-            f"{KIMI.begin}{KIMI.call}functions.f:0<|tool_call_argument_begin|>{{}}{KIMI.call_end}{KIMI.end}",
-        ),
-        ("<tool_call> <arg_key>", "<tool_call>f</tool_call>"),
-        ("<minimax:tool_call>", '<minimax:tool_call><invoke name="f"></invoke></minimax:tool_call>'),
-        ("<tool_call> <function= <parameter=", "<tool_call><function=f></function></tool_call>"),
-    ],
-)
-def test_the_chat_template_tells_the_format(tmp_path: Path, mark: str, text: str) -> None:
-    form = format_of(write(byte_level(), tmp_path), f"{{# {mark} #}}{{{{ tools }}}}")
-    assert form.tools and form.read(text, "", TOOLS) == [ToolCallStart(0, "f"), Arguments(0, "{}")]
-    assert form.read(text, "", []) == [Content(text)], "without tools there are no calls"
-    assert form.shows_special_tokens == (mark in ("[TOOL_CALLS]", BEGIN, KIMI.begin))
-
-
-def test_what_the_chat_template_does_not_tell(tmp_path: Path) -> None:
-    folder = write(byte_level(), tmp_path)
-    assert not format_of(folder, "{{ tools }}").tools
-    assert format_of(folder, "{{ tools }}", tool_parser="hermes").tools
-    assert not format_of(folder, "{# <tool_call> #}{{ tools }}", tool_parser="none").tools
-
-
-def test_reasoning_depends_on_the_prompt(tmp_path: Path) -> None:
-    folder = write(byte_level(), tmp_path)
-    qwen, r1 = format_of(folder, "{# </think> #}{{ enable_thinking }}"), format_of(folder, "{# </think> #}")
-    text = "so\n</think>\n\nyes"
-    assert qwen.read(text, "<|assistant|>\n", []) == [Content(text)]
-    assert qwen.read("<think>" + text, "<|assistant|>\n", []) == [Reasoning("so"), Content("yes")]
-    assert qwen.read(text, "<think>\n", []) == r1.read(text, "", []) == [Reasoning("so"), Content("yes")]
-    assert r1.read("yes", "<think>\n\n</think>\n\n", []) == [Content("yes")], "the prompt has ended it"
-    assert r1.read("{}", "", [], thinks=False) == [Content("{}")], "a grammar leaves no room for it"
-    assert format_of(folder, "{# </think> #}", reasoning_parser="none").read(text, "", []) == [Content(text)]
-
-
-def matches(what: StructuredOutputs, tokenizer: Tokenizer, text: str) -> bool:
-    matcher = compile_structure(what, tokenizer)
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-
-@pytest.mark.parametrize(
-    "what, good, bad",
-    [
-        (
-            {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
-            '{"a": 1}',
-            "{}",
-        ),
-        ({"json": '{"type": "integer"}'}, "12", '"a"'),
-        ({"regex": "a/b\\/c+"}, "a/b/cc", "a"),
-        ({"choice": ["yes", 'n"o']}, 'n"o', "maybe"),
-    ],
-)
-def test_grammars_begin_after_the_reasoning(
-    tokenizer_folder: Path, what: dict[str, Any], good: str, bad: str
-) -> None:
-    tokenizer = Tokenizer.load(tokenizer_folder)
-    inside, free = (after_reasoning(StructuredOutputs(**what), begins) for begins in (True, False))
-    assert inside is not None and free is not None
-    for text, in_it, out_of_it in (
-        ("hm { <x\n</think>\n\n", True, False),
-        ("<think>hm</think>", True, True),
-        ("", False, True),
-    ):
-        assert (
-            matches(inside, tokenizer, text + good) is in_it
-            and matches(free, tokenizer, text + good) is out_of_it
-        )
-        assert not matches(inside, tokenizer, text + bad) and not matches(free, tokenizer, text + bad)
-
-
-def test_a_lark_grammar_holds_from_the_first_token() -> None:
-    assert after_reasoning(StructuredOutputs(grammar="start: /a/"), True) is None
-
-
-def test_forced_calls_after_reasoning(tmp_path: Path) -> None:
-    form = format_of(write(byte_level(), tmp_path), "{# </think> #}")
-    assert form.read('hm</think>\n{"a": 1}', "", TOOLS, True, NamedCall("f")) == [
-        Reasoning("hm"),
-        ToolCallStart(0, "f"),
-        Arguments(0, '{"a": 1}'),
-    ]
-
-
-def test_answers_in_channels_show_their_special_tokens(tmp_path: Path) -> None:
-    form = format_of(write(byte_level(), tmp_path), "{{ '<|channel|>analysis<|message|>' }}")
-    assert (
-        form.channels
-        and form.tools
-        and form.shows_special_tokens
-        and form.reasoning("<|start|>assistant") is None
-    )
-    text = f"<|channel|>analysis<|message|>hm<|end|>{FINAL}4"
-    assert form.read(text, "", [], True) == [Reasoning("hm"), Content("4")]
-    assert form.read('{"a": 1}', "", TOOLS, True, NamedCall("f")) == [
-        ToolCallStart(0, "f"),
-        Arguments(0, '{"a": 1}'),
     ]

@@ -6,18 +6,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jengine.serving.parsers.events import Arguments, Content, Event, OutputParser, Reasoning, ToolCallStart
 from jengine.serving.parsers.reasoning import Reasons
 from jengine.serving.parsers.tagged import GLM, MINIMAX, QWEN_CODER, TaggedCalls
-from jengine.serving.parsers.values import argument, declared_types
-from tests.serving.test_parsers import TOOLS, cut, format_of, parsed
+from jengine.serving.parsers.values import argument, declared_types, parameter_types
+from tests.serving.test_formats import TOOLS, format_of
+from tests.serving.test_parsers import cut, parsed
 from tests.text.conftest import byte_level, write
 
 SCHEMAS = {
@@ -28,6 +30,7 @@ SCHEMAS = {
         "m": {"type": ["string", "null"]},
     },
     "g": {},
+    "my tool": {},
 }
 PARSERS: dict[str, Callable[[], OutputParser]] = {
     "glm45": lambda: TaggedCalls(GLM, SCHEMAS),
@@ -146,6 +149,54 @@ CASES: list[tuple[str, str, list[Event]]] = [
             Arguments(1, "{}"),
         ],
     ),
+    # closing tags in values, which end where another tag follows
+    (
+        "qwen3_coder",
+        (
+            "<tool_call><function=f><parameter=s>\n</parameter> x</function>\n <parameter=s>\n</parameter></"
+            '\n</parameter>\n<parameter=o>\n["</parameter>"]\n</parameter>\n</function>\n</tool_call>'
+        ),
+        [
+            ToolCallStart(0, "f"),
+            Arguments(
+                0,
+                '{"s": "</parameter> x</function>\\n <parameter=s>\\n</parameter></", "o": ["</parameter>"]}',
+            ),
+        ],
+    ),
+    (
+        "glm45",
+        (
+            "<tool_call>f<arg_key>s</arg_key><arg_value></arg_value> x</tool_call> y</arg_value>\n"
+            "<arg_key>n</arg_key><arg_value>1</arg_value></tool_call>"
+        ),
+        [ToolCallStart(0, "f"), Arguments(0, '{"s": "</arg_value> x</tool_call> y", "n": 1}')],
+    ),
+    (
+        "minimax_m2",
+        '<invoke name="f"><parameter name="s"></parameter>x</invoke> y</parameter></invoke>',
+        [ToolCallStart(0, "f"), Arguments(0, '{"s": "</parameter>x</invoke> y"}')],
+    ),
+    # tags that are missing: the section's, a value's end, a call's end
+    (
+        "qwen3_coder",
+        "So: <function=f>\n<parameter=s>\nx\n<parameter=n>\n1\n</function>\n</tool_call>\nDone.",
+        [Content("So:"), ToolCallStart(0, "f"), Arguments(0, '{"s": "x", "n": 1}'), Content("Done.")],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=n>\n1\n</parameter></tool_call><tool_call><function=g></function>",
+        [ToolCallStart(0, "f"), Arguments(0, '{"n": 1}'), ToolCallStart(1, "g"), Arguments(1, "{}")],
+    ),
+    (
+        "qwen3_coder",
+        "<function=f><parameter=s>\nx</function>",
+        [ToolCallStart(0, "f"), Arguments(0, '{"s": "x"}')],
+    ),
+    ("qwen3_coder", "Use <function=h> here.", [Content("Use <function=h> here.")]),
+    ("minimax_m2", '<invoke name="g"></invoke>', [ToolCallStart(0, "g"), Arguments(0, "{}")]),
+    ("glm45", "<tool_call>my tool\n</tool_call>", [ToolCallStart(0, "my tool"), Arguments(0, "{}")]),
+    ("qwen3_coder", "<function=my tool></function>", [ToolCallStart(0, "my tool"), Arguments(0, "{}")]),
     (
         "qwen3_coder",
         "<tool_call><function=f><parameter=s>\n\n</parameter>",
@@ -197,6 +248,14 @@ def test_no_text_is_lost_where_there_is_no_call(name: str, text: str) -> None:
         assert events == ([Content(text)] if text else [])
 
 
+def test_many_tags_in_a_value_take_linear_time() -> None:
+    """Copying the rest of the text for each tag would take minutes."""
+    value = "</parameter>x\n<parameter=s>" * 100_000
+    text = f"<tool_call><function=f><parameter=s>\n{value}\n</parameter></function></tool_call>"
+    _, arguments = parsed(TaggedCalls(QWEN_CODER, SCHEMAS), text)
+    assert isinstance(arguments, Arguments) and arguments.text == json.dumps({"s": value})
+
+
 def test_strings_come_before_their_end() -> None:
     parser = TaggedCalls(GLM, SCHEMAS)
     assert parser.push("<tool_call>f<arg_key>s</arg_key><arg_value>a\tb</") == [
@@ -225,12 +284,74 @@ def test_what_tags_become_is_json(parameters: list[tuple[str, str]]) -> None:
     assert all(got == value for (key, got), (_, value) in zip(found, parameters, strict=True) if key == "s")
 
 
+PIECES = st.lists(st.sampled_from(["x", "\n", " ", '"', "<", *sorted(TAGS)]), max_size=8).map("".join)
+
+
+@given(
+    st.sampled_from(["glm45", "minimax_m2", "qwen3_coder"]), PIECES, st.lists(st.integers(0, 200), max_size=8)
+)
+def test_values_may_have_tags(name: str, value: str, places: list[int]) -> None:
+    """A value is what stands between its tags, unless a closing tag in it is followed by another tag."""
+    tags, before, call = {
+        "glm45": (GLM, "<tool_call>f<arg_key>s</arg_key><arg_value>", ""),
+        "minimax_m2": (
+            MINIMAX,
+            '<minimax:tool_call><invoke name="f"><parameter name="s">',
+            "</minimax:tool_call>",
+        ),
+        "qwen3_coder": (QWEN_CODER, "<tool_call><function=f><parameter=s>\n", "</tool_call>"),
+    }[name]
+    end = "\n" if tags.newlines else ""
+    following = "|".join(
+        re.escape(tag) for tag in (tags.key, tags.call_end, tags.section_end, tags.call) if tag
+    )
+    closing = f"(?:{re.escape(tags.value_end)}|{re.escape(tags.call_end)})"
+    new_key = f"{re.escape(tags.key)}\\s*[nom]"
+    # also a tag that the value's end makes the next one of a closing tag
+    assume(
+        re.search(rf"{closing}\s*(?:{following}|$|{re.escape(tags.value_end)})|{new_key}", value + end)
+        is None
+    )
+    text = f"{before}{value}{end}{tags.value_end}{tags.call_end}{call}"
+    assert parsed(PARSERS[name](), *cut(text, places)) == [
+        ToolCallStart(0, "f"),
+        Arguments(0, json.dumps({"s": value})),
+    ]
+
+
 def test_types_of_values() -> None:
     every = {"type": ["integer", "null"], "anyOf": [{"type": "string"}, {"enum": [True, 1.5]}, 3]}
     assert declared_types(every) == {"integer", "null", "string", "boolean", "number"} and not declared_types(
         {"$ref": "#"}
     )
     assert declared_types({"enum": ["a", "b"]}) == {"string"} and not declared_types(True)
+    text = {"type": "string"}
+    for schema, types in (
+        ({"const": "1"}, {"string"}),
+        ({"$ref": "#/$defs/A~1B%20"}, {"string"}),
+        ({"$ref": "#/$defs/Chain"}, {"string"}),
+        ({"$ref": "#/$defs/Several/anyOf/1"}, {"null"}),
+        ({"allOf": [{"$ref": "#/$defs/Chain"}, {"minLength": 1}]}, {"string"}),
+        ({"anyOf": [{"$ref": "#/$defs/Chain"}, {"type": "null"}]}, {"string", "null"}),
+        ({"$ref": "#/$defs/Several", "type": "string"}, {"string"}),
+        ({"allOf": [{"type": ["integer", "string"]}, {"type": "number"}]}, {"integer"}),
+        ({"$ref": "#/$defs/Endless"}, set()),
+        ({"$ref": "#/$defs/None/x/0"}, set()),
+        ({"$ref": "https://example.com/schema"}, set()),
+    ):
+        defs = {
+            "A/B ": text,
+            "Chain": {"allOf": [{"$ref": "#/$defs/A~1B%20"}]},
+            "Several": {"anyOf": [text, {"type": "null"}]},
+            "Endless": {"$ref": "#/$defs/Endless", "anyOf": [{"$ref": "#/$defs/Endless"}] * 2},
+        }
+        assert declared_types(schema, {"$defs": defs}) == types, schema
+        root = {"allOf": [{"$ref": "#/$defs/Args"}], "$defs": {**defs, "Args": {"properties": {"p": schema}}}}
+        assert parameter_types(root) == {"p": {"type": sorted(types)} if types else {}}
+    many = [{"$ref": "#/$defs/A"}] * 1000  # 1000 paths at each step
+    loop = {"$ref": "#/$defs/A", "$defs": {"A": {"anyOf": many, "allOf": many, "properties": {"p": text}}}}
+    assert parameter_types(loop) == {"p": {"type": ["string"]}} and not declared_types(loop, loop)
+    assert parameter_types(None) == parameter_types({"properties": 3}) == parameter_types({"$ref": "#"}) == {}
     for text, types, expected in (
         ("5", {"number"}, "5"),
         ("5", {"string", "null"}, '"5"'),

@@ -34,10 +34,17 @@ CONVERSATIONS = {
     "system": [SYSTEM, USER],
     "history": [USER, ANSWER, USER],
     "system and history": [SYSTEM, USER, ANSWER, USER, ANSWER],
-    "developer": [{"role": "developer", "content": "x"}, USER],
+    "developer": [{"role": "developer", "content": "Speak Latin."}, USER],
     "tool call": [USER, CALL, {"role": "tool", "content": "<tool_response>3"}],
-    "two systems": [SYSTEM, SYSTEM, USER],
+    "two systems": [SYSTEM, {"role": "system", "content": "Be quick."}, USER],
     "nothing asked": [SYSTEM],
+}
+
+# what a template loses, or rejects, unless the conversation is adapted to it
+MARKS = {
+    "developer": ["Speak Latin."],
+    "tool call": ['{"q": [1]}', "<tool_response>3"],
+    "two systems": ["Be brief.", "Be quick."],
 }
 
 
@@ -54,11 +61,11 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_equals_transformers(folder: Path) -> None:
-    """Text and tokens, or both refuse: every template with every conversation and option."""
+    """Text and tokens, with every conversation and option that the template shows."""
     from transformers import AutoTokenizer
 
     theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer.load(folder)
-    shown = refused = 0
+    shown = refused = adapted = 0
     for name, messages in CONVERSATIONS.items():
         for options in (
             {"add_generation_prompt": True},
@@ -88,11 +95,15 @@ def test_equals_transformers(folder: Path) -> None:
                 assert expected is None, (name, options)
                 refused += 1
                 continue
+            if expected is None or any(mark not in expected for mark in MARKS.get(name, [])):
+                assert all(mark in prompt["prompt"] for mark in MARKS[name]), (name, options)
+                adapted += 1
+                continue
             assert prompt["prompt"] == expected, (name, options)
             ids = theirs.apply_chat_template(messages, **plain, **variables)["input_ids"]
             assert prompt["prompt_token_ids"] == ids and ids.count(0) == expected.count("<s>")
             shown += 1
-    assert shown >= 15 and (refused > 0) == ("raise_exception" in ours.chat_templates["default"].source)
+    assert shown >= 15 and adapted and refused <= 5
 
 
 def test_continues_inside_the_last_message(tmp_path: Path) -> None:
@@ -173,9 +184,9 @@ def test_without_a_template(byte_level_folder: Path) -> None:
         ([{"role": ["user"], "content": "x"}], "messages[0].role", "must be one of"),
         ([{"role": "user"}], "messages[0].content", "is missing"),
         (
-            [{"role": "assistant", "content": None}],
+            [{"role": "tool", "content": None}],
             "messages[0].content",
-            "is missing; only an assistant's message with tool_calls",
+            "only an assistant's message may omit it",
         ),
         ([{"role": "user", "content": 5}], "messages[0].content", "must be text, or a list"),
         (
@@ -195,7 +206,7 @@ def test_without_a_template(byte_level_folder: Path) -> None:
         ),
         ([{"role": "user", "content": "x", "extra": object()}], "messages[0]", "must be plain JSON"),
         ([{"role": "assistant", "content": "x"}], "messages", "roles must alternate"),
-        ([{"role": "tool", "content": "x", "tool_calls": 3}], "messages", "roles must alternate"),
+        ([{"role": "assistant", "content": None}], "messages", "roles must alternate"),
     ],
 )
 def test_wrong_messages_are_refused(messages: Any, field: str, limit: str, byte_level_folder: Path) -> None:
@@ -238,10 +249,7 @@ def test_arguments_of_tool_calls_are_parsed(byte_level_folder: Path) -> None:
 
     assert shown('{"a": 1}') == shown({"a": 1}) == '{"a": 1};'
     assert shown("") == shown(None) == "{};"
-    with pytest.raises(
-        InvalidArgument, match=r"messages\[1\].tool_calls\[0\].function.arguments='\{a': must be JSON"
-    ):
-        shown("{a")
+    assert shown("{a") == '"{a";', "a call that was cut off ends no conversation"
 
 
 def test_parts_of_a_text_are_joined(byte_level_folder: Path) -> None:

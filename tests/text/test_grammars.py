@@ -16,6 +16,7 @@ from jengine.base.errors import InvalidArgument, JengineError
 from jengine.core.request import SamplingParams
 from jengine.core.structured_outputs import StructuredOutputs
 from jengine.text import grammars, masks
+from jengine.text.constraints import WHITESPACE, schema_text
 from jengine.text.grammars import (
     MAX_CHARACTERS,
     MAX_REFS,
@@ -246,9 +247,15 @@ def test_wrong_options_of_whitespace(fields: dict[str, Any], says: str) -> None:
     assert says in str(failed.value)
 
 
-@pytest.mark.parametrize(
-    "schema",
-    ["[]", "{", '{"x-guidance": 1}', '{"properties": {"x-guidance": {"whitespace_flexible": false}}}'],
-)
-def test_schemas_that_do_not_forbid_whitespace(schema: str) -> None:
-    assert not grammars._forbids_whitespace(schema)
+@pytest.mark.parametrize("schema", ["[]", "{", '{"x-guidance": 1}', "5"])
+def test_what_is_no_schema_stays_as_it_is(schema: str) -> None:
+    assert schema_text(schema) == schema
+
+
+@pytest.mark.parametrize("options", [{"whitespace_flexible": False}, {"whitespace_pattern": " "}])
+def test_whitespace_has_a_limit_unless_a_schema_says_otherwise(options: dict[str, Any]) -> None:
+    chosen = {"x-guidance": options, "type": "object"}
+    assert json.loads(schema_text(chosen)) == chosen
+    other = {"x-guidance": {"item_separator": ","}, "properties": {"x-guidance": {"x-guidance": options}}}
+    for schema in (other, {}, True):
+        assert json.loads(schema_text(schema))["x-guidance"]["whitespace_pattern"] == WHITESPACE

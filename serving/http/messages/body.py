@@ -89,7 +89,7 @@ def _tool(where: str, given: dict[str, Any]) -> dict[str, Any]:
     kind = given.get("type")
     if kind not in (None, "custom"):
         raise InvalidArgument(f"{where}.type", kind, "must be custom: this server runs no tools itself")
-    tool = checked_by(TOOL, {name: value for name, value in given.items() if value is not None}, where)
+    tool = checked_by(TOOL, given, where)
     function = {"name": tool["name"], "parameters": tool["input_schema"]}
     function |= {name: tool[name] for name in ("description", "strict") if name in tool}
     return {"type": "function", "function": function}

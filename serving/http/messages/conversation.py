@@ -6,9 +6,11 @@ from typing import Any
 
 from jengine import InvalidArgument
 from jengine.serving.grpc.conversions import MAX_MESSAGES
-from jengine.serving.http.bodies import checked
+from jengine.serving.http.bodies import checked, without_nulls
 from jengine.serving.http.messages.types import BLOCKS, MESSAGE, PLACES
 from jengine.serving.http.turns import Turns, image, text
+
+INPUT = frozenset(("input",))  # of a tool, in which null has a meaning
 
 
 def conversation(messages: list[Any], system: Any) -> list[dict[str, Any]]:
@@ -24,7 +26,8 @@ def conversation(messages: list[Any], system: Any) -> list[dict[str, Any]]:
         turns.add("system", _parts("system", system, "system"))
     for i, given in enumerate(messages):
         where = f"messages[{i}]"
-        message = checked(MESSAGE, given, where)
+        present = {name: one for name, one in given.items() if one is not None}
+        message = checked(MESSAGE, present, where)
         for block in _blocks(f"{where}.content", message["content"], message["role"]):
             _add(turns, message["role"], block)
     if not any(message["role"] != "system" for message in turns.messages):
@@ -59,7 +62,7 @@ def _blocks(where: str, content: str | list[Any], place: str) -> list[dict[str, 
         if kind not in PLACES[place]:
             limit = f"this server supports {', '.join(PLACES[place])} here"
             raise InvalidArgument(f"{at}.type", kind, limit)
-        block = checked(BLOCKS[kind], {name: one for name, one in given.items() if one is not None}, at)
+        block = checked(BLOCKS[kind], without_nulls(given, at, INPUT), at)
         if kind == "tool_result":
             block = {**block, "content": _parts(f"{at}.content", block.get("content", ""), "result")}
         elif kind in ("text", "image"):

@@ -84,7 +84,7 @@ def _tool(where: str, given: dict[str, Any]) -> dict[str, Any]:
     if given.get("type") != "function":
         limit = "must be function: this server runs no tools itself"
         raise InvalidArgument(f"{where}.type", given.get("type"), limit)
-    tool = checked(TOOL, {name: value for name, value in given.items() if value is not None}, where)
+    tool = checked(TOOL, given, where)
     return {"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jengine import InvalidArgument
 from jengine.serving.grpc.conversions import MAX_MESSAGES
-from jengine.serving.http.bodies import checked
+from jengine.serving.http.bodies import checked, without_nulls
 from jengine.serving.http.responses.types import ITEMS, PARTS
 from jengine.serving.http.turns import Turns, image, text
 
@@ -36,7 +36,7 @@ def _add(turns: Turns, where: str, given: Any) -> None:
     kind = given.get("type", "message") if isinstance(given, dict) else None
     if kind not in ITEMS:
         raise InvalidArgument(f"{where}.type", kind, f"this server supports {', '.join(ITEMS)}")
-    item = checked(ITEMS[kind], {name: value for name, value in given.items() if value is not None}, where)
+    item = checked(ITEMS[kind], without_nulls(given, where), where)
     match kind:
         case "message":
             turns.add(item["role"], _parts(f"{where}.content", item["content"]))
@@ -57,8 +57,7 @@ def _parts(where: str, content: str | list[Any]) -> list[dict[str, Any]]:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in PARTS:
             raise InvalidArgument(f"{where}[{i}].type", kind, f"this server supports {', '.join(PARTS)}")
-        present = {name: value for name, value in part.items() if value is not None}
-        whole = checked(PARTS[kind], present, f"{where}[{i}]")
+        whole = checked(PARTS[kind], part, f"{where}[{i}]")
         out.append(
             image(whole["image_url"], f"{where}[{i}].image_url")
             if kind == "input_image"

@@ -1,0 +1,142 @@
+"""Which parser a model's answers have, and constraints after its thoughts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jengine import StructuredOutputs, Tokenizer
+from jengine.serving.parsers.events import Arguments, Content, Reasoning, ToolCallStart
+from jengine.serving.parsers.forced import NamedCall
+from jengine.serving.parsers.formats import AnswerFormat
+from jengine.serving.parsers.marked import KIMI
+from jengine.serving.parsers.thoughts import after_reasoning
+from jengine.text.grammars import compile_structure
+from tests.serving.test_parsers import BEGIN, CALL, CALL_END, END, FINAL, SEP
+from tests.text.conftest import byte_level, write
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}}},
+    }
+]
+
+
+def format_of(folder: Path, template: str, **options: str) -> AnswerFormat:
+    (folder / "chat_template.jinja").write_text(template)
+    return AnswerFormat(Tokenizer.load(folder), **options)
+
+
+@pytest.mark.parametrize(
+    "mark, text",
+    [
+        ("<tool_call>", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+        ("[TOOL_CALLS]", '[TOOL_CALLS][{"name": "f", "arguments": {}}]'),
+        (
+            'Respond in the format {"name": function name, "parameters": dictionary of',
+            '{"name": "f", "parameters": {}}',
+        ),
+        ("[func_name1(params_name1=", "[f()]"),
+        (BEGIN, f"{BEGIN}{CALL}f{SEP}{{}}{CALL_END}{END}"),
+        (
+            KIMI.begin,
+            f"{KIMI.begin}{KIMI.call}functions.f:0<|tool_call_argument_begin|>{{}}{KIMI.call_end}{KIMI.end}",
+        ),
+        ("<tool_call> <arg_key>", "<tool_call>f</tool_call>"),
+        ("<minimax:tool_call>", '<minimax:tool_call><invoke name="f"></invoke></minimax:tool_call>'),
+        ("<tool_call> <function= <parameter=", "<tool_call><function=f></function></tool_call>"),
+    ],
+)
+def test_the_chat_template_tells_the_format(tmp_path: Path, mark: str, text: str) -> None:
+    form = format_of(write(byte_level(), tmp_path), f"{{# {mark} #}}{{{{ tools }}}}")
+    assert form.tools and form.read(text, "", TOOLS) == [ToolCallStart(0, "f"), Arguments(0, "{}")]
+    assert form.read(text, "", []) == [Content(text)], "without tools there are no calls"
+    assert form.shows_special_tokens == (mark in ("[TOOL_CALLS]", BEGIN, KIMI.begin))
+
+
+def test_what_the_chat_template_does_not_tell(tmp_path: Path) -> None:
+    folder = write(byte_level(), tmp_path)
+    assert not format_of(folder, "{{ tools }}").tools
+    assert format_of(folder, "{{ tools }}", tool_parser="hermes").tools
+    assert not format_of(folder, "{# <tool_call> #}{{ tools }}", tool_parser="none").tools
+
+
+def test_reasoning_depends_on_the_prompt(tmp_path: Path) -> None:
+    folder = write(byte_level(), tmp_path)
+    qwen, r1 = format_of(folder, "{# </think> #}{{ enable_thinking }}"), format_of(folder, "{# </think> #}")
+    text = "so\n</think>\n\nyes"
+    assert qwen.read(text, "<|assistant|>\n", []) == [Content(text)]
+    assert qwen.read("<think>" + text, "<|assistant|>\n", []) == [Reasoning("so"), Content("yes")]
+    assert qwen.read(text, "<think>\n", []) == r1.read(text, "", []) == [Reasoning("so"), Content("yes")]
+    assert r1.read("yes", "<think>\n\n</think>\n\n", []) == [Content("yes")], "the prompt has ended it"
+    assert r1.read("{}", "", [], thinks=False) == [Content("{}")], "a grammar leaves no room for it"
+    assert format_of(folder, "{# </think> #}", reasoning_parser="none").read(text, "", []) == [Content(text)]
+
+
+def matches(what: StructuredOutputs, tokenizer: Tokenizer, text: str) -> bool:
+    matcher = compile_structure(what, tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    "what, good, bad",
+    [
+        (
+            {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+            '{"a": 1}',
+            "{}",
+        ),
+        ({"json": '{"type": "integer"}'}, "12", '"a"'),
+        ({"regex": "a/b\\/c+"}, "a/b/cc", "a"),
+        ({"choice": ["yes", 'n"o']}, 'n"o', "maybe"),
+    ],
+)
+def test_grammars_begin_after_the_reasoning(
+    tokenizer_folder: Path, what: dict[str, Any], good: str, bad: str
+) -> None:
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    inside, free = (after_reasoning(StructuredOutputs(**what), begins) for begins in (True, False))
+    assert inside is not None and free is not None
+    for text, in_it, out_of_it in (
+        ("hm { <x\n</think>\n\n", True, False),
+        ("<think>hm</think>", True, True),
+        ("", False, True),
+    ):
+        assert (
+            matches(inside, tokenizer, text + good) is in_it
+            and matches(free, tokenizer, text + good) is out_of_it
+        )
+        assert not matches(inside, tokenizer, text + bad) and not matches(free, tokenizer, text + bad)
+
+
+def test_a_lark_grammar_holds_from_the_first_token() -> None:
+    assert after_reasoning(StructuredOutputs(grammar="start: /a/"), True) is None
+
+
+def test_forced_calls_after_reasoning(tmp_path: Path) -> None:
+    form = format_of(write(byte_level(), tmp_path), "{# </think> #}")
+    assert form.read('hm</think>\n{"a": 1}', "", TOOLS, True, NamedCall("f")) == [
+        Reasoning("hm"),
+        ToolCallStart(0, "f"),
+        Arguments(0, '{"a": 1}'),
+    ]
+
+
+def test_answers_in_channels_show_their_special_tokens(tmp_path: Path) -> None:
+    form = format_of(write(byte_level(), tmp_path), "{{ '<|channel|>analysis<|message|>' }}")
+    assert (
+        form.channels
+        and form.tools
+        and form.shows_special_tokens
+        and form.reasoning("<|start|>assistant") is None
+    )
+    text = f"<|channel|>analysis<|message|>hm<|end|>{FINAL}4"
+    assert form.read(text, "", [], True) == [Reasoning("hm"), Content("4")]
+    assert form.read('{"a": 1}', "", TOOLS, True, NamedCall("f")) == [
+        ToolCallStart(0, "f"),
+        Arguments(0, '{"a": 1}'),
+    ]
