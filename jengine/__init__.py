@@ -13,7 +13,7 @@ from jengine.version import __version__
 if TYPE_CHECKING:
     from jengine.api.async_llm import AsyncLLM
     from jengine.api.backend import Backend, EngineThread, Steps, Updates, run_engine, run_operation
-    from jengine.api.chat import chat_prompt
+    from jengine.api.chat import chat_prompt, chat_tokens, own_template, rendered_chat
     from jengine.api.embeddings import (
         EmbeddingOutput,
         EmbeddingRequestOutput,
@@ -21,12 +21,19 @@ if TYPE_CHECKING:
         ScoringRequestOutput,
     )
     from jengine.api.forward import Forward
-    from jengine.api.image_prompts import GivenImage, given_images, image_reader, with_parts
+    from jengine.api.image_prompts import (
+        GivenImage,
+        given_images,
+        image_marker,
+        image_reader,
+        images_apart,
+        with_parts,
+    )
     from jengine.api.llm import LLM
     from jengine.api.lora_text import find_lora, lora_tokenizer
     from jengine.api.prompts import PreparedPrompt, TextPrompt, TokensPrompt, params_of_samples
     from jengine.api.request_handle import OutputKind, RequestHandle
-    from jengine.api.scoring import Scoring, scoring_of
+    from jengine.api.scoring import Judgement, Scoring, judging_text, scoring_of
     from jengine.api.script_tokenizer import ScriptTokenizer
     from jengine.base.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
     from jengine.base.interrupts import uninterrupted
@@ -85,9 +92,11 @@ if TYPE_CHECKING:
     from jengine.replicas.replicas import Replicas
     from jengine.scheduling.forecasts.forecast import Prediction
     from jengine.scheduling.requests.sequence_limits import SequenceLimits
+    from jengine.text.chat_template import ChatTemplate
     from jengine.text.constraints import after_thought, forced_calls, object_schema
     from jengine.text.grammars import check_structure, probe_structure, shown_value
     from jengine.text.masks import make_masks
+    from jengine.text.patterns import unknown_patterns
     from jengine.text.thinking import bound_thinking, can_bound
     from jengine.text.tokenizer import Tokenizer
     from jengine.vision.images import MOST_IMAGE_BYTES
@@ -104,6 +113,7 @@ __all__ = [
     "BeamSearchParams",
     "BeamSearchSequence",
     "BeamsFound",
+    "ChatTemplate",
     "CompletionOutput",
     "CutImage",
     "Disaggregated",
@@ -126,6 +136,7 @@ __all__ = [
     "ImageReader",
     "InvalidArgument",
     "JengineError",
+    "Judgement",
     "Limits",
     "ListLoras",
     "LoRARequest",
@@ -183,6 +194,7 @@ __all__ = [
     "can_bound",
     "capture_process",
     "chat_prompt",
+    "chat_tokens",
     "check_cache_salt",
     "check_entries",
     "check_structure",
@@ -192,19 +204,25 @@ __all__ = [
     "follow",
     "forced_calls",
     "given_images",
+    "image_marker",
     "image_reader",
+    "images_apart",
+    "judging_text",
     "lora_tokenizer",
     "make_masks",
     "object_schema",
+    "own_template",
     "params_of_samples",
     "probe_structure",
     "read_profiles",
+    "rendered_chat",
     "run_engine",
     "run_operation",
     "scoring_of",
     "shown_value",
     "start_engine",
     "uninterrupted",
+    "unknown_patterns",
     "with_parts",
 ]
 
@@ -216,7 +234,7 @@ _MODULES = {
     "jengine.api.backend": ("Backend", "EngineThread", "Steps", "Updates", "run_engine", "run_operation"),
     "jengine.core.beam_params": ("BeamSearchParams",),
     "jengine.core.beam_outputs": ("BeamSearchOutput", "BeamSearchSequence", "GenerationParams"),
-    "jengine.api.chat": ("chat_prompt",),
+    "jengine.api.chat": ("chat_prompt", "chat_tokens", "own_template", "rendered_chat"),
     "jengine.core.config": ("EngineConfig",),
     "jengine.api.embeddings": (
         "EmbeddingOutput",
@@ -241,7 +259,14 @@ _MODULES = {
     "jengine.insight.recording.records": ("EngineFacts",),
     "jengine.insight.recording.totals": ("StepTotals",),
     "jengine.insight.recording.trace": ("Readers", "Trace"),
-    "jengine.api.image_prompts": ("GivenImage", "given_images", "image_reader", "with_parts"),
+    "jengine.api.image_prompts": (
+        "GivenImage",
+        "given_images",
+        "image_marker",
+        "image_reader",
+        "images_apart",
+        "with_parts",
+    ),
     "jengine.core.images": ("CutImage", "ImagePart", "PromptImages"),
     "jengine.vision.images": ("MOST_IMAGE_BYTES",),
     "jengine.vision.reader": ("ImageReader",),
@@ -262,7 +287,7 @@ _MODULES = {
         "check_entries",
     ),
     "jengine.api.request_handle": ("OutputKind", "RequestHandle"),
-    "jengine.api.scoring": ("Scoring", "scoring_of"),
+    "jengine.api.scoring": ("Judgement", "Scoring", "judging_text", "scoring_of"),
     "jengine.api.script_tokenizer": ("ScriptTokenizer",),
     "jengine.scheduling.forecasts.forecast": ("Prediction",),
     "jengine.core.scheduling_options": ("StrategyName",),
@@ -275,6 +300,8 @@ _MODULES = {
     "jengine.text.grammars": ("check_structure", "probe_structure", "shown_value"),
     "jengine.text.masks": ("make_masks",),
     "jengine.text.thinking": ("bound_thinking", "can_bound"),
+    "jengine.text.chat_template": ("ChatTemplate",),
+    "jengine.text.patterns": ("unknown_patterns",),
     "jengine.text.tokenizer": ("Tokenizer",),
     "jengine.core.structured_outputs": ("StructuredOutputs",),
     "jengine.core.updates": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
@@ -19,9 +20,11 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from jengine import InvalidArgument, Load, StepTotals
 from jengine.serving.calls.adapters import Adapters
 from jengine.serving.config import PREFIX, ServerConfig
-from jengine.serving.grpc.descriptors import allow_descriptors
+from jengine.serving.grpc.descriptors import allow_descriptors, most_connections, report_sparsely
 from jengine.serving.grpc.server import BuiltServer, build_server
 from jengine.serving.guards.access import Access
+from jengine.serving.guards.tokenizing import Tokenizing
+from jengine.serving.logs.lines import Lines
 from jengine.serving.logs.request_log import RequestLog
 from jengine.serving.logs.status_log import write_status
 from jengine.serving.lora_modules import read_modules
@@ -81,13 +84,19 @@ def run(config: ServerConfig, models: Sequence[Served]) -> None:
         ModelError, OutOfMemory, EngineDead: the engine cannot start.
     """
     allow_descriptors()
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(Lines("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(handlers=[handler])
     log.setLevel(config.log_level.upper())
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each write to a client that has gone
     if links := service_links(os.environ, PREFIX):
         log.info(
             "these variables are Kubernetes' service links, not options, and are ignored: %s",
             ", ".join(links),
         )
+    ports = 1 + (config.http_port is not None) + (config.metrics_port is not None)
+    if (most := most_connections(config.max_connections, ports)) < config.max_connections:
+        config = dataclasses.replace(config, max_connections=most)
     default = models[0]._replace(name=config.served_model_name or models[0].name)
     asyncio.run(ServerApp(config, [default, *models[1:]]).live())
 
@@ -121,6 +130,7 @@ class ServerApp:
         self.reloads: list[Callable[[], None]] = []
         self._begun, self._stopping = time.monotonic(), False
         self._built: BuiltServer
+        self._tokenizing = Tokenizing()
         adapters = Adapters(read_modules(config.lora_modules))  # the default model's
         self._models = ModelPool(
             [
@@ -132,6 +142,7 @@ class ServerApp:
                         on_state=self._changed,
                         adapters=Adapters() if i else adapters,
                         on_demand=i > 0,
+                        guarded=self._tokenizing.guarded,
                     ),
                     MemoryNeed(model.gpu_share, model.weights + BESIDE),
                 )
@@ -146,6 +157,7 @@ class ServerApp:
     async def live(self) -> None:
         """Runs the server from start to end."""
         config = self._config
+        report_sparsely(asyncio.get_running_loop())
         metrics = self._metrics()
         access = Access(config, metrics)
         if access.reloads:
@@ -173,6 +185,7 @@ class ServerApp:
             if spans is not None:
                 stack.push_async_callback(asyncio.to_thread, spans.close)
             stack.push_async_callback(asyncio.to_thread, self._built.shared.close)
+            stack.push_async_callback(asyncio.to_thread, self._tokenizing.close)
             stack.push_async_callback(self._built.server.stop, None)
             front = self._front = await self._http(metrics, access)
             if front is not None:
@@ -303,6 +316,8 @@ class ServerApp:
     def _changed(self, serving: bool) -> None:
         """Called when a model starts or stops answering."""
         self._background(self._show_health())
+        if serving:
+            self._background(self._warm_up())
 
     def _background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -313,6 +328,11 @@ class ServerApp:
         status = HealthCheckResponse.SERVING if self._models.serving else HealthCheckResponse.NOT_SERVING
         for service in ("", *self._built.services):
             await self._built.health.set(service, status)
+
+    async def _warm_up(self) -> None:
+        """Starts the processes that render conversations."""
+        for llm in self._models.running():
+            await self._built.shared.sandbox.warm_up(llm.tokenizer)
 
     def _why_not_ready(self) -> str | None:
         """The reason shown by /readyz; None if the model answers."""

@@ -23,6 +23,7 @@ from jengine.vllm.setting import whole_number
 from jengine.vllm.translate import SERVE_SETTINGS, suggestion, translated, value_of
 
 PREFIX = "JENGINE_"
+KV_TOKEN = "JENGINE_KV_TOKEN"  # which page stores read, see EngineConfig.kv_transfer_config
 LOG_LEVELS = ("debug", "info", "warning", "error")
 ToolCallParser = Literal[
     "auto", "none", "deepseek", "glm45", "harmony", "hermes", "kimi_k2", "llama3_json", "minimax_m2",
@@ -104,7 +105,8 @@ class ServerConfig:
         allowed_media_domains: hosts from which images are fetched for clients that give an http or https URL,
             such as images.example.com, separated by commas or as a list. *.example.com allows all names below
             it, * all hosts, but with these only public addresses; a host of a private network must be listed
-            by its name or IP address. By default none: clients send images as data URLs.
+            by its name or IP address. Ports other than 80 and 443 must be listed with their host, as
+            images.internal:8080. By default none: clients send images as data URLs.
         allowed_local_media_path: a folder whose images clients may name by file URLs. By default none.
         write_timeout: seconds after which a client that does not read is disconnected.
         lame_duck_seconds: seconds after SIGTERM during which health says NOT_SERVING but requests are still
@@ -421,13 +423,13 @@ def naming_source(given: Sourced) -> Iterator[None]:
 def _from_environ(environ: Mapping[str, str]) -> Sourced:
     given: Sourced = {}
     for variable, text in environ.items():
-        if not variable.startswith(PREFIX) or is_service_link(variable, text):
+        if not variable.startswith(PREFIX) or variable == KV_TOKEN or is_service_link(variable, text):
             continue
         name = variable.removeprefix(PREFIX).lower()
         if name != "config" and name not in KINDS and name not in SERVE_SETTINGS:
             raise InvalidArgument(
                 variable,
-                text,
+                "...",  # it may be a secret
                 f"there is no such option; unset this environment variable{_similar(name, PREFIX)}",
             )
         given[name] = (_parsed(variable, text, _kind(name)), f"environment variable {variable}")

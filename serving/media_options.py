@@ -9,6 +9,11 @@ from collections.abc import Sequence
 from jengine import InvalidArgument
 
 NAME = "allowed_media_domains"
+# patterns, hosts and IPv4 addresses, IPv6 addresses; the latter two perhaps with a port
+FORM = re.compile(
+    r"\*|\*(\.[a-z0-9_-]+)+|[a-z0-9_-]+(\.[a-z0-9_-]+)*(:[0-9]{1,5})?"
+    r"|[0-9a-f.]*:[0-9a-f.]*:[0-9a-f:.]*|\[[0-9a-f:.]+\](:[0-9]{1,5})?"
+)
 
 
 def read_domains(given: Sequence[str] | str | None) -> tuple[str, ...]:
@@ -27,9 +32,12 @@ def read_domains(given: Sequence[str] | str | None) -> tuple[str, ...]:
         raise InvalidArgument(NAME, given, "must be a list of hosts")
     out = []
     for one in given or ():
-        host = one.strip().lower().strip("[]") if isinstance(one, str) else ""
-        if not re.fullmatch(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:.]*:[0-9a-f:.]*", host):
-            limit = "must be a host such as images.example.com, *.example.com or *, without scheme and port"
+        host = one.strip().lower() if isinstance(one, str) else ""
+        if not FORM.fullmatch(host):
+            limit = (
+                "must be a host such as images.example.com, images.internal:8080, *.example.com or *, without"
+                " scheme"
+            )
             raise InvalidArgument(NAME, one, limit)
-        out.append(host)
+        out.append(host.strip("[]") if host.endswith("]") else host)
     return tuple(out)

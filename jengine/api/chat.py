@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
-from jengine.api.image_prompts import IMAGE, image_reader, images_apart, in_form
+from jengine.api.image_prompts import IMAGE, image_marker, image_reader, images_apart, in_form
 from jengine.api.prompts import TokensPrompt, check_length
 from jengine.base.errors import InvalidArgument, ModelError
+from jengine.core.images import CutImage
 from jengine.core.request import check_cache_salt
 from jengine.text.tokenizer import Tokenizer
 
@@ -75,16 +76,65 @@ def chat_prompt(
         InvalidArgument: a message or option is wrong, or the template refuses the conversation.
         ModelError: the model has no chat template, or one that cannot be read.
     """
-    messages, images = images_apart(tokenizer, messages, mm_processor_kwargs)
-    messages = checked(messages)
     check_cache_salt(cache_salt)
+    messages, images = images_apart(tokenizer, messages, mm_processor_kwargs)
+    text, ids = rendered_chat(
+        tokenizer,
+        messages,
+        marker=image_marker(tokenizer),
+        max_model_len=max_model_len,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        tools=tools,
+        chat_template=chat_template,
+        chat_template_kwargs=chat_template_kwargs,
+    )
+    prompt = chat_tokens(tokenizer, text, ids, images)
+    return prompt if cache_salt is None else {**prompt, "cache_salt": cache_salt}
+
+
+def chat_tokens(tokenizer: Tokenizer, text: str, ids: list[int], images: list[CutImage]) -> TokensPrompt:
+    """The prompt of a rendered conversation with these images.
+
+    Raises:
+        InvalidArgument: the template has lost some.
+    """
+    if not images:
+        return {"prompt_token_ids": ids, "prompt": text}
+    ids, placed = image_reader(tokenizer, "messages").placed(ids, images, "messages")
+    return {"prompt_token_ids": ids, "prompt": text, "multi_modal_data": {"image": placed}}
+
+
+def rendered_chat(
+    tokenizer: Tokenizer,
+    messages: Conversation,
+    *,
+    marker: str | None = None,
+    max_model_len: int | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+    chat_template: str | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+) -> tuple[str, list[int]]:
+    """A conversation's text and tokens. Runs the chat template.
+
+    Args:
+        messages: with IMAGE in the place of each image.
+        marker: stands for an image in a template that knows none.
+
+    Raises:
+        InvalidArgument: a message or option is wrong, or the template refuses the conversation.
+        ModelError: the model has no chat template, or one that cannot be read.
+    """
+    messages = checked(messages)
     if add_generation_prompt is None:
         add_generation_prompt = not continue_final_message
     if add_generation_prompt and continue_final_message:
         raise InvalidArgument("add_generation_prompt", True, "excludes continue_final_message")
     template = own_template(tokenizer, tools is not None, chat_template)
     text = template.render(
-        in_form(template, messages, tokenizer),
+        in_form(template, messages, marker),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         tools=plain_json("tools", tools),
@@ -92,13 +142,7 @@ def chat_prompt(
     )
     check_length(tokenizer, text, max_model_len)
     # Templates write the special tokens themselves.
-    ids, placed = tokenizer.encode(text, add_special_tokens=False), None
-    if images:
-        ids, placed = image_reader(tokenizer, "messages").placed(ids, images, "messages")
-    prompt: TokensPrompt = {"prompt_token_ids": ids, "prompt": text}
-    if placed is not None:
-        prompt["multi_modal_data"] = {"image": placed}
-    return prompt if cache_salt is None else {**prompt, "cache_salt": cache_salt}
+    return text, tokenizer.encode(text, add_special_tokens=False)
 
 
 def own_template(tokenizer: Tokenizer, with_tools: bool, template: str | None = None) -> ChatTemplate:

@@ -94,10 +94,11 @@ def given_images(messages: Any) -> list[GivenImage]:
     for at, message in enumerate(messages if isinstance(messages, list | tuple) else ()):
         content = message.get("content") if isinstance(message, dict) else None
         for index, part in enumerate(content if isinstance(content, list) else ()):
-            if isinstance(part, dict) and part.get("type") in PARTS:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind in PARTS:
                 where = f"messages[{at}].content[{index}]"
                 source, path = _source(part, where)
-                found.append(GivenImage(at, index, source, f"{where}.{PARTS[part['type']]}", path))
+                found.append(GivenImage(at, index, source, f"{where}.{PARTS[kind]}", path))
     return found
 
 
@@ -136,23 +137,27 @@ def images_apart(
     return with_parts(messages, images, [IMAGE] * len(images)), read
 
 
-def in_form(template: ChatTemplate, messages: Conversation, tokenizer: Tokenizer) -> Conversation:
-    """Checked messages as the template shows them: parts where it takes them, otherwise text, with the text
-    that stands for an image.
+def image_marker(tokenizer: Tokenizer) -> str | None:
+    """The text that stands for an image in templates that know none; None if the engine reads no images."""
+    return None if tokenizer.images is None else tokenizer.images.vision.marker
+
+
+def in_form(template: ChatTemplate, messages: Conversation, marker: str | None) -> Conversation:
+    """Checked messages as the template shows them: parts where it takes them, otherwise text, with the marker
+    in the place of an image.
     """
     return [
-        {**message, "content": _content(template, message["content"], tokenizer)}
+        {**message, "content": _content(template, message["content"], marker)}
         if "content" in message
         else message
         for message in messages
     ]
 
 
-def _content(template: ChatTemplate, content: Any, tokenizer: Tokenizer) -> Any:
+def _content(template: ChatTemplate, content: Any, marker: str | None) -> Any:
     if not isinstance(content, list) or template.takes_parts:
         return content
-    marker = image_reader(tokenizer, "messages").vision.marker
-    return "\n".join(marker if part == IMAGE else part["text"] for part in content)
+    return "\n".join(marker or "" if part == IMAGE else part["text"] for part in content)
 
 
 def _source(part: dict[str, Any], where: str) -> tuple[Any, bool]:

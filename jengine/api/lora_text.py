@@ -36,11 +36,11 @@ def find_lora(path: str) -> Path:
     Raises:
         ModelError: there is no such folder, or it cannot be downloaded.
     """
-    folder = Path(path).expanduser()
     try:
+        folder = Path(path).expanduser()
         if path and folder.is_dir():
             return folder.resolve()
-    except (OSError, ValueError) as wrong:
+    except (OSError, ValueError, RuntimeError) as wrong:  # a NUL, an unknown user, links in a circle
         raise ModelError(f"cannot be read: {wrong}", file=path) from None
     if HUB_ID.fullmatch(path) is None:
         raise ModelError("there is no such folder; a hub id has the form owner/name", file=path)

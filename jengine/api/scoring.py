@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,12 +29,22 @@ class ScoringTask(NamedTuple):
         prompt: makes the prompt, in any thread; raises InvalidArgument or ModelError.
         params: None for an embedding.
         side, position: the text that the prompt holds; a pair's document if it holds both.
+        judgement: what the prompt is rendered from; None: it is not.
     """
 
     prompt: Callable[[], str | TokensPrompt]
     params: SamplingParams | None
     side: Side
     position: int
+    judgement: Judgement | None = None
+
+
+class Judgement(NamedTuple):
+    """A reranker's question: the arguments of `judging_text`."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool
+    max_model_len: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,17 +178,30 @@ def _by_judgement(
     ]
     tasks = []
     for index, pair in enumerate(pairs):
-        prompt = cache(partial(_judging_prompt, pair, reranker, tokenizer, instruction, max_model_len))
-        tasks += [ScoringTask(prompt, params, "documents", index) for params in each]
+        judgement = _question(pair, reranker, instruction, max_model_len)
+        prompt = cache(partial(_judging_prompt, tokenizer, judgement))
+        tasks += [ScoringTask(prompt, params, "documents", index, judgement) for params in each]
     return Scoring(
         tasks=tasks, pairs=[(i, i + 1) for i in range(0, len(tasks), 2)], score=_probability, embeds=False
     )
 
 
-def _judging_prompt(
-    pair: Pair, reranker: Reranker, tokenizer: Tokenizer, instruction: str | None, max_model_len: int
-) -> TokensPrompt:
-    """Asks whether the document fits the query.
+def _question(pair: Pair, reranker: Reranker, instruction: str | None, max_model_len: int) -> Judgement:
+    """Asks whether the document fits the query."""
+    rule = reranker.instruction if instruction is None else instruction
+    rules = [] if rule is None else [{"role": "system", "content": rule}]
+    messages = [*rules, {"role": "query", "content": pair[0]}, {"role": "document", "content": pair[1]}]
+    return Judgement(messages, reranker.add_generation_prompt, max_model_len)
+
+
+def _judging_prompt(tokenizer: Tokenizer, judgement: Judgement) -> TokensPrompt:
+    return {"prompt_token_ids": judging_text(tokenizer, **judgement._asdict())[1]}
+
+
+def judging_text(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], add_generation_prompt: bool, max_model_len: int
+) -> tuple[str, list[int]]:
+    """The text and the tokens of a reranker's prompt. Runs the chat template.
 
     Raises:
         InvalidArgument: a text is too long, or the template rejects it.
@@ -189,12 +212,9 @@ def _judging_prompt(
         raise ModelError(
             "the reranker has no chat template, which is needed to build its prompts", file=tokenizer.folder
         )
-    rule = reranker.instruction if instruction is None else instruction
-    rules = [] if rule is None else [{"role": "system", "content": rule}]
-    messages = [*rules, {"role": "query", "content": pair[0]}, {"role": "document", "content": pair[1]}]
-    text = template.render(messages, add_generation_prompt=reranker.add_generation_prompt)
+    text = template.render(messages, add_generation_prompt=add_generation_prompt)
     check_length(tokenizer, text, max_model_len)
-    return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+    return text, tokenizer.encode(text, add_special_tokens=False)
 
 
 def _probability(true: RequestOutput, false: RequestOutput) -> float:

@@ -243,12 +243,14 @@ class Load(NamedTuple):
         """The same, with the counts of an earlier engine, which has ended, added to its own."""
         pages = dict(zip(past.cache_groups, past.hit_pages, strict=True))
         groups = zip(self.cache_groups, self.hit_pages, strict=True)
+        cached, swapped, recomputed = map(sum, zip(past.resumptions, self.resumptions, strict=True))
         return self._replace(
             hit_pages=tuple(count + pages.get(group, 0) for group, count in groups),
             decisions=tuple((Counter(dict(past.decisions)) + Counter(dict(self.decisions))).items()),
             accepted_tokens=tuple(
                 map(sum, zip_longest(past.accepted_tokens, self.accepted_tokens, fillvalue=0))
             ),
+            resumptions=(cached, swapped, recomputed),
             store=self.store.plus(past.store) if self.store and past.store else self.store,
             **{name: getattr(past, name) + getattr(self, name) for name in COUNTERS},
         )

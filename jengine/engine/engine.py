@@ -207,19 +207,25 @@ class Engine:
         return self.queue(requests, adapter)
 
     def queue(self, requests: List[Request], adapter: Adapter | None) -> list[Sequence]:
-        """Queues a prompt's requests, which `add` has accepted."""
+        """Queues a prompt's requests, which `add` has accepted: all of them, or none if this raises."""
         first = requests[0]
-        self._outlook.came(len(first.prompt_token_ids))
         seed = (
             self._seeds.getrandbits(64)
             if first.params.seed is None
             else prompt_seed(first.params.seed, first.prompt_token_ids)
         )
         add = partial(self.scheduler.add, seed=seed, eos_token_ids=self.model.eos_token_ids, adapter=adapter)
-        sequence = add(first)
-        sequences = [sequence, *[add(request, family=sequence.number) for request in requests[1:]]]
-        if self.pages is not None:
-            self.pages.came(sequences)
+        sequences: list[Sequence] = []
+        try:
+            for request in requests:
+                sequences.append(add(request, family=sequences[0].number if sequences else None))
+            if self.pages is not None:
+                self.pages.came(sequences)
+        except BaseException:
+            for sequence in sequences:
+                self.end(sequence.request_id, "error")
+            raise
+        self._outlook.came(len(first.prompt_token_ids))
         return sequences
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:

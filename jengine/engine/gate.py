@@ -70,11 +70,20 @@ class Gate:
         self._adapters.ended(together.adapter)
         return True
 
-    def open(self, queue: Callable[[list[Request], Adapter | None], object]) -> None:
-        """Ends the pause, and queues the requests that waited, prompt by prompt."""
+    def open(
+        self,
+        queue: Callable[[list[Request], Adapter | None], object],
+        fail: Callable[[list[Request], Exception], None],
+    ) -> None:
+        """Ends the pause, and queues the requests that waited, prompt by prompt. `fail` gets those that
+        cannot be queued.
+        """
         self.mode, self.by_sleep = None, False
         held, self._held = self._held, {}
         for together in {id(one): one for one in held.values()}.values():
-            queue(*together)
+            try:
+                queue(*together)
+            except Exception as error:
+                fail(together.requests, error)
             for _ in together.requests:
                 self._adapters.ended(together.adapter)

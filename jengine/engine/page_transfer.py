@@ -212,9 +212,9 @@ class PageTransfer:
             timeout = min(timeout, max(worth, LEAST_WAIT))
         numbers = [sequence.number for sequence in sequences]
         load = _Load(numbers, store, self.space, lookup, time.monotonic() + timeout, worth)
+        self._loaders.submit(self._load, load, request.pages_from)  # may raise
         self._scheduler.registry.incoming |= {*numbers}
         self._loads.append(load)
-        self._loaders.submit(self._load, load, request.pages_from)
 
     def settle(self) -> None:
         """Takes pages that have come into host memory. Prompts whose pages are there, or that have waited

@@ -30,7 +30,10 @@ def resume(engine: Running) -> None:
     if not engine.weights.there:
         raise InvalidArgument("weights", None, "the engine has none: call update_weights first")
     if gate.mode is not None:
-        gate.open(engine.queue)
+        gate.open(
+            engine.queue,
+            lambda requests, why: engine.end_early([one.request_id for one in requests], "error", str(why)),
+        )
 
 
 def go_on(engine: Running) -> None:

@@ -19,7 +19,8 @@ from pallas_kernels.weights import is_weight
 if TYPE_CHECKING:
     from jengine.models import Model
 
-PREFIXES = "model.", "language_model.", "model."  # of models with several parts, and of their text models
+# of models with several parts, and of their text models
+PREFIXES = "model.", "language_model.", "text_model.", "model."
 EXPERT = re.compile(r"\.experts\.\d+")
 
 

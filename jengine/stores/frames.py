@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import secrets
 import socket
+import time
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from jengine.stores.page_store import MAX_PAGE, StoreError
 MAX_FRAME = MAX_PAGE + (1 << 20)  # bytes
 HELLO = b"jengine pages 1\n"
 NONCE_BYTES = 32
+GREETING_SECONDS = 5.0
 FIRST = 1 << 20  # bytes of memory that a message gets before any of it has come
 
 
@@ -99,10 +101,19 @@ class Frames[T]:
             raise StoreError(f"invalid message: {error}") from None
 
 
-def read(connection: socket.socket, size: int) -> bytearray:
-    """Reads so many bytes. Memory is taken as they come."""
+def read(connection: socket.socket, size: int, until: float | None = None) -> bytearray:
+    """Reads so many bytes. Memory is taken as they come.
+
+    Args:
+        until: when all must have come, on `time.monotonic`; None: the connection's timeout is for each part.
+    """
     data, at = bytearray(min(size, FIRST)), 0
     while at < size:
+        if until is not None:
+            left = until - time.monotonic()
+            if left <= 0.0:
+                raise StoreError("the other side is too slow")
+            connection.settimeout(left)
         if at == len(data):
             data += bytes(min(size - at, at))
         with memoryview(data) as view:
@@ -113,15 +124,20 @@ def read(connection: socket.socket, size: int) -> bytearray:
     return data
 
 
-def greet(connection: socket.socket, token: bytes, *, server: bool) -> None:
-    """The handshake, on both sides. A server sends its proof only after it has checked the client's.
+def greet(
+    connection: socket.socket, token: bytes, *, server: bool, seconds: float = GREETING_SECONDS
+) -> None:
+    """The handshake, on both sides, which takes at most so many seconds. A server sends its proof only after
+    it has checked the client's.
 
     Raises:
-        StoreError: the other side has another token, or is something else.
+        StoreError: the other side has another token, is too slow, or is something else.
     """
+    until = time.monotonic() + seconds
+    connection.settimeout(seconds)
     own = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(HELLO + own)
-    hello = read(connection, len(HELLO) + NONCE_BYTES)
+    hello = read(connection, len(HELLO) + NONCE_BYTES, until)
     if hello[: len(HELLO)] != HELLO:
         raise StoreError("the other side is no store of pages of this version")
     other = bytes(hello[len(HELLO) :])
@@ -133,7 +149,8 @@ def greet(connection: socket.socket, token: bytes, *, server: bool) -> None:
     mine, theirs = (b"server", b"client") if server else (b"client", b"server")
     if not server:
         connection.sendall(proof(mine))
-    if not hmac.compare_digest(bytes(read(connection, hashlib.sha256().digest_size)), proof(theirs)):
+    answer = bytes(read(connection, hashlib.sha256().digest_size, until))
+    if not hmac.compare_digest(answer, proof(theirs)):
         raise StoreError("the token is wrong")
     if server:
         connection.sendall(proof(mine))

@@ -127,7 +127,7 @@ class RemoteStore:
             connection = socket.create_connection((self.host, self.port), self._timeout)
             try:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                greet(connection, self._token, server=False)
+                greet(connection, self._token, server=False, seconds=self._timeout)
             except BaseException:
                 connection.close()
                 raise

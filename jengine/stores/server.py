@@ -11,14 +11,18 @@ from jengine.stores.frames import Drop, Find, Found, Frames, Keep, Kept, Load, L
 from jengine.stores.page_store import PageStore, StoreError
 
 log = logging.getLogger(__name__)
-GREETING_SECONDS = 5.0
 IDLE_SECONDS = 600.0  # a connection without questions is closed; clients connect again
-MOST_CONNECTIONS = 256
+MOST_CONNECTIONS = 256  # of clients with the token
+MOST_GREETING, MOST_OF_ADDRESS = 128, 16  # connections in the handshake
+PAUSE_SECONDS = 0.2  # before the next connection is accepted, if one could not be
 MOST_WAIT = 60.0  # seconds that a Find may wait
 
 
 class PageServer:
     """Answers clients that have the token. Each connection has its own thread.
+
+    Connections in the handshake are counted apart, so that they take no client's place. Beyond their limits,
+    the oldest one is closed: a client with the token takes milliseconds.
 
     Args:
         store: what is served.
@@ -41,47 +45,75 @@ class PageServer:
         self._store, self._token, self._writable = store, token, writable
         self._listener = socket.create_server((host, port))
         self.host, self.port = host, int(self._listener.getsockname()[1])
-        self._lock = threading.Lock()
-        self._connections = set[socket.socket]()
-        self._closed = False
+        self._lock = threading.Lock()  # of the connections
+        self._greeting: dict[socket.socket, str] = {}  # their addresses, the oldest connection first
+        self._clients = set[socket.socket]()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="page-server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Closes all connections. May be called repeatedly."""
         with self._lock:
-            self._closed = True
-            connections = [*self._connections]
+            self._closed.set()
+            connections = [*self._greeting, *self._clients]
         with contextlib.suppress(OSError):  # wakes the thread that accepts
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for connection in connections:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            _shut(connection)
         self._thread.join()
 
     def _accept(self) -> None:
+        failing = False
         while True:
             try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
+                connection, address = self._listener.accept()
+                self._start(connection, str(address[0]))
+                failing = False
+            except (OSError, RuntimeError) as error:  # no descriptor, or no thread
+                if self._closed.is_set():
                     return
-                continue
-            with self._lock:
-                if self._closed or len(self._connections) >= MOST_CONNECTIONS:
-                    connection.close()
-                    continue
-                self._connections.add(connection)
-            threading.Thread(
-                target=self._serve, args=(connection,), name="page-server-client", daemon=True
-            ).start()
+                if not failing:
+                    log.warning("the page server cannot accept a connection: %s", error)
+                failing = True
+                self._closed.wait(PAUSE_SECONDS)
+
+    def _start(self, connection: socket.socket, address: str) -> None:
+        """Serves a connection in a thread. Raises RuntimeError if none can be started."""
+        with self._lock:
+            closed = self._closed.is_set()
+            if not closed:
+                self._make_room(address)
+                self._greeting[connection] = address
+        if closed:
+            connection.close()
+            return
+        thread = threading.Thread(
+            target=self._serve, args=(connection,), name="page-server-client", daemon=True
+        )
+        try:
+            thread.start()
+        except BaseException:
+            self._forget(connection)
+            raise
+
+    def _make_room(self, address: str) -> None:
+        same = [one for one, other in self._greeting.items() if other == address]
+        if len(same) < MOST_OF_ADDRESS and len(self._greeting) < MOST_GREETING:
+            return
+        oldest = same[0] if len(same) >= MOST_OF_ADDRESS else next(iter(self._greeting))
+        del self._greeting[oldest]
+        _shut(oldest)  # its thread ends
 
     def _serve(self, connection: socket.socket) -> None:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(GREETING_SECONDS)
             greet(connection, self._token, server=True)
+            with self._lock:
+                if self._greeting.pop(connection, None) is None or len(self._clients) >= MOST_CONNECTIONS:
+                    raise StoreError("the server has no place for it")
+                self._clients.add(connection)
             connection.settimeout(IDLE_SECONDS)
             frames = Frames[Question](connection, Question)
             while True:
@@ -89,9 +121,13 @@ class PageServer:
         except (StoreError, OSError) as error:
             log.debug("a client of the page server is gone: %s", error)
         finally:
+            self._forget(connection)
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._greeting.pop(connection, None)
+            self._clients.discard(connection)
             connection.close()
-            with self._lock:
-                self._connections.discard(connection)
 
     def _answer(self, frames: Frames[Question], question: Question) -> None:
         match question:
@@ -106,3 +142,9 @@ class PageServer:
                 if self._writable:
                     self._store.drop(name)
                 frames.send(Kept(self._writable))
+
+
+def _shut(connection: socket.socket) -> None:
+    """Wakes the thread that reads a connection."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -21,6 +21,7 @@ from jengine.text.adapted import adapted
 from jengine.text.tekken import generated_template
 from jengine.text.template_traits import Conversation, TemplateTraits, traits_of
 
+MOST_SOURCE = 2**20  # characters of a template
 MARK = "@end-of-the-message-to-continue@ "  # the space shows whether the template trims messages
 
 
@@ -34,7 +35,7 @@ class ChatTemplate:
         file: the template's file, for errors.
 
     Raises:
-        ModelError: it is not text or not a Jinja template.
+        ModelError: it is not text, too long, or not a Jinja template.
     """
 
     def __init__(
@@ -42,19 +43,39 @@ class ChatTemplate:
     ) -> None:
         if not isinstance(source, str):
             raise ModelError(f"a chat template must be text, not {type(source).__name__}", file=file)
-        self.source, self.special_tokens = source, special_tokens
+        if len(source) > MOST_SOURCE:
+            raise ModelError(f"has {len(source)} characters; at most {MOST_SOURCE}", file=file)
+        self.source, self.special_tokens, self._file = source, special_tokens, file
         try:
             self._tree = _environment().parse(source)
-            self._template: Template = _environment().from_string(source)
+            #: all variables that the template mentions
+            self.names = frozenset(name.name for name in self._tree.find_all(nodes.Name))
         except TemplateSyntaxError as wrong:
-            raise ModelError(
-                f"line {wrong.lineno} is not a valid Jinja template: {wrong.message}", file=file
-            ) from None
+            raise self._invalid(wrong) from None
+        except RecursionError:
+            raise ModelError("is not a valid Jinja template: it is nested too deeply", file=file) from None
 
     @cached_property
-    def names(self) -> frozenset[str]:
-        """All variables that the template mentions."""
-        return frozenset(name.name for name in self._tree.find_all(nodes.Name))
+    def compiled(self) -> Template:
+        """The template, ready to be rendered. Compiling computes constant expressions, however large: like
+        rendering, it runs the template.
+
+        Raises:
+            ModelError: it is not a Jinja template.
+        """
+        try:
+            return _environment().from_string(self.source)
+        except TemplateSyntaxError as wrong:
+            raise self._invalid(wrong) from None
+        except RecursionError:
+            raise ModelError(
+                "is not a valid Jinja template: it is nested too deeply", file=self._file
+            ) from None
+
+    def _invalid(self, wrong: TemplateSyntaxError) -> ModelError:
+        return ModelError(
+            f"line {wrong.lineno} is not a valid Jinja template: {wrong.message}", file=self._file
+        )
 
     @cached_property
     def takes_parts(self) -> bool:
@@ -116,8 +137,9 @@ class ChatTemplate:
 
     def _rendered(self, messages: Conversation, variables: Mapping[str, Any]) -> str:
         known = {"tools": None, "documents": None, **self.special_tokens}
+        template = self.compiled
         try:
-            return self._template.render({**known, **variables, "messages": messages})
+            return template.render({**known, **variables, "messages": messages})
         except TemplateError as refusal:
             raise InvalidArgument(
                 "messages", messages, f"the model's chat template rejects them: {refusal.message}"
@@ -148,16 +170,21 @@ def given_template(template: str | Path, special_tokens: Mapping[str, str]) -> C
     """
     text = str(template)
     if not isinstance(template, Path) and any(mark in text for mark in "{}\n"):
-        return ChatTemplate(text, special_tokens)
+        return _compiled(ChatTemplate(text, special_tokens))
     file = Path(text).expanduser()
     try:
-        return ChatTemplate(file.read_text(encoding="utf-8"), special_tokens, file)
+        return _compiled(ChatTemplate(file.read_text(encoding="utf-8"), special_tokens, file))
     except FileNotFoundError:
         raise InvalidArgument(
             "chat_template", text, "there is no such file, and it is no Jinja template either"
         ) from None
     except (OSError, ValueError) as wrong:
         raise ModelError(f"cannot be read: {wrong}", file=file) from None
+
+
+def _compiled(template: ChatTemplate) -> ChatTemplate:
+    _ = template.compiled  # a user hears of mistakes before the first conversation
+    return template
 
 
 def load_chat_templates(folder: Path, special_tokens: Mapping[str, str]) -> dict[str, ChatTemplate]:

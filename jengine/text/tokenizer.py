@@ -39,10 +39,11 @@ class Tokenizer:
 
     `special_tokens` maps names such as "eos_token" to the tokens that the folder defines.
     `eos_token_id` is None if it defines no end-of-sequence token. `images` reads the images of prompts, if
-    the engine does; it is set when that has started.
+    the engine does; it is set when that has started. `waits`: whether `encode` waits for another process.
     """
 
     images: ImageReader | None = None
+    waits = False
 
     def __init__(
         self,
@@ -123,6 +124,11 @@ class Tokenizer:
             return list(self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         except (TypeError, UnicodeEncodeError):
             raise InvalidArgument("prompt", text, "must be text that UTF-8 can encode") from None
+        except BaseException as wrong:
+            if type(wrong).__name__ != "PanicException":  # of Rust: it is no Exception
+                raise
+            limit = f"the model's tokenizer fails on this text: {wrong}"
+            raise InvalidArgument("prompt", text, limit) from None
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Decodes ids to text. Ids outside the vocabulary have no text; bytes that are not UTF-8 become

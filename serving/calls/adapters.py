@@ -98,7 +98,8 @@ class Adapters:
         path: str | None = None,
         load_inplace: bool = False,
     ) -> Adapter:
-        """Loads an adapter while requests run; from now on, clients find it.
+        """Loads an adapter while requests run; from now on, clients find it. If the caller is cancelled, the
+        adapter is loaded all the same: the engine and this list agree.
 
         Args:
             served: the model's name, which no adapter may have.
@@ -110,6 +111,13 @@ class Adapters:
             ModelError: the adapter cannot be read, or does not fit the model or its tokenizer.
             EngineDead: the engine has ended.
         """
+        loading = asyncio.create_task(self._load(llm, module, served, path, load_inplace))
+        loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(loading)
+
+    async def _load(
+        self, llm: AsyncLLM, module: LoraModule, served: str, path: str | None, load_inplace: bool
+    ) -> Adapter:
         self._check(module.name, served, load_inplace)
         # not under the lock: a download takes as long as the hub wants
         folder, tokenizer = await asyncio.to_thread(_find, path or module.path, llm.tokenizer)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from jengine import ImageReader, InvalidArgument
-from jengine.serving.guards.job_loop import end_with_the_server, serve_jobs
+from jengine.serving.guards.job_loop import NICENESS, end_with_the_server, serve_jobs
 from jengine.serving.processes.wire import MAX_FRAME, Done, Job, Picture, picture_of
 
 CPU_SECONDS = 10.0  # processor time of an image; the largest one takes a fifth of it
@@ -34,12 +34,12 @@ def main() -> int:
     """`python -m jengine.serving.guards.image_worker FOLDER ROWS PROCESSING`, see ImageReader: returns the
     exit code.
     """
-    server = end_with_the_server()
+    server = end_with_the_server(NICENESS)
     folder, rows, processing = sys.argv[1:]
     reader = ImageReader.without_text(Path(folder), int(rows), json.loads(processing))
     with contextlib.suppress(ImportError, InvalidArgument):  # jobs say that Pillow is missing
         reader.warm_up()
-    return serve_jobs(lambda job: do(job, reader), server, CPU_SECONDS, MEMORY)
+    return serve_jobs(lambda job: do(job, reader), server, MEMORY)
 
 
 if __name__ == "__main__":

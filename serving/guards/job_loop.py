@@ -16,16 +16,14 @@ from pathlib import Path
 
 from jengine.serving.processes.wire import RECEIVE, Done, Frames, Job, Picture, frame
 
-NICENESS = 5  # lets the event loop and the engine run first
+NICENESS = 5  # of rare, long work: lets the event loop and the engine run first
 
 
-def serve_jobs(
-    do: Callable[[Job], tuple[Done, list[Picture]]], server: socket.socket, seconds: float, memory: int
-) -> int:
-    """Does jobs until the server closes the socket. Returns the exit code.
+def serve_jobs(do: Callable[[Job], tuple[Done, list[Picture]]], server: socket.socket, memory: int) -> int:
+    """Does jobs until the server closes the socket. Returns the exit code. A job that takes more than its
+    processor time ends the process, by SIGPROF.
 
     Args:
-        seconds: processor time of a job; then SIGPROF ends the process.
         memory: bytes of address space that jobs may add; about 200 MB of it are unused stacks and arenas.
     """
     _limit_memory(memory)
@@ -35,7 +33,7 @@ def serve_jobs(
     while data := server.recv(RECEIVE):
         for job in frames.take(data):
             began = time.process_time()
-            signal.setitimer(signal.ITIMER_PROF, seconds)
+            signal.setitimer(signal.ITIMER_PROF, job.seconds)
             try:
                 done, pictures = do(job)
             except MemoryError:
@@ -47,12 +45,12 @@ def serve_jobs(
                 server.sendall(frame(picture))
             signal.setitimer(signal.ITIMER_PROF, 0.0)
             # the timer has whole ticks of the system
-            done.seconds = min(time.process_time() - began, seconds)
+            done.seconds = min(time.process_time() - began, job.seconds)
             server.sendall(frame(done))
     return 0
 
 
-def end_with_the_server() -> socket.socket:
+def end_with_the_server(niceness: int = 0) -> socket.socket:
     """The socket. Exits when the server ends: immediately if the system supports it, otherwise after the
     current job.
     """
@@ -64,7 +62,7 @@ def end_with_the_server() -> socket.socket:
         set_death_signal = 1
         # if the server has already died, reading from the socket reports it
         ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
-    os.nice(NICENESS)
+    os.nice(niceness)
     return socket.socket(fileno=0)
 
 

@@ -15,11 +15,16 @@ from jengine.serving.config import ServerConfig
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 MOST_FILES = 1000  # in an adapter's folder
+TEXTS, MOST_TEXT = (".json", ".jinja"), 2**27  # files that are read as a whole, and their bytes
 
 
 def check_folder(config: ServerConfig) -> None:
     """Raises InvalidArgument if lora_dir is no folder."""
-    if config.lora_dir is not None and not Path(config.lora_dir).expanduser().is_dir():
+    try:
+        there = config.lora_dir is None or Path(config.lora_dir).expanduser().is_dir()
+    except (OSError, ValueError, RuntimeError):  # a NUL, or an unknown user
+        there = False
+    if not there:
         raise InvalidArgument("lora_dir", str(config.lora_dir), "there is no such folder")
 
 
@@ -47,7 +52,7 @@ def allowed_path(path: str, config: ServerConfig) -> str:
     is_id = HUB_ID.fullmatch(path) is not None
     if config.lora_dir is not None:
         root = Path(config.lora_dir).expanduser().resolve()
-        if (folder := _below(root, path)) is not None:
+        if (folder := folder_below(root, path, "lora_path", "lora_dir")) is not None:
             return str(folder)
     if not is_id:
         raise not_found("adapter", path, f"lora_path={path[:200]!r}: there is no such folder in lora_dir")
@@ -62,22 +67,44 @@ def allowed_path(path: str, config: ServerConfig) -> str:
     return path
 
 
-def _below(root: Path, path: str) -> Path | None:
-    """The folder; None if it does not exist. Raises InvalidArgument if it leads elsewhere."""
+def folder_below(root: Path, path: str, field: str, option: str) -> Path | None:
+    """A folder of which every file may be read for a client; None if it does not exist.
+
+    Args:
+        root: the absolute folder in which clients may name others.
+        field: of the request, with the path.
+        option: of the server, with the root.
+
+    Raises:
+        InvalidArgument: the folder or a file in it lies elsewhere, also through links, or a file is none with
+            an end, or too large.
+    """
     try:
         folder = (root / path).resolve()
         if not folder.is_relative_to(root):
-            raise InvalidArgument("lora_path", path, "must be below lora_dir")
+            raise InvalidArgument(field, path, f"must be below {option}")
         if not folder.is_dir():
             return None
         for count, file in enumerate(folder.rglob("*")):
             if count >= MOST_FILES:
-                raise InvalidArgument("lora_path", path, f"has more than {MOST_FILES} files")
-            if not file.resolve().is_relative_to(root):
-                where = file.relative_to(folder)
-                raise InvalidArgument("lora_path", path, f"{where} is a link to a place outside of lora_dir")
+                raise InvalidArgument(field, path, f"has more than {MOST_FILES} files")
+            if (why := _why_not(file, root, option)) is not None:
+                raise InvalidArgument(field, path, f"{file.relative_to(folder)} {why}")
     except (OSError, ValueError, RuntimeError) as wrong:  # too long, NUL, no UTF-8, links in a circle
         if isinstance(wrong, InvalidArgument):
             raise
-        raise InvalidArgument("lora_path", path, f"cannot be used: {type(wrong).__name__}") from None
+        raise InvalidArgument(field, path, f"cannot be used: {type(wrong).__name__}") from None
     return folder
+
+
+def _why_not(file: Path, root: Path, option: str) -> str | None:
+    """Why a file may not be read."""
+    if not file.resolve().is_relative_to(root):
+        return f"is a link to a place outside of {option}"
+    if file.is_dir():
+        return None
+    if not file.is_file():  # a pipe blocks its reader for good
+        return "is no regular file"
+    if file.suffix in TEXTS and (size := file.stat().st_size) > MOST_TEXT:
+        return f"has {size} bytes; at most {MOST_TEXT}"
+    return None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import re
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urljoin, urlsplit
@@ -20,15 +22,30 @@ from jengine import MOST_IMAGE_BYTES, InvalidArgument
 if TYPE_CHECKING:
     import httpcore2
 
-SECONDS = 10.0  # of a fetch, from the look-up of the name to the last byte
+SECONDS = 10.0  # of a fetch, from the first place in line to the last byte
 MOST_REDIRECTS = 3
 FETCHES, FETCHES_OF_CLIENT = 32, 2  # at a time
-LOOKUPS = 4  # threads that wait for names
+LOOKUPS, LOOKUPS_OF_CLIENT = 32, 2  # threads that wait for names, which nothing can end
+PORTS = 80, 443  # of hosts that are listed without one
 REDIRECTS = 301, 302, 303, 307, 308
-# IPv6 addresses that stand for IPv4 addresses, also private ones
-TRANSLATED = [
-    ipaddress.ip_network(one) for one in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32")
+# Not on the public internet, though not all versions of `ipaddress` know it.
+PRIVATE = [
+    ipaddress.ip_network(one)
+    for one in (
+        "0.0.0.0/8",
+        "100.64.0.0/10",
+        "168.63.129.16/32",  # Azure's hosts
+        "192.0.0.0/24",
+        "192.88.99.0/24",
+        "198.18.0.0/15",
+        "240.0.0.0/4",
+        "2001::/23",  # Teredo, benchmarks, ORCHID
+        "2001:db8::/32",
+        "2002::/16",  # stands for an IPv4 address
+        "3fff::/20",
+    )
 ]
+GLOBAL = ipaddress.ip_network("2000::/3")  # all public IPv6 addresses
 WHERE = "--allowed-media-domains"
 
 
@@ -54,8 +71,9 @@ class Media:
     they would look up names themselves.
 
     Args:
-        domains: hosts that may be opened: names or IP addresses; *.NAME for all names below one, * for all.
-            Those of private networks, and this machine, must be listed by name or by address.
+        domains: hosts that may be opened: names or IP addresses, perhaps with a port; *.NAME for all names
+            below one, * for all. Those of private networks, and this machine, must be listed by name or by
+            address.
         folder: the folder of files that may be read; None: none.
     """
 
@@ -67,6 +85,7 @@ class Media:
         self._all = asyncio.Semaphore(FETCHES)
         self._clients: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._lookups = ThreadPoolExecutor(LOOKUPS, thread_name_prefix="lookup")
+        self._looking: Counter[str] = Counter()  # running look-ups by client
 
     async def read(self, client: str, address: str, field: str) -> bytes:
         """The bytes of a file at an http, https or file URL.
@@ -77,10 +96,11 @@ class Media:
         try:
             if address[:5].lower() == "file:":
                 return await asyncio.to_thread(self._file, address)
+            self._target(address)  # no place for what is refused anyway
             mine = self._clients.get(client) or asyncio.Semaphore(FETCHES_OF_CLIENT)
             self._clients[client] = mine
-            async with mine, self._all, asyncio.timeout(SECONDS):
-                return await self._fetch(address)
+            async with asyncio.timeout(SECONDS), mine, self._all:
+                return await self._fetch(client, address)
         except Refused as why:
             limit = str(why)
         except TimeoutError:
@@ -108,18 +128,32 @@ class Media:
         if "@" in url.netloc:
             raise Refused("must not have a name or a password before its host")
         parents = {"*." + host[at + 1 :] for at, one in enumerate(host) if one == "."}
-        listed = host in self._domains
+        port = port or (443 if scheme == "https" else 80)
+        with_port = f"{_bracketed(host)}:{port}"
+        listed = host in self._domains or with_port in self._domains
         if not listed and not self._domains & (parents | {"*"}):
             raise Refused(f"the host {host[:100]} is not one of {WHERE}")
+        if port not in PORTS and with_port not in self._domains:
+            raise Refused(f"{with_port[:100]} is not one of {WHERE}, which lists ports other than 80 and 443")
         path = (url.path or "/") + (f"?{url.query}" if url.query else "")
-        return Target(scheme, host, port or (443 if scheme == "https" else 80), path, listed)
+        return Target(scheme, host, port, path, listed)
 
-    async def _addresses(self, host: str, port: int, listed: bool) -> list[str]:
+    async def _addresses(self, client: str, host: str, port: int, listed: bool) -> list[str]:
         """The IP addresses of a host. Raises Refused if one of them is not public, and the host not
         listed.
         """
+        if self._looking[client] >= LOOKUPS_OF_CLIENT:
+            raise Refused("this client's other hosts are still being looked up")
         loop = asyncio.get_running_loop()
-        look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+
+        def look_up() -> list[Any]:
+            try:
+                return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            finally:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(self._looked_up, client)
+
+        self._looking[client] += 1
         try:
             found = await loop.run_in_executor(self._lookups, look_up)
         except (OSError, UnicodeError):
@@ -129,23 +163,31 @@ class Media:
             raise Refused(f"the host {host[:100]} is in a private network, and not listed in {WHERE}")
         return addresses
 
+    def _looked_up(self, client: str) -> None:
+        self._looking[client] -= 1
+        if not self._looking[client]:
+            del self._looking[client]
+
     # --- reading -----------------------------------------------------------------------------------
 
-    async def _fetch(self, address: str) -> bytes:
+    async def _fetch(self, client: str, address: str) -> bytes:
         for _ in range(MOST_REDIRECTS + 1):
-            data, further = await self._answer(self._target(address))
+            data, further = await self._answer(client, self._target(address))
             if further is None:
                 return data
-            address = urljoin(address, further)
+            try:
+                address = urljoin(address, further)
+            except ValueError as wrong:
+                raise Refused(f"its server names an address that is no URL: {wrong}") from None
         raise Refused(f"more than {MOST_REDIRECTS} redirects")
 
-    async def _answer(self, target: Target) -> tuple[bytes, str | None]:
+    async def _answer(self, client: str, target: Target) -> tuple[bytes, str | None]:
         """The image, or the address of a redirect."""
         try:
             import httpcore2
         except ImportError as error:
             raise InvalidArgument.needs_extra("image_url", "an address", "images", error) from None
-        addresses = await self._addresses(target.host, target.port, target.listed)
+        addresses = await self._addresses(client, target.host, target.port, target.listed)
         url = httpcore2.URL(
             scheme=target.scheme, host=_bracketed(target.host), port=target.port, target=target.path
         )
@@ -168,19 +210,21 @@ class Media:
     def _file(self, address: str) -> bytes:
         if self._folder is None:
             raise Refused("must be a data URL: this server reads no files, see --allowed-local-media-path")
-        url = urlsplit(address)
-        if url.netloc not in ("", "localhost") or "\0" in unquote(url.path):
-            raise Refused("must be a URL such as file:///folder/image.png")
-        path = Path(unquote(url.path)).resolve()
-        if not path.is_relative_to(self._folder):
-            raise Refused("is not within --allowed-local-media-path")
         try:
+            url = urlsplit(address)
+            if url.netloc not in ("", "localhost") or "\0" in unquote(url.path):
+                raise Refused("must be a URL such as file:///folder/image.png")
+            path = Path(unquote(url.path)).resolve()
+            if not path.is_relative_to(self._folder):
+                raise Refused("is not within --allowed-local-media-path")
             if not path.is_file():
                 raise Refused("is not a file")
             with path.open("rb") as file:
                 data = file.read(MOST_IMAGE_BYTES + 1)
         except OSError as error:
             raise Refused(f"cannot be read: {error.strerror}") from None
+        except (ValueError, RuntimeError) as wrong:  # no URL, or links in a circle
+            raise Refused(f"cannot be read: {type(wrong).__name__}") from None
         if len(data) > MOST_IMAGE_BYTES:
             raise Refused(f"at most {MOST_IMAGE_BYTES} bytes")
         return data
@@ -192,8 +236,10 @@ def is_public(address: str) -> bool:
     if isinstance(ip, ipaddress.IPv6Address):
         if ip.ipv4_mapped is not None:
             return is_public(str(ip.ipv4_mapped))
-        if any(ip in network for network in TRANSLATED):
+        if ip not in GLOBAL:
             return False
+    if any(ip in network for network in PRIVATE):
+        return False
     return ip.is_global and not ip.is_multicast and not ip.is_reserved
 
 

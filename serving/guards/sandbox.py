@@ -4,42 +4,70 @@ request.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
+
 from jengine import (
     MOST_IMAGE_BYTES,
+    ChatTemplate,
     CutImage,
     ImageReader,
     InvalidArgument,
+    JengineError,
+    Judgement,
     StructuredOutputs,
     Tokenizer,
     check_structure,
+    image_marker,
+    own_template,
     shown_value,
 )
-from jengine.serving.guards import image_worker, sandbox_worker
+from jengine.serving.guards import chat_worker, image_worker, sandbox_worker
 from jengine.serving.guards.workers import WORKERS, Workers
-from jengine.serving.processes.wire import Done, Job, part_of
+from jengine.serving.processes.wire import Job, part_of
 
 MOST_VERDICTS = 1024  # maximum number of remembered results
+REFUSAL_SECONDS = 60.0  # in which a refused grammar is not checked again
+MOST_CHATS = 8192  # conversations that wait; admission bounds them before
+CHAT_PROCESSES = 8  # that are kept, for as many models
 MOST_SOURCE = MOST_IMAGE_BYTES * 4 // 3 + 1024  # bytes of a data URL; the worker is more exact
 
 
 class Verdict(NamedTuple):
-    """The result of a check: None if the grammar is good, and the processor seconds that it took."""
+    """The result of a check.
+
+    Attributes:
+        error: None if the grammar is good.
+        seconds: processor time that it took.
+        until: when it is checked again: limits on time may refuse, on a busy machine, what is good.
+    """
 
     error: InvalidArgument | None
     seconds: float
+    until: float
+
+
+class Rendered(NamedTuple):
+    """A conversation as the model reads it."""
+
+    text: str
+    token_ids: list[int]
 
 
 class Sandbox:
     """Checks grammars, renders conversations and reads images in worker processes. Belongs to one event loop.
 
-    Images have separate processes, so that they and grammars do not delay each other.
+    Conversations with the models' templates, images, and all else have separate processes, so that they do
+    not delay each other.
 
     Args:
         workers: maximum number of processes of each kind.
@@ -55,15 +83,19 @@ class Sandbox:
         image_module: str = image_worker.__name__,
         charge: Callable[[str, float], None] = lambda client, seconds: None,
     ) -> None:
-        self.texts = Workers(module, "grammars and templates", sandbox_worker.CPU_SECONDS, workers, charge)
-        self.images = Workers(image_module, "images", image_worker.CPU_SECONDS, workers, charge)
+        self.texts = Workers(module, "grammars and templates", workers, charge)
+        self.images = Workers(image_module, "images", workers, charge)
+        # every conversation needs one of these: clients are not charged
+        self.chats = Workers(
+            chat_worker.__name__, "conversations", workers, idle=CHAT_PROCESSES, waiting=MOST_CHATS
+        )
         self._charge = charge
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
 
     async def check(self, client: str, what: object, tokenizer: Tokenizer) -> None:
         """Checks a grammar. Returns immediately if it is not a StructuredOutputs, or has been checked before.
 
-        A known grammar is charged what its check took, since the engine compiles it once more.
+        A known grammar of a tokenizer is charged what its check took, since the engine compiles it once more.
 
         Raises:
             InvalidArgument: it exceeds a limit, is invalid, or crashes the process that reads it.
@@ -73,15 +105,15 @@ class Sandbox:
             return
         check_structure(what)
         arguments = json.dumps({field.name: getattr(what, field.name) for field in dataclasses.fields(what)})
-        key = hashlib.sha256(arguments.encode(errors="surrogatepass")).digest()
-        if (verdict := self._verdicts.get(key)) is None:
-            done = await self._text(client, tokenizer, Job("check", "structured_outputs", arguments))
-            verdict = Verdict(
-                InvalidArgument(done.field, done.value or shown_value(what), done.limit)
-                if done.limit
-                else None,
-                done.seconds,
-            )
+        folder = _folder(tokenizer)
+        key = hashlib.sha256("\0".join((*folder, arguments)).encode(errors="surrogatepass")).digest()
+        verdict = self._verdicts.get(key)
+        if verdict is None or verdict.until < time.monotonic():
+            job = Job("check", "structured_outputs", arguments, sandbox_worker.CPU_SECONDS)
+            done = (await self.texts.run(client, folder, job)).done
+            error = InvalidArgument(done.field, done.value or shown_value(what), done.limit) if done.limit else None
+            until = math.inf if error is None else time.monotonic() + REFUSAL_SECONDS
+            verdict = Verdict(error, done.seconds, until)
             self._verdicts[key] = verdict
             if len(self._verdicts) > MOST_VERDICTS:
                 self._verdicts.popitem(last=False)
@@ -92,15 +124,44 @@ class Sandbox:
             raise InvalidArgument(error.field, error.value, error.limit)
 
     async def render(
-        self, client: str, messages: list[dict[str, Any]], options: dict[str, Any], tokenizer: Tokenizer
-    ) -> list[int]:
-        """Renders a conversation with the chat template in ChatOptions. Returns token ids. Raises as
-        `check`.
+        self,
+        client: str,
+        messages: list[dict[str, Any]],
+        options: Mapping[str, Any],
+        tokenizer: Tokenizer,
+        *,
+        trusted: bool = False,
+    ) -> Rendered:
+        """Renders a conversation.
+
+        Args:
+            messages: see `rendered_chat`.
+            options: further arguments of it.
+            tokenizer: has the templates, unless the options have one.
+            trusted: whether the template is the model's. It may then take as long as a long text needs.
+
+        Raises:
+            ModelError: the tokenizer has no template.
+            InvalidArgument, Refusal: as `check`.
         """
-        arguments = json.dumps({"messages": messages, **options})
-        done = await self._text(client, tokenizer, Job("render", "chat_template", arguments))
-        done.check()
-        return done.token_ids
+        template = options.get("chat_template")
+        if isinstance(template, str) and template not in tokenizer.chat_templates:
+            given = {"template": template, "special_tokens": tokenizer.special_tokens}
+        else:
+            given = _of(own_template(tokenizer, options.get("tools") is not None, template))
+        rest = {name: value for name, value in options.items() if name != "chat_template"}
+        arguments = {**rest, **given, "messages": messages, "marker": image_marker(tokenizer)}
+        return await self._render("render", client, arguments, tokenizer, trusted)
+
+    async def judge(self, client: str, judgement: Judgement, tokenizer: Tokenizer) -> Rendered:
+        """Renders a reranker's prompt with the model's template. Raises as `render`."""
+        arguments = {**judgement._asdict(), **_of(own_template(tokenizer, False))}
+        return await self._render("judge", client, arguments, tokenizer, trusted=True)
+
+    async def warm_up(self, tokenizer: Tokenizer) -> None:
+        """Starts a process for the model's conversations, so that the first one does not wait for it."""
+        with contextlib.suppress(JengineError):
+            await self.render("", [{"role": "user", "content": ""}], {}, tokenizer, trusted=True)
 
     async def read_image(
         self,
@@ -129,7 +190,7 @@ class Sandbox:
             if isinstance(source, bytes)
             else ("data_url", source.encode("utf-8", "replace"))
         )
-        job = Job(kind, field, json.dumps(dict(processing or {})), data)
+        job = Job(kind, field, json.dumps(dict(processing or {})), image_worker.CPU_SECONDS, data)
         done, pictures = await self.images.run(client, arguments, job)
         done.check()
         return CutImage(tuple(part_of(picture) for picture in pictures))
@@ -138,7 +199,29 @@ class Sandbox:
         """Ends the workers; running jobs fail."""
         self.texts.close()
         self.images.close()
+        self.chats.close()
 
-    async def _text(self, client: str, tokenizer: Tokenizer, job: Job) -> Done:
-        assert tokenizer.folder is not None
-        return (await self.texts.run(client, (str(tokenizer.folder),), job)).done
+    async def _render(
+        self, kind: str, client: str, arguments: dict[str, Any], tokenizer: Tokenizer, trusted: bool
+    ) -> Rendered:
+        try:
+            text = msgspec.json.encode(arguments).decode()
+        except (TypeError, ValueError, OverflowError, RecursionError) as wrong:
+            raise InvalidArgument("messages", None, f"must be plain JSON: {wrong}") from None
+        seconds, workers = chat_worker.CPU_SECONDS, self.texts
+        if trusted:
+            seconds, workers = seconds + len(text) // chat_worker.BYTES_A_SECOND, self.chats
+        done = (await workers.run(client, _folder(tokenizer), Job(kind, "chat_template", text, seconds))).done
+        done.check()
+        return Rendered(done.text, done.token_ids)
+
+
+def _of(template: ChatTemplate) -> dict[str, Any]:
+    """A template as arguments of a job."""
+    return {"template": template.source, "special_tokens": template.special_tokens}
+
+
+def _folder(tokenizer: Tokenizer) -> tuple[str]:
+    """The arguments of a process for texts."""
+    assert tokenizer.folder is not None
+    return (str(tokenizer.folder),)

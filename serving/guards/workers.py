@@ -63,8 +63,9 @@ class Workers:
         module: the module that they run. Its arguments come with each job: a process does those that have
             the same.
         what: they work on, in the plural, for messages.
-        cpu_seconds: processor time of a job.
-        most: maximum number of processes.
+        most: maximum number of jobs at a time.
+        idle: maximum number of processes, if it is larger: those that are kept for other arguments.
+        waiting: maximum number of jobs that wait or run.
         charge: called with the client and the processor seconds of each of its jobs, in the context of the
             request.
     """
@@ -73,12 +74,14 @@ class Workers:
         self,
         module: str,
         what: str,
-        cpu_seconds: float,
         most: int = WORKERS,
         charge: Callable[[str, float], None] = lambda client, seconds: None,
+        *,
+        idle: int = 0,
+        waiting: int = MOST_WAITING,
     ) -> None:
-        self._module, self._what, self._cpu_seconds, self._most = module, what, cpu_seconds, most
-        self._charge = charge
+        self._module, self._what, self._most, self._charge = module, what, most, charge
+        self._processes, self._most_waiting = max(most, idle), waiting
         self._threads = ThreadPoolExecutor(most, thread_name_prefix="sandbox")
         self._idle: list[_Worker] = []
         self._running: set[_Worker] = set()
@@ -92,8 +95,8 @@ class Workers:
         Raises:
             Refusal: too many jobs are waiting, or processes are killed.
         """
-        if len(self._turns) + len(self._served) >= MOST_WAITING:
-            raise busy(f"{MOST_WAITING} {self._what} are waiting to be checked", RETRY_SECONDS)
+        if len(self._turns) + len(self._served) >= self._most_waiting:
+            raise busy(f"{self._most_waiting} {self._what} are waiting", RETRY_SECONDS)
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         self._turns.put(client, turn)
@@ -114,7 +117,7 @@ class Workers:
                 self._charge(client, future.result().done.seconds)
             self._over(client)
 
-        future = loop.run_in_executor(self._threads, self._do, arguments, job)
+        future = loop.run_in_executor(self._threads, self.do, arguments, job)
         future.add_done_callback(over)  # not when the client disconnects: the job is still running then
         return await asyncio.shield(future)
 
@@ -143,7 +146,8 @@ class Workers:
 
     # --- threads that wait for workers -----------------------------------------------------------
 
-    def _do(self, arguments: tuple[str, ...], job: Job) -> Result:
+    def do(self, arguments: tuple[str, ...], job: Job) -> Result:
+        """The same for callers in threads, of which there are at most as many as processes."""
         for _ in range(ATTEMPTS):
             worker = self._take(arguments)
             try:
@@ -165,7 +169,7 @@ class Workers:
                     self._running.discard(worker)
                     self._idle.append(worker)
                 return result
-        raise busy(f"the processes that check {self._what} are stopped or killed; try again", RETRY_SECONDS)
+        raise busy(f"the processes for {self._what} are stopped or killed; try again", RETRY_SECONDS)
 
     def _take(self, arguments: tuple[str, ...]) -> _Worker:
         with self._lock:
@@ -174,9 +178,9 @@ class Workers:
             worker = next((one for one in reversed(self._idle) if one.arguments == arguments), None)
             if worker is not None:
                 self._idle.remove(worker)
-            elif len(self._idle) + len(self._running) >= self._most:
+            elif len(self._idle) + len(self._running) >= self._processes:
                 self._idle.pop(0).close()
-            worker = worker or _Worker(self._module, arguments, self._cpu_seconds)
+            worker = worker or _Worker(self._module, arguments)
             self._running.add(worker)
             return worker
 
@@ -184,8 +188,8 @@ class Workers:
 class _Worker:
     """A process, and this side's end of its socket."""
 
-    def __init__(self, module: str, arguments: tuple[str, ...], cpu_seconds: float) -> None:
-        self.arguments, self._cpu_seconds = arguments, cpu_seconds
+    def __init__(self, module: str, arguments: tuple[str, ...]) -> None:
+        self.arguments = arguments
         self._frames: Frames[Done | Picture] = Frames(Done | Picture)
         self._ready = False
         self._socket, theirs = socket.socketpair()
@@ -207,7 +211,7 @@ class _Worker:
         """Raises JengineError if it cannot start."""
         if not self._ready:
             try:
-                self._receive(START_SECONDS)
+                self._receive(START_SECONDS, 0.0)
             except Lost as lost:
                 if lost.cause == "outside":
                     raise
@@ -223,7 +227,7 @@ class _Worker:
             pass  # reading reports how it ended
         except TimeoutError:
             raise Lost(f"was not done within {JOB_SECONDS} s", "late") from None
-        return self._receive(JOB_SECONDS)
+        return self._receive(JOB_SECONDS, job.seconds)
 
     def kill(self) -> None:
         """Thread-safe. Waiting callers get Lost."""
@@ -235,7 +239,7 @@ class _Worker:
         self._process.wait()
         self._socket.close()
 
-    def _receive(self, seconds: float) -> Result:
+    def _receive(self, seconds: float, cpu_seconds: float) -> Result:
         self._socket.settimeout(seconds)
         pictures: list[Picture] = []
         try:
@@ -250,11 +254,11 @@ class _Worker:
             raise Lost(f"was not done within {seconds} s", "late") from None
         code = self._process.wait()
         if code == -signal.SIGPROF:
-            raise Lost(f"takes more than {self._cpu_seconds} s of processor time", "job", self._cpu_seconds)
+            raise Lost(f"takes more than {cpu_seconds} s of processor time", "job", cpu_seconds)
         how = (
             f"exited with code {code}"
             if code >= 0
             else f"was ended by signal {-code} ({signal.strsignal(-code)})"
         )
         cause: Literal["outside", "job"] = "outside" if -code in FROM_OUTSIDE else "job"
-        raise Lost(f"is too complex: its process {how}", cause, self._cpu_seconds)
+        raise Lost(f"is too complex: its process {how}", cause, cpu_seconds)

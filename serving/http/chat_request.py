@@ -56,10 +56,7 @@ class Chat(NamedTuple):
     def rendered(self, prompt: TokensPrompt) -> Chat:
         """Sets the prompt, which shows whether the model reasons first. Constraints on the answer apply after
         the reasoning."""
-        text = prompt.get("prompt")
-        if text is None:  # rendered with the client's own template; mostly, the end of the text is enough
-            ids = prompt["prompt_token_ids"][0 if self.continues else -64 :]
-            text = self.llm.tokenizer.decode(ids, skip_special_tokens=False)
+        text = prompt["prompt"]
         structure, inside = self.params.structured_outputs, self.form.reasoning(text, self.continues)
         if not isinstance(structure, StructuredOutputs):
             return self._replace(prompt=text)

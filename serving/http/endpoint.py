@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from jengine.serving.calls.errors import Refusal
 from jengine.serving.calls.model_provider import ModelProvider
 from jengine.serving.guards.authentication import Authenticator, Rejection
+from jengine.serving.guards.bounds import check_admin
 from jengine.serving.guards.client_calls import ClientCalls
 from jengine.serving.guards.security import current_key
 from jengine.serving.http.calls import HttpCall
@@ -98,6 +99,19 @@ class Endpoint:
                 "".join(traceback.format_tb(error.__traceback__)),
             )
         return shown
+
+
+def check_administrator(call: HttpCall) -> None:
+    """Everything that administrators change over HTTP calls this.
+
+    Raises:
+        Refusal: the caller is no administrator or, without API keys, a web page on the administrator's
+            machine.
+    """
+    check_admin(call.peer())
+    if current_key.get() is None and call.header(b"origin") is not None:
+        message = "without API keys, web pages may not do this"
+        raise Refusal(grpc.StatusCode.PERMISSION_DENIED, message, cause="admin")
 
 
 async def report(call: HttpCall, shown: HttpError, errors: ErrorForm) -> None:

@@ -9,6 +9,7 @@ from jengine.serving.calls.named_model import no_model
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.bodies import LOAD_LORA, UNLOAD_LORA
 from jengine.serving.http.calls import HttpCall
+from jengine.serving.http.endpoint import check_administrator
 from jengine.serving.http.service import HttpService
 from jengine.serving.lora_modules import LoraModule
 from jengine.serving.requests.lora_changes import LoraChanges
@@ -25,6 +26,7 @@ class LoraService(HttpService):
         self._changes = LoraChanges(config, shared.models)
 
     async def load(self, call: HttpCall) -> None:
+        check_administrator(call)
         self._changes.check(call)
         given, _ = await self._json(call)
         body = LOAD_LORA.read(given)
@@ -33,6 +35,7 @@ class LoraService(HttpService):
         await self._success(call, name, "added")
 
     async def unload(self, call: HttpCall) -> None:
+        check_administrator(call)
         self._changes.check(call)
         given, _ = await self._json(call)
         body = UNLOAD_LORA.read(given)

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-import grpc
 import msgspec
 from starlette.routing import Route
 
 from jengine import AsyncLLM, InvalidArgument
-from jengine.serving.calls.errors import Refusal
 from jengine.serving.guards.admission import client_of
-from jengine.serving.guards.bounds import check_admin
+from jengine.serving.guards.lora_folder import folder_below
 from jengine.serving.http.app import Parts, endpoint
 from jengine.serving.http.calls import HttpCall, json_object
+from jengine.serving.http.endpoint import check_administrator
 
 log = logging.getLogger("jengine.serving")
 
@@ -45,7 +44,7 @@ def rollout_routes(parts: Parts) -> list[Route]:
 
     def route(method: str, path: str, names: tuple[str, ...], answer: Answer) -> Route:
         async def handle(call: HttpCall) -> None:
-            _check(call, parts)
+            check_administrator(call)
             found = await answer(parts.shared.models.llm, _query(call, names))
             if method == "POST":
                 log.info("%s has called %s", client_of(call), path)
@@ -54,7 +53,7 @@ def rollout_routes(parts: Parts) -> list[Route]:
         return endpoint(parts, method, path, handle)
 
     async def update_weights(call: HttpCall) -> None:
-        _check(call, parts)
+        check_administrator(call)
         _query(call, ())
         raw = await call.body(MOST_BYTES)
         json_object(raw)
@@ -121,14 +120,6 @@ async def _reset_prefix_cache(llm: AsyncLLM, query: Query) -> Any:
     return {"done": await llm.reset_prefix_cache()}
 
 
-def _check(call: HttpCall, parts: Parts) -> None:
-    """Raises Refusal unless the caller is an administrator, and no web page on their machine."""
-    check_admin(call.peer())
-    if parts.authenticator is None and call.header(b"origin") is not None:
-        message = "without API keys, web pages may not do this"
-        raise Refusal(grpc.StatusCode.PERMISSION_DENIED, message, cause="admin")
-
-
 def _query(call: HttpCall, names: tuple[str, ...]) -> Query:
     """The query's values by name.
 
@@ -158,8 +149,7 @@ def _inside(folder: str | None, path: str) -> Path:
     """
     if folder is None:
         raise InvalidArgument("path", path, "the server has no weights_folder")
-    root = Path(folder).resolve()
-    found = (root / path).resolve()
-    if not found.is_relative_to(root) or not found.is_dir():
+    found = folder_below(Path(folder).resolve(), path, "path", "weights_folder")
+    if found is None:
         raise InvalidArgument("path", path, "must be a folder in the server's weights_folder")
     return found

@@ -85,16 +85,21 @@ class ScoringService(HttpService):
                 stack.enter_context(place)
                 for place in self._admission.places(len(scoring.tasks), 1, call, asked.names[1])
             ]
-            answers = []
+            answers, judged = [], {}
             for task, (one, place) in zip(
                 scoring.tasks, self._track_all(first, places, call, stack), strict=True
             ):
                 listed = isinstance(getattr(asked, task.side), list)
                 name = f"{names[task.side]}[{task.position}]" if listed else names[task.side]
                 call.names = names | dict.fromkeys(("prompt", "prompt_token_ids"), name)
+                prompt = task.prompt
+                if (judgement := task.judgement) is not None:
+                    if task.position not in judged:  # two tasks have the same prompt
+                        judged = {task.position: await self._judged(model, judgement, call)}
+                    prompt = partial(judged.__getitem__, task.position)
                 parsed = ParsedRequest(
                     task.params or SamplingParams(),
-                    task.prompt,
+                    prompt,
                     size,
                     embedding={} if scoring.embeds else None,
                     **level_of(body),

@@ -10,9 +10,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jengine import __version__
-from jengine.serving.guards.bounds import check_admin
 from jengine.serving.http.app import Parts, application, endpoint
 from jengine.serving.http.calls import HttpCall
+from jengine.serving.http.endpoint import check_administrator
 from jengine.serving.http.hosts import OwnHosts
 from jengine.serving.http.rollout_routes import rollout_routes
 from jengine.serving.metrics.metrics_server import pages_of
@@ -73,7 +73,7 @@ def small_pages(parts: Parts) -> list[Route]:
 
         async def metrics(call: HttpCall) -> None:
             if not parts.config.metrics_on_api:
-                check_admin(call.peer())
+                check_administrator(call)
             page = await make(call.header(b"accept") or "")
             await call.answer(page.status, page.body, kind=page.content_type.encode())
 

@@ -11,6 +11,12 @@ Role = Literal["system", "developer", "user", "assistant"]
 Message = dict[str, Any]
 
 
+def type_of(part: object, default: str | None = None) -> str | None:
+    """The type of a part of a client's body; None if it has none that is text."""
+    kind = part.get("type", default) if isinstance(part, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
 class Turns:
     """Builds messages. Templates expect the reasoning, the text and the calls of an answer in one message.
 

@@ -96,6 +96,7 @@ class EngineProcess:
     totals: StepTotals
     info: EngineInfo
     makes_masks = True  # a grammar that the server has not checked might crash the child
+    restarts = 0  # of replicas: it is one
 
     def __init__(
         self,

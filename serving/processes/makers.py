@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from jengine import EngineConfig, EngineDead, InvalidArgument
-from jengine.serving.config import ServerConfig
+from jengine.serving.config import KV_TOKEN, ServerConfig
 from jengine.serving.processes.disaggregated_engine import DisaggregatedEngine, OnSent
 from jengine.serving.processes.engine_process import EngineProcess
 from jengine.serving.processes.places import Place, places
@@ -16,7 +16,6 @@ from jengine.serving.processes.replicated_engine import ReplicatedEngine
 
 OnEnd = Callable[[EngineDead | None], None]
 EngineOfServer = EngineProcess | ReplicatedEngine | DisaggregatedEngine
-TOKEN = "JENGINE_KV_TOKEN"  # see EngineConfig.kv_transfer_config
 
 
 def maker(server: ServerConfig, engine: EngineConfig) -> Callable[[OnEnd | None], EngineOfServer]:
@@ -62,7 +61,7 @@ def _disaggregated(
     consumer = {"kv_role": "kv_consumer", "kv_connector_extra_config": {"peers": ["127.0.0.1:*"]}}
     computing = dataclasses.replace(engine, kv_transfer_config=common | producer)
     generating = dataclasses.replace(engine, kv_transfer_config=common | consumer)
-    token = {TOKEN: secrets.token_hex(32)}
+    token = {KV_TOKEN: secrets.token_hex(32)}
     where = [place._replace(variables={**place.variables, **token}) for place in where]
 
     def prefill(on_sent: OnSent, on_end: OnEnd) -> ReplicatedEngine:

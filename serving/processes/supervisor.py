@@ -35,9 +35,7 @@ class Supervisor:
         on_state: called in the event loop with whether the model answers, when that changes.
         adapters: loaded into each engine before it serves.
         on_demand: whether it starts only when a request names the model.
-
-    Attributes:
-        restarts: number of engines started after the first.
+        guarded: returns a tokenizer that may be used in this process.
     """
 
     def __init__(
@@ -49,8 +47,10 @@ class Supervisor:
         back_off: BackOff | None = None,
         adapters: Adapters | None = None,
         on_demand: bool = False,
+        guarded: Callable[[Tokenizer], Tokenizer] = lambda tokenizer: tokenizer,
     ) -> None:
-        self.restarts = 0
+        self._guarded = guarded
+        self._restarts = 0  # of this supervisor, and of replicas of engines that have ended
         self.adapters = Adapters() if adapters is None else adapters
         self._name, self._make, self._on_state, self._unasked = name, make, on_state, on_demand
         self._back_off = back_off or BackOff()
@@ -79,6 +79,12 @@ class Supervisor:
         if self._llm is None:
             raise NotReady(self.why_not_ready)
         return self._llm
+
+    @property
+    def restarts(self) -> int:
+        """Number of engines and replicas that were started in the place of others."""
+        running = self._running
+        return self._restarts + (0 if running is None else running.restarts)
 
     @property
     def load(self) -> Load:
@@ -218,12 +224,13 @@ class Supervisor:
             await self._forget()
             ended = await self._restart(error, loop.time() - since)
             logger.info("%s: the model answers again", self._name)
-            self.restarts += 1
+            self._restarts += 1
 
     async def _forget(self) -> None:
         """Keeps the counters of an engine that has ended, or ends it."""
         dead, last, totals, self._llm = self.llm, self.load, self.totals, None
         self._past, self._past_totals, self._past_generated = last, totals, self.generated
+        self._restarts += self._running.restarts if self._running is not None else 0
         self._running = None
         await dead.close()
 
@@ -282,7 +289,7 @@ class Supervisor:
         info = engine.info
         if self._tokenizer is None:
             assert info.tokenizer_folder is not None
-            self._tokenizer = Tokenizer.load(Path(info.tokenizer_folder), info.chat_template)
+            self._tokenizer = self._guarded(Tokenizer.load(Path(info.tokenizer_folder), info.chat_template))
             if info.image_folder is not None:
                 encode = partial(self._tokenizer.encode, add_special_tokens=False)
                 how = info.max_images, info.image_rows, info.image_processing

@@ -255,17 +255,20 @@ class Job(WireMessage):
     """Work for a sandbox worker.
 
     Attributes:
-        kind: "check" for a grammar, "render" for a conversation, "image" for the bytes of a file, or
-            "data_url".
+        kind: "check" for a grammar, "render" for a conversation, "judge" for a reranker's prompt, "encode"
+            for text, "image" for the bytes of a file, or "data_url".
         field: the field of the request that errors name.
-        arguments: JSON object with the fields of StructuredOutputs, the arguments of chat_prompt, or an
-            image's mm_processor_kwargs.
+        arguments: JSON object with the fields of StructuredOutputs, the template with its special tokens and
+            the arguments of rendered_chat or judging_text, or an image's mm_processor_kwargs; or a list of
+            the arguments of Tokenizer.encode.
+        seconds: the processor time that it may take.
         source: an image's.
     """
 
     kind: str
     field: str
     arguments: str
+    seconds: float
     source: bytes = b""
 
 
@@ -275,6 +278,7 @@ class Done(WireMessage):
 
     Attributes:
         seconds: processor time of the job.
+        text: the conversation's, of which token_ids are the tokens.
     """
 
     token_ids: list[int] = []
@@ -282,6 +286,7 @@ class Done(WireMessage):
     value: str = ""
     limit: str = ""
     seconds: float = 0.0
+    text: str = ""
 
     @classmethod
     def refused(cls, error: InvalidArgument) -> Done:

@@ -11,17 +11,19 @@ from jengine import (
     MAX_CLIENT,
     GenerationParams,
     InvalidArgument,
+    Judgement,
     OutputKind,
     PreparedPrompt,
     RequestHandle,
     SamplingParams,
     TokensPrompt,
-    chat_prompt,
+    chat_tokens,
     given_images,
+    images_apart,
 )
 from jengine.serving.calls.call import Call
 from jengine.serving.calls.errors import in_use
-from jengine.serving.calls.model_provider import ServedModels
+from jengine.serving.calls.model_provider import NotReady, ServedModels
 from jengine.serving.calls.named_model import NamedModel, no_model
 from jengine.serving.calls.portions import Portions
 from jengine.serving.config import ServerConfig
@@ -49,7 +51,7 @@ class Shared(NamedTuple):
     """Parts of a server that services share.
 
     Attributes:
-        sandbox: checks grammars, renders clients' chat templates, and reads images.
+        sandbox: checks grammars, renders conversations, and reads images.
         images: of requests.
         text_work: tokenizes long texts.
         portions: of large answers.
@@ -91,7 +93,7 @@ class Shared(NamedTuple):
             RequestBounds.of(config),
             sandbox,
             RequestImages(sandbox, media),
-            TextWork(),
+            TextWork(lambda: _any_waits(models)),
             Pace(),
             Portions(),
             config.write_timeout,
@@ -103,6 +105,13 @@ class Shared(NamedTuple):
         """Ends the sandbox's processes, and threads that wait for names."""
         self.sandbox.close()
         self.images.close()
+
+
+def _any_waits(models: ServedModels) -> bool:
+    try:
+        return any(llm.tokenizer.waits for llm in models.running())
+    except NotReady:
+        return False
 
 
 class ParsedRequest(NamedTuple):
@@ -228,15 +237,21 @@ class Service:
                 "chat_template", template, "this server does not accept templates from clients"
             )
         messages, options = await work(read)
-        if template is None:
-            how = options.get(PROCESSING)
-            messages = await self._shared.images.in_messages(client, messages, tokenizer, how)
-            return await work(
-                lambda: chat_prompt(tokenizer, messages, max_model_len=model.max_model_len, **options)
-            )
-        if given_images(messages):
+        options["max_model_len"] = model.max_model_len
+        processing = options.pop(PROCESSING, None)
+        if template is not None and given_images(messages):
             raise InvalidArgument("chat_template", template, "must be absent from conversations with images")
-        return {"prompt_token_ids": await self._sandbox.render(client, messages, options, tokenizer)}
+        messages = await self._shared.images.in_messages(client, messages, tokenizer, processing)
+        messages, images = await work(partial(images_apart, tokenizer, messages, processing))
+        # templates of adapters come from others than the model
+        trusted = template is None and tokenizer is model.llm.tokenizer
+        text, ids = await self._sandbox.render(client, messages, options, tokenizer, trusted=trusted)
+        return chat_tokens(tokenizer, text, ids, images)
+
+    async def _judged(self, model: NamedModel, judgement: Judgement, call: Call) -> TokensPrompt:
+        """The prompt of a reranker."""
+        rendered = await self._sandbox.judge(client_of(call), judgement, model.tokenizer)
+        return {"prompt_token_ids": rendered.token_ids}
 
 
 def check_ids(field: str, count: int, model: NamedModel) -> None:

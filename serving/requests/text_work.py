@@ -28,11 +28,15 @@ class TextWork:
     """Runs at most THREADS tasks at a time, and one per client, so that clients take turns. Belongs to one
     event loop.
 
+    Args:
+        waits: whether tokenizing small texts, too, takes a thread.
+
     A thread cannot be interrupted. If a client disconnects, its task keeps its place until it is done. So the
     number of busy threads is bounded, whatever clients cancel.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, waits: Callable[[], bool] = lambda: False) -> None:
+        self._waits = waits
         self._clients: dict[str, _Client] = {}
         self._threads = asyncio.Semaphore(THREADS)
         self._bytes = 0
@@ -43,7 +47,7 @@ class TextWork:
         Raises:
             Busy: too much work is waiting.
         """
-        if size < LONG_TEXT:
+        if size < LONG_TEXT and not self._waits():
             return work()
         mine = self._clients.get(client) or _Client()
         if mine.bytes + size > MAX_CLIENT_BYTES or self._bytes + size > MAX_BYTES:

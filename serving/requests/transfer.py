@@ -7,6 +7,7 @@ other fields are needed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,10 +43,12 @@ def pages_from(given: Params | None, info: PagesInfo) -> str | None:
     if not prefill:
         return None
     host, port = given.get("remote_host"), given.get("remote_port")
-    if isinstance(port, str) and port.isdecimal():
+    if isinstance(port, str) and re.fullmatch("[0-9]{1,5}", port):
         port = int(port)
     if not isinstance(host, str) or not host or type(port) is not int:
         raise InvalidArgument(f"{NAME}.remote_host", f"{host}:{port}", "needs remote_host and remote_port")
+    if not 0 < port < 65536:
+        raise InvalidArgument(f"{NAME}.remote_port", port, "must be from 1 to 65535")
     address = f"{host}:{port}"
     if address not in info.peers and f"{host}:*" not in info.peers:
         limit = "is none of the peers in this engine's kv_transfer_config"

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from jengine.base.errors import InvalidArgument
 from jengine.core.request import Request, SamplingParams
 from jengine.core.updates import Ended, TokenUpdate
 from jengine.engine import page_transfer
 from jengine.engine.engine import Engine
+from jengine.engine.operations import Pause, Resume
 from jengine.scheduling.costs.step_costs import SwapCosts
 from jengine.stores.disk import DiskStore
 from jengine.stores.token import TOKEN
@@ -177,6 +179,39 @@ def test_prefill_elsewhere(make: Callable[..., Engine]) -> None:
     prefill.close()
     [(tokens, cached)] = answers(decode, [(some(50, seed=77), GREEDY)], source=source)
     assert cached == 0 and len(tokens) == 8 and store_load(decode).failures > 0
+
+
+def test_a_prompt_is_queued_whole_or_not_at_all(make: Callable[..., Engine]) -> None:
+    """Its pages' address is refused after its sequences are known: they used to run for nobody."""
+    engine = make(how=consumer("127.0.0.1:*"))
+
+    def requests(source: str | None) -> list[Request]:
+        return [
+            Request(request_id=f"{source}-{i}", prompt_token_ids=PREFIX, params=GREEDY, pages_from=source)
+            for i in range(2)
+        ]
+
+    wrong = requests("127.0.0.1:99999")
+    with pytest.raises(InvalidArgument, match="must be host:port"):
+        engine.add(*wrong)
+    assert not engine.has_requests and not engine.scheduler.registry.incoming
+    engine.scheduler.check_integrity()
+    engine.do(Pause("keep"))
+    right = requests(None)
+    engine.add(*wrong)
+    engine.add(*right)
+    engine.do(Resume())
+    ended = dict[str, str]()
+    while engine.has_work:
+        for update in engine.step():
+            if isinstance(update, Ended):
+                ended[update.request_id] = update.reason
+            elif isinstance(update, TokenUpdate) and update.finish_reason is not None:
+                ended[update.request_id] = update.finish_reason
+    assert ended == dict.fromkeys((one.request_id for one in wrong), "error") | dict.fromkeys(
+        (one.request_id for one in right), "length"
+    )
+    engine.scheduler.check_integrity()
 
 
 def test_a_store_that_hangs_delays_no_request_for_long(make: Callable[..., Engine], tmp_path: Path) -> None:

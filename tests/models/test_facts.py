@@ -13,6 +13,7 @@ import pytest
 from jengine.capacity.planning.plan import TargetDevice
 from jengine.checkpoints.hugging_face import model_config
 from jengine.models import Model, build
+from jengine.models.adapters import bare
 from jengine.models.cache import TOKENS, CacheEntry, PageArray, cache_groups
 from jengine.models.facts import Working
 from tests.golden.weights import VARIANTS
@@ -106,3 +107,11 @@ def test_layers_that_compute_attention_and_mlp_at_once() -> None:
     } == {
         *("falcon_7b", "cohere", "phi"),
     }
+
+
+@pytest.mark.parametrize(
+    "part", ["", "model.", "model.language_model.", "language_model.model.", "model.text_model."]
+)
+def test_adapters_name_modules_of_text_models(part: str) -> None:
+    """Also of SmolVLM, whose adapters could not be loaded."""
+    assert bare(f"{part}layers.0.self_attn.q_proj", "model.") == "layers.0.self_attn.q_proj"

@@ -280,3 +280,9 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
+
+
+def test_counts_of_an_engine_that_has_ended_are_kept() -> None:
+    past = LOAD._replace(resumptions=(1, 2, 3), preemptions=4)
+    later = LOAD._replace(resumptions=(5, 6, 7), preemptions=1).after(past)
+    assert (later.resumptions, later.preemptions) == ((6, 8, 10), 5)

@@ -80,7 +80,18 @@ class ServerProcess:
         return found
 
     def children(self) -> list[int]:
-        """Its child processes: the engine's."""
+        """Its child processes without those of the sandbox: the engine's."""
+        engines = []
+        for pid in self.descendants():
+            with contextlib.suppress(FileNotFoundError):  # it has ended meanwhile
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+                begun = command != Path(f"/proc/{self.pid}/cmdline").read_bytes()  # rather than just forked
+                if begun and b"jengine.serving.guards" not in command:
+                    engines.append(pid)
+        return engines
+
+    def descendants(self) -> list[int]:
+        """All its child processes."""
         lists = Path(f"/proc/{self.pid}/task").glob("*/children")
         found = []
         for children in lists:
@@ -113,7 +124,7 @@ def process(command: list[str]) -> Iterator[ServerProcess]:
     try:
         yield server
     finally:
-        children = server.children()
+        children = server.descendants()
         server.close()
         wait_until(lambda: not any(map(alive, children)), lambda: f"left behind: {children}")
 

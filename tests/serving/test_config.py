@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jengine
 from jengine import EngineConfig, InvalidArgument
-from jengine.serving.config import ServerConfig, resolve_config
+from jengine.serving.config import KV_TOKEN, ServerConfig, resolve_config
 from jengine.serving.lora_modules import LoraModule
 
 OTHER: dict[str, Any] = {
@@ -153,7 +155,7 @@ def test_flag_before_variable_before_file_before_default(
         ({}, {"JENGINE_WRITE_TIMEOUT": "nan"}, "",
             "write_timeout=nan: must be a number of seconds, above 0 (environment variable"),
         ({}, {"JENGINE_API_KEYS": ""}, "", "JENGINE_API_KEYS='': is empty; unset it to take the default"),
-        ({}, {"JENGINE_PROT": "1"}, "", "JENGINE_PROT='1': there is no such option"),
+        ({}, {"JENGINE_PROT": "1"}, "", "JENGINE_PROT='...': there is no such option"),
         ({}, {}, "prot = 1", "prot=1: there is no such option ({file})"),
         ({}, {"JENGINE_BLOK_SIZE": "1"}, "",
             "unset this environment variable; did you mean JENGINE_BLOCK_SIZE?"),
@@ -213,6 +215,23 @@ def test_values_out_of_range(field: str, value: object) -> None:
     with pytest.raises(InvalidArgument) as refused:
         ServerConfig(**{field: value})  # type: ignore[arg-type]
     assert (refused.value.field, refused.value.value) == (field, value)
+
+
+def test_every_variable_of_jengine_is_known() -> None:
+    """Also those that other parts read: the server's reader used to refuse the token of page stores."""
+    root = Path(jengine.__file__).parent
+    sources = [file.read_text() for file in root.glob("**/*.py")]
+    names = {name for source in sources for name in re.findall(r'"(JENGINE_[A-Z_]+)"', source)}
+    assert KV_TOKEN in names and len(names) > 2
+    for name in names:
+        resolve_config({"model": "demo"}, {name: "1GiB"})
+
+
+def test_the_value_of_an_unknown_variable_is_not_shown() -> None:
+    for name in ("JENGINE_SECRET", "JENGINE_TOKEN", "JENGINE_KV_TOKENS"):
+        with pytest.raises(InvalidArgument, match="there is no such option") as wrong:
+            resolve_config({"model": "demo"}, {name: "hunter2"})
+        assert "hunter2" not in str(wrong.value) and name in str(wrong.value)
 
 
 def test_settings_of_vllm_come_from_every_source(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from jengine.serving.http.bodies import (
 )
 from jengine.serving.http.messages.body import COUNT, FORM
 from jengine.serving.http.responses.body import FORM as RESPONSES
+from tests.serving import http_mutations
 from tests.serving.adapters import options, write_adapter
 from tests.serving.conftest import MockServer, serve_mock
 from tests.serving.test_fuzz import REALS, TEXTS, WHOLE
@@ -312,3 +313,13 @@ def test_requests_at_random(folder: Path, seed: int, requests: int, caplog: pyte
         if record.levelno >= logging.ERROR and record.name.startswith(("jengine", "uvicorn", "asyncio"))
     ]
     assert not wrong, wrong
+
+
+def test_mutated_bodies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with http_mutations.mock_server(tmp_path) as server:
+        base = server.http.removesuffix("/v1")
+        seen, failed = asyncio.run(http_mutations.run(base, seed=1, bodies=500))
+        server.wait_until_idle()
+    assert not failed, failed[0]
+    assert {200, 400} <= http_mutations.by_status(seen).keys()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

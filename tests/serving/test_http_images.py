@@ -6,6 +6,7 @@ import asyncio
 import base64
 import io
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,7 @@ REFUSED = [  # image_url, field, limit
 def test_chat_completions(tmp_path: Path) -> None:
     """Answers as the library, counts the images' tokens, and refuses the rest while others are answered."""
     write_image_model(tmp_path, "smolvlm")
+    images = socket.create_server(("127.0.0.1", 0))
 
     async def work() -> None:
         with on_demand():
@@ -78,7 +80,8 @@ def test_chat_completions(tmp_path: Path) -> None:
                 tmp_path, progress=False, max_model_len=256, limit_mm_per_prompt={"image": 2}, **SMALL
             )
         async with llm:
-            api = EmbeddedApi(llm, "smolvlm", ServerConfig(allowed_media_domains="127.0.0.1"))
+            host = f"127.0.0.1:{images.getsockname()[1]}"
+            api = EmbeddedApi(llm, "smolvlm", ServerConfig(allowed_media_domains=host))
             try:
                 await check(llm, api)
             finally:
@@ -103,7 +106,7 @@ def test_chat_completions(tmp_path: Path) -> None:
         await others_agree(api, answer)
         assert await patches(llm) == encoded > 0, "the image is encoded once, whatever asks about it"
         await others_name_their_fields(api)
-        await addresses_and_sizes(api, answer)
+        await addresses_and_sizes(api, answer, images)
         await grpc_agrees(llm, answer)
         many = await api.post("/v1/chat/completions", asked(*[{"url": url(png((9, 9)))}] * 3))
         assert (
@@ -167,7 +170,7 @@ async def others_name_their_fields(api: EmbeddedApi) -> None:
     assert json.loads(reply.body)["error"]["param"] == "input[1].content[1].image_url"
 
 
-async def addresses_and_sizes(api: EmbeddedApi, answer: Any) -> None:
+async def addresses_and_sizes(api: EmbeddedApi, answer: Any, images: socket.socket) -> None:
     """An image from a listed host has the same answer; a request's own size makes another prompt."""
     served = png((60, 20))
 
@@ -180,8 +183,8 @@ async def addresses_and_sizes(api: EmbeddedApi, answer: Any) -> None:
         await writer.drain()
         writer.close()
 
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/a.png"
+    address = f"http://127.0.0.1:{images.getsockname()[1]}/a.png"
+    async with await asyncio.start_server(serve, sock=images):
         fetched = await api.post("/v1/chat/completions", asked({"url": address}))
     choice = json.loads(fetched.body)["choices"][0]
     assert choice["token_ids"] == answer["choices"][0]["token_ids"]

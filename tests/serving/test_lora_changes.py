@@ -6,18 +6,21 @@ import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import httpx
 import pytest
 
-from jengine import InvalidArgument
+from jengine import InvalidArgument, Tokenizer
+from jengine.serving.calls.adapters import Adapters
 from jengine.serving.calls.errors import Refusal
 from jengine.serving.config import ServerConfig
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.guards.lora_folder import allowed_path
 from jengine.serving.guards.security import hash_line
+from jengine.serving.lora_modules import LoraModule
 from tests.serving.adapters import change, load, options, write_adapter
 from tests.serving.conftest import MakeServer, MockServer, serve_mock
 from tests.serving.test_refusals import refused
@@ -42,6 +45,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "leaks" / "adapter_model.safetensors").symlink_to("/etc/passwd")
     write_adapter(folder / "wide", rank=64)
     (folder / "empty").mkdir()
+    write_adapter(folder / "pipe")
+    os.mkfifo(folder / "pipe" / "adapter_model.safetensors")
+    write_adapter(folder / "large")
+    with (folder / "large" / "tokenizer.json").open("wb") as file:
+        file.truncate(2**27 + 1)
     write_adapter(folder / "tokens", added_tokens={"<|im_end|>": 501})
     write_adapter(folder / "ids", added_tokens={"<tool>": 7})
     write_adapter(folder / "template", chat_template="{% for")
@@ -52,6 +60,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tokenizer_folder: Path, folder: Path) -> Iterator[MockServer]:
     with serve_mock(tokenizer_folder, server=options(folder), max_loras=1, max_cpu_loras=3) as server:
         yield server
+
+
+def test_web_pages_are_no_administrators(tokenizer_folder: Path, folder: Path) -> None:
+    """Without API keys, also those that may use the API."""
+    page = {"origin": "https://chat.example.com"}
+    more = options(folder, allowed_origins="https://chat.example.com")
+    with serve_mock(tokenizer_folder, server=more, max_loras=1) as server:
+        load(server, "sql")
+        for how, body in (
+            ("load", {"lora_name": "team", "lora_path": "team/sql"}),
+            ("unload", {"lora_name": "sql"}),
+        ):
+            answer = httpx.post(f"{server.http}/{how}_lora_adapter", json=body, headers=page)
+            assert answer.status_code == 403 and "web pages may not" in answer.text
+        body = {"model": "sql", "prompt": "a", "max_tokens": 1}
+        assert httpx.post(f"{server.http}/completions", json=body, headers=page).status_code == 200
 
 
 def wrong(answer: httpx.Response) -> tuple[int, str | None, str]:
@@ -103,6 +127,8 @@ def test_loading_and_unloading(server: MockServer, folder: Path) -> None:
         ("out", 400, "must be below lora_dir"),
         ("out/../sql/../../outside", 400, "must be below lora_dir"),
         ("leaks", 400, "adapter_model.safetensors is a link to a place outside of lora_dir"),
+        ("pipe", 400, "adapter_model.safetensors is no regular file"),
+        ("large", 400, "tokenizer.json has 134217729 bytes; at most 134217728"),
         ("circle", 400, "cannot be used"),
         ("a\0b", 400, "cannot be used"),
         ("x" * 300, 400, "cannot be used"),
@@ -215,6 +241,32 @@ def test_many_at_once(make_server: MakeServer, folder: Path) -> None:
     with make_server(server=options(folder), max_loras=1) as server:
         asyncio.run(main(server))
         server.wait_until_idle()
+
+
+def test_a_load_whose_caller_has_gone_is_done_whole(tokenizer_folder: Path, folder: Path) -> None:
+    """Otherwise the engine would have an adapter that the server does not list, and cannot unload."""
+
+    async def main() -> None:
+        asked, may, adapters = asyncio.Event(), asyncio.Event(), Adapters()
+
+        async def load(request: Any, *, load_inplace: bool) -> None:
+            asked.set()
+            await may.wait()
+
+        llm: Any = SimpleNamespace(
+            tokenizer=Tokenizer.load(tokenizer_folder), loras=SimpleNamespace(load=load)
+        )
+        task = asyncio.create_task(adapters.load(llm, LoraModule("sql", str(folder / "sql")), "mock"))
+        await asked.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        may.set()
+        async with asyncio.timeout(60):
+            while adapters.get("sql") is None:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(main())
 
 
 def test_hub_ids(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,8 +80,9 @@ def test_where_it_may_be_given(tmp_path: Path) -> None:
     for name, value in (("lora_modules", ["a=x"]), ("lora_dir", str(tmp_path)), ("allow_lora_hub", True)):
         with pytest.raises(InvalidArgument, match=rf"{name}=.*needs enable_lora \(command line\)"):
             resolve_config({"model": "demo", name: value}, {})
-    with pytest.raises(InvalidArgument, match="lora_dir='/nowhere': there is no such folder"):
-        check_folder(ServerConfig(lora_dir="/nowhere"))
+    for folder in ("/nowhere", "~no-such-user/a"):
+        with pytest.raises(InvalidArgument, match=f"lora_dir='{folder}': there is no such folder"):
+            check_folder(ServerConfig(lora_dir=folder))
 
 
 def test_a_server_starts_with_adapters_and_replaces_its_engine(

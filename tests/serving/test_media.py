@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -49,6 +50,7 @@ class Origin:
             "/private": self._to(self.url("/image.png?a=1", "localhost")),
             "/metadata": self._to("http://169.254.169.254/latest"),
             "/file": self._to("file:///etc/passwd"),
+            "/nowhere": self._to("http://[/"),
             "/garbage": b"SSH-2.0-OpenSSH_9.6\r\n",
         }
         path = head.split()[1]
@@ -109,7 +111,7 @@ def test_images_are_fetched(names: list[str], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
 
     async def work(origin: Origin) -> None:
-        media = Media(("127.0.0.1", "images.test"))
+        media = Media((f"127.0.0.1:{origin.port}", f"images.test:{origin.port}"))
         assert await media.read("a", origin.url("/image.png?a=1"), "image") == IMAGE
         assert await media.read("a", origin.url("/here"), "image") == IMAGE
         names.clear()
@@ -126,7 +128,7 @@ def test_answers_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(media_module, "SECONDS", 0.5)
 
     async def work(origin: Origin) -> None:
-        media = Media(("127.0.0.1",))
+        media = Media((f"127.0.0.1:{origin.port}",))
         for path, limit in {
             "/none": "its server answered with status 404",
             "/page": "must be an image: its server says text/html",
@@ -136,6 +138,7 @@ def test_answers_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             "/private": "the host localhost is not one of --allowed-media-domains",
             "/metadata": "the host 169.254.169.254 is not one of",
             "/file": "must be an http or https URL",
+            "/nowhere": "names an address that is no URL",
             "/garbage": "cannot be fetched",
         }.items():
             await refused(media, origin.url(path), limit)
@@ -153,9 +156,9 @@ def test_private_networks_are_opened_only_by_name(names: list[str]) -> None:
     async def work(origin: Origin) -> None:
         media = Media(("*.images.test", "*"))
         for address in (
-            origin.url("/image.png", "a.images.test"),
-            origin.url("/image.png", "2130706433"),
-            origin.url("/image.png", "[::1]"),
+            "http://a.images.test/image.png",
+            "http://2130706433/image.png",
+            "http://[::1]/image.png",
         ):
             await refused(media, address, "is in a private network, and not listed")
         assert not origin.heads, "no connection was made"
@@ -177,11 +180,45 @@ def test_private_networks_are_opened_only_by_name(names: list[str]) -> None:
         ("http:///images.test", "with a host"),
         ("http://[images.test/", "is not a URL"),
         ("file:///etc/passwd", "reads no files"),
+        ("http://images.test:22/", "images.test:22 is not one of --allowed-media-domains, which lists ports"),
     ],
 )
 def test_addresses_that_are_refused(address: str, limit: str, names: list[str]) -> None:
     asyncio.run(refused(Media(("images.test",)), address, limit))
     assert not names
+
+
+def test_names_that_no_server_answers_for_fill_no_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing ends a look-up: a client waits for its own, and others do not."""
+    answered, looked_up = threading.Event(), list[str]()
+
+    def look_up(host: str, port: int, **_: Any) -> list[Any]:
+        looked_up.append(host)
+        if host.startswith("slow"):
+            answered.wait(60)
+        raise OSError
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(media_module, "SECONDS", 0.2)
+
+    async def work() -> None:
+        media = Media(("*",))
+        slow = [media.read("a", f"http://slow{i}.test/", "image") for i in range(2)]
+        for found in await asyncio.gather(*slow, return_exceptions=True):
+            assert "could not be fetched within" in str(found)
+        with pytest.raises(InvalidArgument, match="other hosts are still being looked up"):
+            await media.read("a", "http://slow2.test/", "image")
+        with pytest.raises(InvalidArgument, match="is not known"):
+            await media.read("b", "http://fast.test/", "image")
+        answered.set()
+        while media._looking:
+            await asyncio.sleep(0.01)
+        with pytest.raises(InvalidArgument, match="is not known"):
+            await media.read("a", "http://fast.test/", "image")
+        media.close()
+
+    asyncio.run(work())
+    assert looked_up == ["slow0.test", "slow1.test", "fast.test", "fast.test"]
 
 
 def test_by_default_nothing_is_opened(names: list[str]) -> None:
@@ -193,7 +230,8 @@ def test_by_default_nothing_is_opened(names: list[str]) -> None:
     "address",
     ["127.0.0.1", "10.1.2.3", "169.254.169.254", "192.168.1.1", "100.64.0.1", "0.0.0.0", "224.0.0.1",
      "240.0.0.1", "::1", "::", "fe80::1%eth0", "fd00::1", "::ffff:127.0.0.1", "64:ff9b::7f00:1",
-     "2002:7f00:1::", "ff02::1"],
+     "2002:7f00:1::", "ff02::1", "192.0.0.192", "168.63.129.16", "192.88.99.1", "fec0::1", "::127.0.0.1",
+     "::ffff:0:127.0.0.1", "3fff::1", "5f00::1", "64:ff9b:1::a00:1"],
 )  # fmt: skip
 def test_addresses_of_private_networks(address: str) -> None:
     assert not is_public(address)
@@ -208,6 +246,7 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "secret.png").write_bytes(IMAGE)
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
     os.mkfifo(folder / "pipe.png")
+    (folder / "circle").symlink_to(folder / "circle")
     with (folder / "large.png").open("wb") as file:
         file.truncate(MOST_IMAGE_BYTES + 1)
 
@@ -220,6 +259,9 @@ def test_files(tmp_path: Path) -> None:
         await refused(media, f"file://evil.test{folder}/a%20b.png", "must be a URL such as file:///")
         await refused(media, f"file://{folder}/pipe.png", "is not a file")
         await refused(media, f"file://{folder}/none.png", "is not a file")
+        await refused(media, f"file://{folder}/{'a' * 5000}.png", "cannot be read")
+        await refused(media, f"file://{folder}/circle/a.png", "cannot be read")
+        await refused(media, "file://[::1", "cannot be read")
         await refused(media, f"file://{folder}/large.png", "at most")
 
     asyncio.run(work())
@@ -228,8 +270,10 @@ def test_files(tmp_path: Path) -> None:
 def test_options(tmp_path: Path) -> None:
     config = ServerConfig(allowed_media_domains="Images.example.com, *.example.org")
     assert config.media_domains == ("images.example.com", "*.example.org")
-    assert ServerConfig(allowed_media_domains='["a.test", "[::1]"]').media_domains == ("a.test", "::1")
-    for wrong in ("https://a.test", "a.test:80", "a.*", "", "a.test/b"):
+    listed = ("a.test:8080", "::1", "[::1]:80", "10.0.0.1:81")
+    given = ["a.test:8080", "[::1]", "[::1]:80", "10.0.0.1:81"]
+    assert ServerConfig(allowed_media_domains=given).media_domains == listed
+    for wrong in ("https://a.test", "*:80", "*.a.test:80", "a.*", "", "a.test/b", "a.test:", "[::1"):
         with pytest.raises(InvalidArgument, match="allowed_media_domains"):
             ServerConfig(allowed_media_domains=[wrong])
     with pytest.raises(InvalidArgument, match=r"allowed_local_media_path=.*must be a folder"):

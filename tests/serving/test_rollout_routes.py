@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,8 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
 def client(tokenizer_folder: Path, tmp_path: Path, answers: Answers) -> Iterator[httpx.Client]:
     (tmp_path / "weights" / "step-3").mkdir(parents=True)
     (tmp_path / "weights" / "wrong").mkdir()
+    (tmp_path / "weights" / "pipe").mkdir()
+    os.mkfifo(tmp_path / "weights" / "pipe" / "model.safetensors")
     (tmp_path / "keys").write_text(f"{hash_line(ANNA, 'anna')}\n{hash_line(ADMIN, 'trainer', 'admin=1')}\n")
     options = {
         "http_port": 0,
@@ -93,8 +96,11 @@ def test_weights_come_from_a_folder(client: httpx.Client, answers: Answers, tmp_
     assert (got.status_code, got.json()) == (200, {"version": "best"})
     assert answers.asked == [LoadWeights(str(tmp_path / "weights" / "step-3"), "best", keep_cache=True)]
     for body, message in (
-        ({"path": ".."}, "path='..': must be a folder in the server's weights_folder"),
-        ({"path": "/etc"}, "path='/etc': must be a folder"),
+        ({"path": ".."}, "path='..': must be below weights_folder"),
+        ({"path": "/etc"}, "path='/etc': must be below weights_folder"),
+        ({"path": "a\0b"}, "cannot be used"),
+        ({"path": "a" * 5000}, "cannot be used"),
+        ({"path": "pipe"}, "model.safetensors is no regular file"),
         ({"path": "step-4"}, "path='step-4': must be a folder"),
         ({"path": "wrong"}, "tensor embed: is missing"),
         ({"path": "step-3", "versions": 3}, "unknown field `versions`"),

@@ -12,9 +12,11 @@ from typing import Any
 
 import grpc
 import pytest
+from tokenizers import decoders
 
 from jengine import AsyncLLM, InvalidArgument, SamplingParams, StructuredOutputs, Tokenizer
 from jengine.serving.calls.errors import Refusal
+from jengine.serving.guards import sandbox as sandbox_module
 from jengine.serving.guards import sandbox_worker, workers
 from jengine.serving.guards.sandbox import Sandbox
 from jengine.text import masks
@@ -22,6 +24,7 @@ from tests.serving.children import started
 from tests.serving.conftest import TEMPLATE
 from tests.serving.leaks import alive, wait_until
 from tests.serving.sandboxes import within
+from tests.text.conftest import byte_level, write
 from tests.text.test_grammars import schema
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -57,6 +60,68 @@ def test_grammars_are_checked_once(tokenizer: Tokenizer) -> None:
     within(work)
 
 
+def test_a_verdict_belongs_to_a_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """One that llguidance cannot read used to decide for all models."""
+    odd = byte_level()
+    odd.decoder = decoders.Fuse()
+    write(odd, tmp_path)
+    other = Tokenizer.load(tmp_path)
+
+    async def work(sandbox: Sandbox) -> None:
+        with pytest.raises(InvalidArgument, match="tokenizer"):
+            await sandbox.check("a", GOOD, other)
+        await sandbox.check("a", GOOD, tokenizer)
+        with pytest.raises(InvalidArgument, match="tokenizer"):
+            await sandbox.check("a", GOOD, other)
+
+    within(work)
+
+
+def test_refusals_are_forgotten(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may have made the check slow."""
+    now = [1000.0]
+    monkeypatch.setattr(sandbox_module.time, "monotonic", lambda: now[0])
+
+    async def work(sandbox: Sandbox) -> None:
+        jobs: list[str] = []
+        run = sandbox.texts.run
+
+        async def counting(client: str, arguments: Any, job: Any) -> Any:
+            jobs.append(job.arguments)
+            return await run(client, arguments, job)
+
+        sandbox.texts.run = counting  # type: ignore[method-assign]
+        for seconds in (0.0, sandbox_module.REFUSAL_SECONDS - 1.0, 2.0):
+            now[0] += seconds
+            await sandbox.check("a", GOOD, tokenizer)
+            with pytest.raises(InvalidArgument):
+                await sandbox.check("a", StructuredOutputs(regex="("), tokenizer)
+        assert len(jobs) == 3, "the good one is checked once, the refused one again after a minute"
+
+    within(work)
+
+
+def test_each_model_keeps_a_process_for_its_conversations(tmp_path: Path) -> None:
+    """Starting one takes a second."""
+    tokenizers = []
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        write(byte_level(), tmp_path / name)
+        (tmp_path / name / "chat_template.jinja").write_text(f"{name}: {{{{ messages[0].content }}}}")
+        tokenizers.append(Tokenizer.load(tmp_path / name))
+
+    async def work(sandbox: Sandbox) -> None:
+        for _ in range(2):
+            texts = [(await sandbox.render("x", MESSAGES, {}, one, trusted=True)).text for one in tokenizers]
+            assert texts == ["a: Hello", "b: Hello", "c: Hello"]
+            idle = [worker._process.pid for worker in sandbox.chats._idle]
+            assert len(idle) == 3 and idle == (kept or idle)
+            kept[:] = idle
+
+    kept: list[int] = []
+    within(work, workers=1)
+
+
 def test_a_crash_costs_one_request(tokenizer: Tokenizer) -> None:
     async def work(sandbox: Sandbox) -> None:
         await sandbox.check("a", GOOD, tokenizer)
@@ -72,12 +137,12 @@ def test_a_crash_costs_one_request(tokenizer: Tokenizer) -> None:
 
 def test_a_hanging_template_is_ended_and_others_go_on(tokenizer: Tokenizer) -> None:
     async def work(sandbox: Sandbox) -> None:
-        ids = await sandbox.render("b", MESSAGES, {"chat_template": TEMPLATE}, tokenizer)
-        assert ids == tokenizer.encode("<s>user: Hello\n<s>assistant:", False)
+        text, ids = rendered = await sandbox.render("b", MESSAGES, {"chat_template": TEMPLATE}, tokenizer)
+        assert ids == tokenizer.encode(text, False) and text == "<s>user: Hello\n<s>assistant:"
         hanging = asyncio.create_task(sandbox.render("a", MESSAGES, {"chat_template": ENDLESS}, tokenizer))
         again = asyncio.create_task(sandbox.render("a", MESSAGES, {"chat_template": ENDLESS}, tokenizer))
         await asyncio.sleep(0)
-        assert await sandbox.render("b", MESSAGES, {"chat_template": TEMPLATE}, tokenizer) == ids, (
+        assert await sandbox.render("b", MESSAGES, {"chat_template": TEMPLATE}, tokenizer) == rendered, (
             "a client has one job at a time"
         )
         assert not hanging.done()
@@ -107,10 +172,9 @@ def test_templates_that_fail(template: str, field: str, why: str, tokenizer: Tok
     within(work)
 
 
-def test_the_queue_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "MOST_WAITING", 1)
-
+def test_the_queue_is_bounded(tokenizer: Tokenizer) -> None:
     async def work(sandbox: Sandbox) -> None:
+        sandbox.texts._most_waiting = 1
         first = asyncio.create_task(sandbox.check("a", GOOD, tokenizer))
         await asyncio.sleep(0)
         with pytest.raises(Refusal) as busy:
@@ -241,13 +305,13 @@ def test_many_addresses_do_not_keep_a_client_waiting(tokenizer: Tokenizer) -> No
 
     async def work(sandbox: Sandbox) -> None:
         started: list[str] = []
-        do = sandbox.texts._do
+        do = sandbox.texts.do
 
         def counting(arguments: Any, job: Any) -> Any:
             started.append("victim" if "victim" in job.arguments else "attacker")
             return do(arguments, job)
 
-        sandbox.texts._do = counting  # type: ignore[method-assign]
+        sandbox.texts.do = counting  # type: ignore[method-assign]
         attackers = [
             asyncio.create_task(sandbox.render(f"a{i}", MESSAGES, {"chat_template": ENDLESS}, tokenizer))
             for i in range(30)

@@ -163,6 +163,8 @@ def test_counters_do_not_fall_when_an_engine_is_replaced(tokenizer_folder: Path)
         for _ in range(2):
             await watched.ask()
         assert counted() == supervisor.llm.load
+        watched.engines[0].restarts = 3  # of its replicas
+        assert supervisor.restarts == 3
         for _ in range(2):
             watched.kill()
             await watched.until_state(False)
@@ -179,6 +181,7 @@ def test_counters_do_not_fall_when_an_engine_is_replaced(tokenizer_folder: Path)
     once = queried[0] // 2
     assert once > 4 and [count // once for count in queried] == [2, 2, 3, 3, 4]
     assert len(set(hits)) == 1 and hits[0][0] == 2 * hits[0][1][0] > 0
+    assert supervisor.restarts == 5
 
 
 def test_the_first_engine_must_start(tokenizer_folder: Path) -> None:

@@ -47,6 +47,21 @@ def test_what_a_producer_says_a_consumer_understands() -> None:
             CONSUMER,
             "is none of the peers",
         ),
+        (
+            {"do_remote_prefill": True, "remote_host": "10.0.0.2", "remote_port": 99999},
+            CONSUMER,
+            "must be from 1 to 65535",
+        ),
+        (
+            {"do_remote_prefill": True, "remote_host": "10.0.0.2", "remote_port": "0"},
+            CONSUMER,
+            "must be from 1 to 65535",
+        ),
+        (
+            {"do_remote_prefill": True, "remote_host": "10.0.0.2", "remote_port": "²"},
+            CONSUMER,
+            "needs remote_host and remote_port",
+        ),
         ({"remote_hosts": "x"}, CONSUMER, "unknown; known: do_remote_decode"),
     ],
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from jengine.stores import frames
+from jengine.stores import server as page_server
 from jengine.stores.memory import MemoryStore
 from jengine.stores.page_store import StoreError
 from jengine.stores.remote import FIRST_PAUSE, RemoteStore
@@ -82,6 +85,76 @@ def test_only_those_with_the_token(server: PageServer) -> None:
         with pytest.raises(StoreError, match="the token is wrong"):
             RemoteStore("127.0.0.1", false.getsockname()[1], TOKEN).find(NAMES)
         thread.join()
+
+
+def test_strangers_take_no_place_of_clients(server: PageServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More connections than there are places, which send a byte now and then."""
+    monkeypatch.setattr(page_server, "MOST_CONNECTIONS", 1)
+    known = RemoteStore(server.host, server.port, TOKEN)
+    assert known.find(NAMES) == [False] * 4
+    strangers = [socket.create_connection((server.host, server.port)) for _ in range(40)]
+    for stranger in strangers:
+        with suppress(OSError):  # closed by the server
+            stranger.sendall(b"j")
+    assert known.find(NAMES) == [False] * 4, "it keeps its place"
+    known.close()
+    monkeypatch.setattr(page_server, "MOST_CONNECTIONS", 2)
+    with closing(RemoteStore(server.host, server.port, TOKEN)) as other:
+        assert other.find(NAMES) == [False] * 4, "a client finds a place"
+    assert len(server._greeting) <= page_server.MOST_OF_ADDRESS
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_handshake_has_one_deadline() -> None:
+    """However often a byte comes."""
+    ours, theirs = socket.socketpair()
+    stop = threading.Event()
+
+    def drip() -> None:
+        while not stop.wait(0.05):
+            with suppress(OSError):
+                theirs.send(b"j")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    try:
+        with pytest.raises((StoreError, TimeoutError)):
+            frames.greet(ours, TOKEN, server=True, seconds=0.3)
+    finally:
+        stop.set()
+        thread.join()
+        ours.close()
+        theirs.close()
+
+
+@pytest.mark.parametrize("fault", ["descriptors", "threads"])
+def test_a_server_outlives_what_the_system_refuses(
+    server: PageServer, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[float] = []
+
+    def refused(*_: object) -> None:
+        calls.append(time.monotonic())
+        if fault == "descriptors":
+            raise OSError(errno.EMFILE, "too many open files")
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        if fault == "descriptors":
+            patch.setattr(socket.socket, "accept", refused)
+        else:
+            patch.setattr(threading.Thread, "start", refused)
+        for _ in range(2):
+            with socket.create_connection((server.host, server.port)) as one:
+                if fault == "threads":
+                    assert one.recv(1) == b"", "closed at once"
+        while len(calls) < 2:
+            time.sleep(0.01)
+    assert calls[1] - calls[0] >= page_server.PAUSE_SECONDS, "it does not poll"
+    with closing(RemoteStore(server.host, server.port, TOKEN)) as client:
+        assert client.find(NAMES) == [False] * 4
+    assert not server._greeting
 
 
 def test_frames_are_bounded(server: PageServer) -> None:

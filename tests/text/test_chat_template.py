@@ -292,3 +292,16 @@ def test_only_those_who_chat_import_jinja(tmp_path: Path) -> None:
         " sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(folder)], check=True)
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("{{" + "(" * 9999 + "x" + ")" * 9999 + "}}", "nested too deeply"),
+        ("{{ x" + ".y" * 9999 + " }}", "nested too deeply"),
+        ("x" * (2**20 + 1), "has 1048577 characters; at most 1048576"),
+    ],
+)
+def test_templates_have_limits(source: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        ChatTemplate(source, {}, "file")

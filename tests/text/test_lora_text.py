@@ -104,7 +104,7 @@ def test_folders_and_hub_ids(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert find_lora("adapter") == find_lora(str(adapter)) == adapter.resolve() and not asked
     assert find_lora("owner/name") == adapter.resolve()
     assert asked == [("owner/name", ["adapter_model.safetensors", "*.json", "*.jinja"])]
-    for path in ("nothing", "./a/b", "../adapter2", "a/b/c", "a\0/b", "", "~/none/x"):
+    for path in ("nothing", "./a/b", "../adapter2", "a/b/c", "a\0/b", "", "~/none/x", "~no-such-user/x"):
         with pytest.raises(ModelError):
             find_lora(path)
     assert len(asked) == 1

@@ -8,7 +8,7 @@ from jengine import InvalidArgument
 from jengine.serving.grpc.conversions import MAX_MESSAGES
 from jengine.serving.http.bodies import checked, without_nulls
 from jengine.serving.http.messages.types import BLOCKS, MESSAGE, PLACES
-from jengine.serving.http.turns import Turns, image, text
+from jengine.serving.http.turns import Turns, image, text, type_of
 
 INPUT = frozenset(("input",))  # of a tool, in which null has a meaning
 
@@ -58,8 +58,8 @@ def _blocks(where: str, content: str | list[Any], place: str) -> list[dict[str, 
     out = []
     for i, given in enumerate(content):
         at = f"{where}[{i}]"
-        kind = given.get("type") if isinstance(given, dict) else None
-        if kind not in PLACES[place]:
+        kind = type_of(given)
+        if kind is None or kind not in PLACES[place]:
             limit = f"this server supports {', '.join(PLACES[place])} here"
             raise InvalidArgument(f"{at}.type", kind, limit)
         block = checked(BLOCKS[kind], without_nulls(given, at, INPUT), at)

@@ -8,7 +8,7 @@ from jengine import InvalidArgument
 from jengine.serving.grpc.conversions import MAX_MESSAGES
 from jengine.serving.http.bodies import checked, without_nulls
 from jengine.serving.http.responses.types import ITEMS, PARTS
-from jengine.serving.http.turns import Turns, image, text
+from jengine.serving.http.turns import Turns, image, text, type_of
 
 
 def conversation(given: str | list[Any] | None, instructions: str | None) -> list[dict[str, Any]]:
@@ -33,8 +33,8 @@ def conversation(given: str | list[Any] | None, instructions: str | None) -> lis
 
 
 def _add(turns: Turns, where: str, given: Any) -> None:
-    kind = given.get("type", "message") if isinstance(given, dict) else None
-    if kind not in ITEMS:
+    kind = type_of(given, "message")
+    if kind is None or kind not in ITEMS:
         raise InvalidArgument(f"{where}.type", kind, f"this server supports {', '.join(ITEMS)}")
     item = checked(ITEMS[kind], without_nulls(given, where), where)
     match kind:
@@ -54,8 +54,8 @@ def _parts(where: str, content: str | list[Any]) -> list[dict[str, Any]]:
         return [text(content)]
     out = []
     for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in PARTS:
+        kind = type_of(part)
+        if kind is None or kind not in PARTS:
             raise InvalidArgument(f"{where}[{i}].type", kind, f"this server supports {', '.join(PARTS)}")
         whole = checked(PARTS[kind], part, f"{where}[{i}]")
         out.append(
