@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from jengine.api.scoring import Judgement, Scoring, judging_text, scoring_of
     from jengine.api.script_tokenizer import ScriptTokenizer
     from jengine.base.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
+    from jengine.base.host_memory import available_memory
     from jengine.base.interrupts import uninterrupted
     from jengine.core.beam_outputs import BeamSearchOutput, BeamSearchSequence, GenerationParams
     from jengine.core.beam_params import BeamSearchParams
@@ -190,6 +191,7 @@ __all__ = [
     "Updates",
     "__version__",
     "after_thought",
+    "available_memory",
     "bound_thinking",
     "can_bound",
     "capture_process",
@@ -244,6 +246,7 @@ _MODULES = {
     ),
     "jengine.base.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
     "jengine.insight.explanations.explain": ("Explanation", "Finding", "explain"),
+    "jengine.base.host_memory": ("available_memory",),
     "jengine.base.interrupts": ("uninterrupted",),
     "jengine.engine.limits": ("Limits",),
     "jengine.engine.operations": (

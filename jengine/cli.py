@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import errno
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -33,6 +36,7 @@ from jengine.commands import (
 from jengine.commands.arguments import Parser
 
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+LATER_PROGRAMS = "programs"  # name of the thread; see execution/background.py
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -63,6 +67,23 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def run_process() -> NoReturn:
+    """The command of this process. At its end it does not wait for programs that threads still load or
+    compile, which nobody will use: XLA cannot be interrupted, and the interpreter would wait for the threads.
+    """
+    code = main()
+    if any(thread.name == LATER_PROGRAMS for thread in threading.enumerate()):
+        # exit handlers save what is left, except JAX's, which frees what compilations use
+        if (clean_up := getattr(sys.modules.get("jax._src.api"), "clean_up", None)) is not None:
+            atexit.unregister(clean_up)
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # the reader has closed the pipe
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _discard_output() -> None:
@@ -107,4 +128,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process()

@@ -147,4 +147,4 @@ def test_without_a_terminal_it_deletes_nothing_unasked(
     folder = saved(cache, 1)
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
     assert cli.main(["cache", "clear"]) == 2
-    assert "give --yes: there is no terminal" in capsys.readouterr().err and folder.exists()
+    assert "error: there is no terminal to ask at: give --yes" in capsys.readouterr().err and folder.exists()

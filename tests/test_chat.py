@@ -57,6 +57,7 @@ class StandIn:
         try:
             for character in self.answer:
                 completion.text += character
+                completion.token_ids.append(0)
                 yield RequestOutput(request_id="0", prompt="", prompt_token_ids=[], outputs=[completion])
         finally:
             self.ended += 1
@@ -87,6 +88,14 @@ def test_the_conversation_so_far_is_the_prompt(llm: StandIn, capsys: pytest.Capt
     first = "[system] Be brief.\n[user] One?\n"
     assert llm.prompts == [first, first + "[assistant] Yes.\n[user] Two?\n"]
     assert capsys.readouterr() == ("Yes.\nYes.\n", "")
+
+
+def test_the_speed_of_an_answer(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    keyboard: Any = SimpleNamespace(interrupted=False)
+    for shows, pattern in ((True, r"\(\d+ tokens, [\d.]+ tokens/s\)\n"), (False, "")):
+        chat = Conversation(LocalModel(llm), SamplingParams(), None, keyboard, shows_speed=shows)  # type: ignore[arg-type]
+        assert chat.send("hello")
+        assert re.fullmatch(pattern, capsys.readouterr().err)
 
 
 def test_commands(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,27 @@ sys.exit(cli.main(["generate", "demo", "go"]))
 """
 
 
+COMPILING = """
+import atexit, threading, time
+import jengine
+from jengine import cli
+from jengine.core.request import CompletionOutput, RequestOutput
+
+class Compiling:
+    def __init__(self, model, **options):
+        threading.Thread(target=time.sleep, args=(600,), name=cli.LATER_PROGRAMS).start()
+        atexit.register(print, "the end")
+    def stream(self, prompt, params, *, lora_request):
+        if prompt == "bad":
+            raise jengine.InvalidArgument("prompt", prompt, "must be good")
+        completion = CompletionOutput(text="word", token_ids=[1], finish_reason="stop")
+        yield RequestOutput(request_id="0", prompt=prompt, prompt_token_ids=[1], outputs=[completion])
+
+jengine.LLM = Compiling
+cli.run_process()
+"""
+
+
 class StandIn:
     """Streams its text, one character per token."""
 
@@ -78,6 +99,16 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any], Sam
     monkeypatch.delenv("JENGINE_CACHE_DIR")
     monkeypatch.setattr(StandIn, "made", [])
     return StandIn.made
+
+
+@pytest.mark.parametrize(("prompt", "code", "text"), [("go", 0, "word\nthe end\n"), ("bad", 2, "the end\n")])
+def test_the_end_does_not_wait_for_programs_that_are_still_compiled(
+    prompt: str, code: int, text: str
+) -> None:
+    """Exit handlers run nevertheless."""
+    command = [sys.executable, "-c", COMPILING, "generate", "demo", prompt, "--no-stats"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (code, text), done.stderr
 
 
 def test_streams_text_to_stdout_and_statistics_to_stderr(
@@ -199,6 +230,26 @@ def test_either_a_prompt_or_files(
     assert cli.main(["generate", "demo", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert made == []
+
+
+def test_the_help_of_run_is_short_and_all_of_it_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for arguments in (["--help"], ["-h"], ["--help", "all"]):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["run", *arguments])
+        assert end.value.code == 0
+        shown.append(capsys.readouterr().out)
+    short, same, whole = shown
+    assert short == same and len(short.splitlines()) < 100 < len(whole.splitlines())
+    for flag in ("--temperature", "--system", "--quiet", "--help all"):
+        assert flag in short and flag in whole
+    for flag in ("--max-num-seqs", "--presence-penalty"):
+        assert flag not in short and flag in whole
+
+
+def test_the_output_of_a_profile_has_a_short_name() -> None:
+    parsed = cli._parser().parse_args(["profile", "-o", "a.html", "localhost:1"])
+    assert str(parsed.output) == "a.html"
 
 
 def test_without_a_command_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

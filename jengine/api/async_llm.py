@@ -28,6 +28,7 @@ from jengine.base.errors import EngineDead, InvalidArgument, JengineError
 from jengine.base.process import check_process
 from jengine.core.beam_outputs import GenerationParams, split
 from jengine.core.config import EngineConfig
+from jengine.core.engine_options import EngineOptions
 from jengine.core.lora import LoRARequest
 from jengine.core.request import RequestOutput, SamplingParams
 from jengine.core.service_level import LevelOptions, ServiceLevel
@@ -68,14 +69,14 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
         mesh: Mesh | None = None,
         params: Any = None,
         progress: bool = True,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
         from jengine.engine.start import (
             start_engine,  # imported here, since an AsyncLLM over a remote engine needs no jax
         )
         from jengine.parallel.mesh import with_mesh_size
 
-        config = EngineConfig.of(str(model), with_mesh_size(options, mesh))
+        config = EngineConfig.of(str(model), with_mesh_size(dict(options), mesh))
         engine, self.started = start_engine(config, mesh=mesh, params=params, progress=progress)
         self._attach(
             EngineThread(engine),

@@ -27,6 +27,7 @@ from jengine.base.errors import EngineDead, InvalidArgument
 from jengine.base.progress import progress_bar
 from jengine.core.beam_params import BeamSearchParams
 from jengine.core.config import EngineConfig
+from jengine.core.engine_options import EngineOptions
 from jengine.core.lora import LoRARequest
 from jengine.core.pooling import PoolingParams
 from jengine.core.request import Request, RequestOutput, SamplingParams
@@ -73,9 +74,9 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
         mesh: Mesh | None = None,
         params: Any = None,
         progress: bool = True,
-        **options: Any,
+        **options: Unpack[EngineOptions],
     ) -> None:
-        config = EngineConfig.of(str(model), with_mesh_size(options, mesh))
+        config = EngineConfig.of(str(model), with_mesh_size(dict(options), mesh))
         self.model = config.model
         self._interval = config.stream_interval
         engine, self.started = start_engine(config, mesh=mesh, params=params, progress=progress, offline=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from jengine.api.backend import Backend
 from jengine.api.script_tokenizer import ScriptTokenizer
@@ -21,6 +21,10 @@ LEFT_OUT = (
     "start_engine_loop",
     "usage_context",
 )
+
+
+def _no_such_attribute(self: object, name: str) -> Any:
+    raise AttributeError(missing(type(self).__name__, name, OF_LLM))
 
 
 class VllmMethods(ABC):
@@ -50,8 +54,8 @@ class VllmMethods(ABC):
         """The model's tokenizer, with the interface of transformers' tokenizers."""
         return ScriptTokenizer(self.tokenizer, self.model, self.max_model_len)
 
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(missing(type(self).__name__, name, OF_LLM))
+    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+        __getattr__ = _no_such_attribute
 
 
 class AsyncVllmMethods(VllmMethods):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import jax
 
@@ -13,7 +16,9 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 RETRIEVED = "/jax/compilation_cache/cache_retrieval_time_sec"
 
 _lock = threading.Lock()
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
 _counts = {COMPILED: 0, RETRIEVED: 0}
+_of_engines = 0
 _seconds = {COMPILED: 0.0, RETRIEVED: 0.0}
 _listening = False
 _thread = threading.local()
@@ -30,10 +35,21 @@ def announced() -> Iterator[None]:
 
 
 def _heard(event: str, duration_secs: float, **_: str | int) -> None:
+    global _of_engines
     if event in _counts and not (event == COMPILED and getattr(_thread, "announced", False)):
+        ours = event == COMPILED and _called_here()
         with _lock:
             _counts[event] += 1
             _seconds[event] += duration_secs
+            _of_engines += ours
+
+
+def _called_here() -> bool:
+    """Whether code of this package compiles, and not a caller's own function."""
+    frame = sys._getframe(2)  # of JAX
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def _count(event: str) -> int:
@@ -51,6 +67,12 @@ def compile_count() -> int:
     Counting begins with the first call of a function in this module.
     """
     return _count(COMPILED)
+
+
+def engine_compile_count() -> int:
+    """Number of these in calls of this package. Others are of the caller's own functions."""
+    _count(COMPILED)
+    return _of_engines
 
 
 def retrieval_count() -> int:

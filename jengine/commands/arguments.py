@@ -61,6 +61,29 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"{value!r}: {what}{suggestion(str(value), names)}")
 
 
+class Help(argparse.Action):
+    """Shows the command's own options and common ones of other groups; with `all`, every option."""
+
+    def __init__(self, common: Sequence[str], **options: Any) -> None:
+        self._common = common
+        text = "show this help; `--help all` shows every option"
+        super().__init__(
+            **{**options, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS},
+            nargs="?",
+            choices=["all"],
+            help=text,
+        )
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        _, values, _ = given
+        own = parser._optionals, parser._positionals
+        for action in parser._actions if values is None else ():
+            if action.container not in own and action.dest not in self._common:  # type: ignore[attr-defined]
+                action.help = argparse.SUPPRESS
+        parser.print_help()
+        parser.exit()
+
+
 class VllmFlag(argparse.Action):
     """A flag of vLLM: sets jengine's option with the same meaning, or notes that it has no effect."""
 

@@ -10,6 +10,7 @@ import math
 import re
 import signal
 import sys
+import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Protocol
 
@@ -84,7 +85,8 @@ def _chat(options: argparse.Namespace) -> None:
 def chat_with(model: ChatModel, params: SamplingParams, options: argparse.Namespace) -> None:
     """A conversation until the keyboard's end. The options are `system` and `quiet`."""
     keyboard = Keyboard()
-    chat = Conversation(model, params, options.system, keyboard)
+    shows_speed = keyboard.is_terminal and not options.quiet
+    chat = Conversation(model, params, options.system, keyboard, shows_speed=shows_speed)
     if not options.quiet:
         if model.continues:
             note("The model has no chat template: it continues the text that you begin.")
@@ -275,12 +277,22 @@ class Keyboard:
 
 
 class Conversation:
-    """One conversation."""
+    """One conversation.
+
+    Args:
+        shows_speed: whether to note the tokens a second below each answer.
+    """
 
     def __init__(
-        self, model: ChatModel, params: SamplingParams, system: str | None, keyboard: Keyboard
+        self,
+        model: ChatModel,
+        params: SamplingParams,
+        system: str | None,
+        keyboard: Keyboard,
+        *,
+        shows_speed: bool = False,
     ) -> None:
-        self.model, self.params, self.keyboard = model, params, keyboard
+        self.model, self.params, self.keyboard, self._shows_speed = model, params, keyboard, shows_speed
         self.messages: Messages = []
         self.begin(system)
 
@@ -312,7 +324,7 @@ class Conversation:
         message, and returns False.
         """
         self.messages.append({"role": "user", "content": text})
-        answer, reason = "", None
+        answer, reason, tokens, times = "", None, 0, list[float]()
         self.keyboard.interrupted = False
         try:
             self._make_room()
@@ -320,6 +332,8 @@ class Conversation:
             with contextlib.closing(self.model.answer(self.system + self.messages, self.params)) as pieces:
                 for piece in pieces:
                     write(piece.text)
+                    tokens = len(piece.token_ids) + (tokens if self.model.waits else 0)
+                    times.append(time.monotonic())
                     answer, reason = answer + piece.text, piece.finish_reason
                     if self.keyboard.interrupted:
                         break
@@ -338,6 +352,8 @@ class Conversation:
             note("(stopped)")
         elif reason == "length":
             note("(cut off: --max-tokens, or the model's length)")
+        if self._shows_speed and tokens > 1 and times[-1] > times[0]:
+            note(f"({tokens} tokens, {(tokens - 1) / (times[-1] - times[0]):.1f} tokens/s)")
         return True
 
     def _make_room(self) -> None:

@@ -34,6 +34,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "target", metavar="HOST:PORT|-- COMMAND", nargs="+", help="a server, or a command after `--`"
     )
     parser.add_argument(
+        "-o",
         "--output",
         metavar="FILE",
         type=Path,

@@ -7,6 +7,7 @@ import os
 import sys
 
 from jengine import EngineConfig, JengineError, SamplingParams
+from jengine.commands.arguments import Help
 from jengine.commands.chat import KEYS, Conversation, Keyboard, chat_with, local_model
 from jengine.commands.flags import (
     add_lora,
@@ -20,6 +21,12 @@ from jengine.commands.pull import add_force, pull
 from jengine.hub.cached import is_cached
 from jengine.hub.files import HubName
 
+# options of the engine and of sampling that `--help` shows
+COMMON = (
+    *("temperature", "top_p", "top_k", "max_tokens", "seed", "stop"),
+    *("config", "revision", "dtype", "quantization", "max_model_len"),
+)
+
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
@@ -32,7 +39,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         ),
         epilog="in a conversation:\n" + "".join(f"  {line}\n" for line in KEYS.splitlines()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action=Help, common=COMMON)
     add_model(parser)
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="a message to answer, then leave")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
@@ -57,7 +66,8 @@ def _run(options: argparse.Namespace) -> int:
     if prompt is None:
         chat_with(model, params, options)
         return 0
-    return 0 if Conversation(model, params, options.system, Keyboard()).send(prompt) else 1
+    chat = Conversation(model, params, options.system, Keyboard(), shows_speed=not options.quiet)
+    return 0 if chat.send(prompt) else 1
 
 
 def _prompt(given: str | None) -> str | None:

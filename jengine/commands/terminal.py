@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from jengine import InvalidArgument
+from jengine import JengineError
 from jengine.base.display import counted
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -29,10 +29,10 @@ def agreed(question: str) -> bool:
     """Asks at the terminal.
 
     Raises:
-        InvalidArgument: there is none.
+        JengineError: there is none.
     """
     if not sys.stdin.isatty():
-        raise InvalidArgument("yes", False, "give --yes: there is no terminal to ask at")
+        raise JengineError("there is no terminal to ask at: give --yes")
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 

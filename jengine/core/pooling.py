@@ -129,8 +129,8 @@ def require_embedder(embedder: Embedder | None) -> Embedder:
     """
     if embedder is None:
         limit = (
-            "must be True when the engine starts, for it to embed; only models with sentence-transformers'"
-            " files embed by default"
+            "must be True when the engine starts (--embeddings), for it to embed; only models with"
+            " sentence-transformers' files embed by default"
         )
         raise InvalidArgument("embeddings", False, limit)
     return embedder

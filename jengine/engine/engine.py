@@ -13,7 +13,7 @@ from typing import cast
 
 import numpy as np
 
-from jengine.base.compiles import compile_count
+from jengine.base.compiles import engine_compile_count
 from jengine.base.errors import JengineError
 from jengine.core.pooling import Embedder, Reranker
 from jengine.core.request import FinishReason, Request
@@ -21,7 +21,7 @@ from jengine.core.seeds import prompt_seed
 from jengine.core.updates import BeamsFound, Ended, Load, Pooled, TokenUpdate, Update
 from jengine.core.weights import Version
 from jengine.engine.adapter_store import AdapterStore
-from jengine.engine.engine_parts import Arrivals, ModelRunner
+from jengine.engine.engine_parts import Arrivals, ModelRunner, programs_ready
 from jengine.engine.gate import Gate
 from jengine.engine.limits import Limits
 from jengine.engine.live_weights import FixedWeights
@@ -112,17 +112,17 @@ class Engine:
         self.adapters = adapters
         if adapters is not None:
             runner.use_adapters(adapters.packed)
-        self.records = StepRecorder(scheduler, overlap=overlap)
         self._seeds = random.Random(seed)
         # the flag says whether the step's duration may update costs
         self._in_flight: deque[tuple[StepRecord, bool, InFlight]] = deque()
         self._clock = StepClock(self._stages)
         self._programs = programs
         self._taken = -1  # number of these programs in use
-        self._num_programs = num_programs
+        self._count_programs = partial(programs_ready, programs, num_programs)
+        self.records = StepRecorder(scheduler, overlap=overlap, programs=self._count_programs)
         self._masks = MaskThread(MASK_SECONDS)
         self._unmasked: dict[int, Exception] = {}  # sampler rows behind drafts whose masks failed
-        self._compiles_at_start = compile_count()
+        self._compiles_at_start = engine_compile_count()
         self._outlook, self._reports = FirstTokenOutlook(scheduler), Reports()
         self._last_totals = StepTotals()
         self._recorder = recorder
@@ -134,10 +134,8 @@ class Engine:
 
     @property
     def compiles_since_start(self) -> int:
-        """XLA compilations in this process since warm-up. Each is a bug, here or in other code of the
-        process.
-        """
-        return compile_count() - self._compiles_at_start
+        """XLA compilations of this package's code in this process since warm-up. Each is a bug."""
+        return engine_compile_count() - self._compiles_at_start
 
     @property
     def has_work(self) -> bool:
@@ -176,8 +174,8 @@ class Engine:
         return load_of(
             self.scheduler,
             compiles_since_start=self.compiles_since_start,
-            programs_ready=self._num_programs if self._programs is None else self._programs.ready,
-            programs=self._num_programs,
+            programs_ready=self._count_programs()[0],
+            programs=self._count_programs()[1],
             first_token_seconds=first_token_seconds,
             report_faults=self._reports.faults,
             at_gate=self.gate.held,

@@ -74,3 +74,8 @@ class Arrivals(Protocol):
     def wait(self, timeout: float | None = None) -> bool: ...
 
     def stop(self) -> None: ...
+
+
+def programs_ready(later: Arrivals | None, number: int) -> tuple[int, int]:
+    """Number of programs that are ready, and of all. Thread-safe."""
+    return number if later is None else later.ready, number

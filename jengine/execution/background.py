@@ -35,7 +35,7 @@ class BackgroundPrograms:
 
     A program can be used once every process has it. Each program is saved as soon as it is compiled, so an
     interruption loses at most those in progress. At exit, the interpreter waits for these, since a
-    compilation cannot be stopped safely.
+    compilation cannot be stopped safely; commands end without that, see cli.py.
 
     Args:
         keys: all keys of the table, in order. Those that `programs` already has come first.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jengine.base.errors import InvalidArgument
+from jengine.base.host_memory import total_memory
 from jengine.execution.kv_cache import Page
 from jengine.execution.spec import ExecutionSpec
 
@@ -81,11 +81,11 @@ def check_host_memory(swap_space: float, spec: ExecutionSpec) -> None:
         InvalidArgument: the host has too little memory, or the device cannot copy in parallel with programs.
     """
     devices = spec.mesh.local_devices
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = total_memory()
     if spec.host_pages * spec.page_bytes * len(devices) > memory * LARGEST_SHARE:
         limit = (
             f"must be at most {memory * LARGEST_SHARE / len(devices) / 2**30:.3g} GiB for each device,"
-            f" {LARGEST_SHARE:.0%} of the host's"
+            f" {LARGEST_SHARE:.0%} of the host's, or of the container's limit"
         )
         raise InvalidArgument("swap_space", swap_space, limit)
     if devices[0].platform == "gpu" and PINNED not in {

@@ -34,6 +34,7 @@ from jengine.parallel.mesh import rank_mesh
 from jengine.table.pages import SWAPS, most_pages, pages_of
 from jengine.table.program_table import ProgramTable, TrunkKey
 from jengine.version import __version__
+from pallas_kernels import max_isa
 from pallas_kernels.fastest import takes
 from pallas_kernels.flashinfer.build import installed_version as flashinfer_version
 from pallas_kernels.products import cpu_refused
@@ -405,13 +406,17 @@ def _plugins() -> str:
 
 @functools.cache
 def cpu_features() -> str:
-    """The host's instruction set extensions: code for one processor may not run on another."""
+    """The host's instruction set extensions, without those that `max_isa` hides: code for one processor may
+    not run on another.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         import platform
 
         return f"{platform.machine()} {platform.processor()}"
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith(("flags", "Features"))), ""
-    )
+    found = next(
+        (line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), ""
+    ).split()
+    hidden = max_isa.hidden(found)
+    return " ".join(feature for feature in found if feature not in hidden)

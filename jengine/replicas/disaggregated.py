@@ -53,7 +53,7 @@ class Disaggregated:
         self._decode, self._address, self._on_lost = decode, address, on_lost
         self.limits: Limits = decode.limits
         self.makes_masks = decode.makes_masks
-        self._check(prefill)
+        self.check(prefill)
         self._lock = threading.RLock()  # of what follows
         self._prefill: Backend | None = prefill  # None: it has ended
         self._past = list[tuple[Load, StepTotals]]()  # of prefill engines that have ended
@@ -93,7 +93,7 @@ class Disaggregated:
         Raises:
             InvalidArgument: its limits are not the decode engine's.
         """
-        self._check(prefill)
+        self.check(prefill)
         with self._lock:
             if self._closing:
                 prefill.quit(wait=False)
@@ -200,7 +200,8 @@ class Disaggregated:
 
     # --- the prefill engine -------------------------------------------------------------------
 
-    def _check(self, prefill: Backend) -> None:
+    def check(self, prefill: Backend) -> None:
+        """Raises InvalidArgument unless this engine has the decode engine's limits."""
         if prefill.limits != self.limits:
             raise InvalidArgument(
                 "prefill", prefill.limits, f"needs the decode engine's limits: {self.limits}"

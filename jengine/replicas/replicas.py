@@ -56,7 +56,7 @@ class Replicas:
         self.limits: Limits = members[0].limits
         self.makes_masks = members[0].makes_masks
         for one in members[1:]:
-            self._check(one)
+            self.check(one)
 
     @property
     def load(self) -> Load:
@@ -87,7 +87,7 @@ class Replicas:
         Raises:
             InvalidArgument: its limits are not those of the others.
         """
-        self._check(backend)
+        self.check(backend)
         with self._lock:
             if self._closing:
                 backend.quit(wait=False)
@@ -179,7 +179,8 @@ class Replicas:
 
     # --- replicas -----------------------------------------------------------------------------
 
-    def _check(self, backend: Backend) -> None:
+    def check(self, backend: Backend) -> None:
+        """Raises InvalidArgument unless this engine has the others' limits."""
         if backend.limits != self.limits:
             raise InvalidArgument("members", backend.limits, f"replicas need equal limits: {self.limits}")
 

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import llvmlite.binding as llvm
 
+from pallas_kernels import max_isa
+
 # Hash of all kernels' sources.
 SOURCE = hashlib.sha256(
     b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.*")))
@@ -47,8 +49,10 @@ class Target:
 
 
 def host() -> Target:
-    """The local processor."""
-    return Target(llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten())
+    """The local processor, without the instructions that `max_isa` hides."""
+    has = dict(llvm.get_host_cpu_features())
+    features = llvm.FeatureMap({**has, **dict.fromkeys(max_isa.hidden(has), False)})
+    return Target(llvm.get_process_triple(), llvm.get_host_cpu_name(), features.flatten())
 
 
 def assembly(text: str, target: Target) -> str:

@@ -38,7 +38,10 @@ def exception_of(error: grpc.RpcError, request: Message) -> JengineError:
         field = violation.field.removeprefix("sampling_params.")
         _, _, limit = violation.description.partition(": ")
         return InvalidArgument(field, _value_at(request, violation.field), limit or violation.description)
-    return ServerError(error.code(), error.details() or "no details", retry_seconds(error))
+    details = error.details() or "no details"
+    if error.code() is grpc.StatusCode.UNAVAILABLE and "Socket closed" in details:  # as one with TLS does
+        details += "; if the server has TLS, connect with tls (--tls)"
+    return ServerError(error.code(), details, retry_seconds(error))
 
 
 def retry_seconds(error: grpc.RpcError) -> float | None:

@@ -24,7 +24,7 @@ class Rejection(NamedTuple):
     message: str
 
 
-MISSING = Rejection("missing_key", "an API key is required, as metadata: authorization: Bearer KEY")
+MISSING = Rejection("missing_key", "an API key is required: `authorization: Bearer KEY`")
 WRONG = Rejection("wrong_key", "the API key is unknown")
 
 

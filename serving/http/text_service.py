@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
@@ -94,13 +95,20 @@ class TextService(HttpService):
         await call.answer(200, msgspec.json.encode({"prompt": text}))
 
     async def models(self, call: HttpCall) -> None:
-        served = map(self._model, (*self._models.listed(), *self._models.adapters))
-        page = SyncPage[replies.ServedModel](data=[*served], object="list")
+        served = [self._model(model) for model in (*self._models.listed(), *self._models.adapters)]
+        if _of_anthropic(call):
+            ends = {"first_id": served[0].id, "last_id": served[-1].id, "has_more": False}
+            await call.answer(200, msgspec.json.encode({"data": [_anthropic(one) for one in served], **ends}))
+            return
+        page = SyncPage[replies.ServedModel](data=served, object="list")
         await call.answer(200, replies.text_of(page).encode("utf-8", "replace"))
 
     async def model(self, call: HttpCall) -> None:
-        found = listed_model(call.scope["path_params"]["model"], self._models)
-        await call.answer(200, replies.text_of(self._model(found)).encode("utf-8", "replace"))
+        found = self._model(listed_model(call.scope["path_params"]["model"], self._models))
+        if _of_anthropic(call):
+            await call.answer(200, msgspec.json.encode(_anthropic(found)))
+        else:
+            await call.answer(200, replies.text_of(found).encode("utf-8", "replace"))
 
     def _model(self, model: ListedModel | Adapter) -> replies.ServedModel:
         default = self._models.listed()[0]
@@ -126,3 +134,14 @@ class TextService(HttpService):
             max_model_len=None if model.info is None else model.info.limits.sequence.max_model_len,
             status=replies.ModelStatus(value=model.status, why=model.why),
         )
+
+
+def _of_anthropic(call: HttpCall) -> bool:
+    """Whether Anthropic's client asks, which always says the version of its API."""
+    return call.header(b"anthropic-version") is not None
+
+
+def _anthropic(model: replies.ServedModel) -> dict[str, Any]:
+    """A model as Anthropic's API describes it."""
+    created = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"type": "model", "id": model.id, "display_name": model.id, "created_at": created}

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from jengine import available_memory
+
 BESIDE = 3 << 29  # bytes that an engine on a CPU takes beside its weights, until it was measured
 
 
@@ -42,7 +44,7 @@ class HostMemory:
     """This machine's memory, or what is left of the container's."""
 
     def fits(self, wanted: MemoryNeed, loaded: Sequence[MemoryNeed]) -> bool:
-        return wanted.bytes <= _available()
+        return wanted.bytes <= available_memory()
 
 
 def memory_of(devices: str) -> Memory:
@@ -56,25 +58,3 @@ def resident(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0
-
-
-def _available() -> int:
-    """Bytes; a lot if this is not known."""
-    found = [1 << 62]
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
-    except (OSError, ValueError):
-        pass
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
-        inactive = 0  # pages of files that the kernel can drop
-        for line in (group / "memory.stat").read_text().splitlines():
-            if line.startswith("inactive_file "):
-                inactive = int(line.split()[1])
-        found.append(limit - used + inactive)
-    except (OSError, ValueError):  # no container, or one without a limit
-        pass
-    return min(found)

@@ -13,8 +13,6 @@ from jengine import (
     Disaggregated,
     EngineDead,
     FinishReason,
-    InvalidArgument,
-    JengineError,
     Limits,
     Load,
     Operation,
@@ -26,6 +24,7 @@ from jengine.serving.calls.model_provider import PagesInfo
 from jengine.serving.processes.back_off import BackOff
 from jengine.serving.processes.engine_process import Done
 from jengine.serving.processes.replicated_engine import OnEnd, ReplicatedEngine
+from jengine.serving.processes.restart import start_again
 from jengine.serving.processes.starting import StartProgress
 from jengine.serving.processes.wire import EngineInfo
 
@@ -165,24 +164,25 @@ class DisaggregatedEngine:
 
     def _restart(self, error: BaseException | None) -> None:
         """Runs in a thread until there are engines again that compute prompts, or the whole ends."""
-        lived = time.monotonic() - self._since
-        while True:
-            seconds = self._back_off.after(lived)
-            log.error("engines that compute prompts: %s; starting others in %.1f s", error, seconds)
-            if self._stop.wait(seconds):
-                return
-            engines = self._make_prefill(self._sent, self._prefill_ended)
-            try:
-                engines.start()
-                self._past_restarts += self.prefill.restarts + len(engines.pids)
-                self.prefill, self._since = engines, time.monotonic()
-                if self._stop.is_set():
-                    engines.quit(wait=False)
-                    return
-                self._both.replace(engines)
-            except (JengineError, InvalidArgument, OSError) as wrong:
-                engines.quit(wait=False)
-                error, lived = wrong, 0.0
-                continue
+        back = start_again(
+            "engines that compute prompts",
+            error,
+            time.monotonic() - self._since,
+            lambda: self._make_prefill(self._sent, self._prefill_ended),
+            self._enter,
+            back_off=self._back_off,
+            stop=self._stop,
+        )
+        if back:
             log.info("there are engines again that compute prompts")
-            return
+
+    def _enter(self, engines: ReplicatedEngine) -> None:
+        """Gives started engines the place of those that have ended. Raises InvalidArgument if they need other
+        limits.
+        """
+        self._both.check(engines)
+        self._past_restarts += self.prefill.restarts + len(engines.pids)
+        self.prefill, self._since = engines, time.monotonic()
+        self._both.replace(engines)
+        if self._stop.is_set():
+            engines.quit(wait=False)

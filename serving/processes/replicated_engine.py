@@ -12,8 +12,6 @@ from functools import partial
 from jengine import (
     EngineDead,
     FinishReason,
-    InvalidArgument,
-    JengineError,
     Limits,
     Load,
     Operation,
@@ -24,6 +22,7 @@ from jengine import (
 )
 from jengine.serving.processes.back_off import BackOff
 from jengine.serving.processes.engine_process import Done, EngineProcess
+from jengine.serving.processes.restart import start_again
 from jengine.serving.processes.starting import StartProgress
 from jengine.serving.processes.wire import EngineInfo
 
@@ -162,26 +161,28 @@ class ReplicatedEngine:
 
     def _restart(self, index: int, error: BaseException | None) -> None:
         """Runs in a thread until the replica is back, or the whole ends."""
-        lived = time.monotonic() - self._since[index]
-        while True:
-            seconds = self._back_offs[index].after(lived)
-            log.error("replica %d: %s; starting another in %.1f s", index, error, seconds)
-            if self._stop.wait(seconds):
-                return
-            process = self._make(index, partial(self._ended, index))
-            try:
-                process.start()
-                with self._lock:
-                    if self._stop.is_set():
-                        process.quit(wait=False)
-                        return
-                    self._past_generated += self._processes[index].generated
-                    self._processes[index], self._since[index] = process, time.monotonic()
-                    self._running.add(index)
-                self._replicas.replace(index, process)
-            except (JengineError, InvalidArgument, OSError) as wrong:
-                error, lived = wrong, 0.0
-                continue
+        back = start_again(
+            f"replica {index}",
+            error,
+            time.monotonic() - self._since[index],
+            lambda: self._make(index, partial(self._ended, index)),
+            partial(self._enter, index),
+            back_off=self._back_offs[index],
+            stop=self._stop,
+        )
+        if back:
             self.restarts += 1
             log.info("replica %d answers again", index)
-            return
+
+    def _enter(self, index: int, process: EngineProcess) -> None:
+        """Gives a started process the place of one that has ended. Raises InvalidArgument if its limits are
+        not those of the others.
+        """
+        self._replicas.check(process)
+        with self._lock:
+            self._past_generated += self._processes[index].generated
+            self._processes[index], self._since[index] = process, time.monotonic()
+            self._running.add(index)
+        self._replicas.replace(index, process)
+        if self._stop.is_set():
+            process.quit(wait=False)

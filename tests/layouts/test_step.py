@@ -88,6 +88,15 @@ def test_prompts_by_hand() -> None:
     assert step["memory"] == pytest.approx(2 * HEAD / BANDWIDTH), "4 rows use a head less than they read it"
 
 
+def test_rows_of_logits_by_hand() -> None:
+    """One of each sequence, and one of each prompt's end."""
+    *_, (moved, operations, _) = costs_of_70b(Layout())._parts(Batch(3, 100, 8192, 2048), 1.0, 1.0)
+    assert (moved, operations) == (2 * HEAD, 2 * 7 * HEAD)
+    step = costs_of_70b(Layout(tensor=8)).step(Batch(0, 0, 4, 1))
+    sums, size, logits = 2 * 80 + 1, 4 * 8192 * 2, 4 * 128_256 * 4 / 8
+    assert step["links"] == pytest.approx((sums * 2 * size + logits) * 7 / 8 / LINK)
+
+
 def test_stages_read_the_weights_once_for_each_cohort() -> None:
     """One sequence passes through all stages, which together have all layers. The last one has the head, too,
     so the others wait for it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import re
 from collections.abc import Callable, Iterator
 
 import jax
@@ -22,7 +23,7 @@ from jengine.insight.recording.trace import Readers, Trace
 from jengine.scheduling.costs.draft_count import all_of_them
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.table.program_table import TrunkKey
-from tests.observe.virtual import MS, TILE, Load, Virtual, make_virtual
+from tests.observe.virtual import MS, TILE, Kernel, Load, Virtual, make_virtual
 from tests.scheduling.adversaries import Knowing
 
 
@@ -323,6 +324,83 @@ def test_a_loop_without_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
         busy(make_virtual(monkeypatch, load=Load(schedule=20 * MS, processor=0.3))), "busy_machine"
     )
     assert finding.evidence["processor time of the loop"] == "30%"
+
+
+def on(virtual: Virtual, kernel: Kernel, output: int = 400) -> Virtual:
+    virtual.engine.records._machine = kernel  # type: ignore[assignment]
+    return busy(virtual, output=output)
+
+
+def test_a_machine_that_was_always_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its costs were measured under the same load, so no step is late."""
+    rates = {"ran": 0.5, "queued": 1.5, "loop_ran": 0.1, "loop_queued": 0.3, "normal": 1.9, "pressure": 0.99}
+    virtual = on(make_virtual(monkeypatch), Kernel({**rates, "switches": 400.0}))
+    finding = found(virtual, "busy_machine")
+    assert "75% of the time that they could run; other processes use 1.4 of 2" in finding.summary
+    assert finding.evidence["some process waits for a processor (pressure)"] == "99%"
+    assert finding.evidence["involuntary switches"] == "400 a second"
+    assert finding.share == pytest.approx(0.75) and finding.effect == "4.0 times the tokens a second"
+
+
+@pytest.mark.parametrize(
+    ("rates", "summary"),
+    [
+        ({"throttled": 0.4, "normal": 1.0}, "the container's quota of processors is used up 40% of the time"),
+        ({"stolen": 0.5, "normal": 1.0}, "the hypervisor takes 0.5 of 2 processors"),
+    ],
+)
+def test_processors_that_are_taken_away(
+    rates: dict[str, float], summary: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (
+        found(on(make_virtual(monkeypatch), Kernel({"ran": 1.0, **rates})), "busy_machine").summary == summary
+    )
+
+
+def test_threads_that_wait_little_are_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"ran": 1.5, "queued": 0.3, "loop_ran": 0.2, "loop_queued": 0.02, "normal": 1.6}
+    assert explain(on(make_virtual(monkeypatch), Kernel(rates)).run()).findings == ()
+    idle = {"ran": 0.01, "queued": 0.03, "normal": 1.9}
+    assert explain(on(make_virtual(monkeypatch), Kernel(idle)).run()).findings == ()
+
+
+def test_programs_that_are_still_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else is blamed for what they do: threads that wait, steps that are late, garbage, memory."""
+    monkeypatch.setattr(
+        step_recorder, "memory", lambda now: Memory(now, (1 << 30) + int((now - 1000) * (5 << 20)), 3 << 30)
+    )
+    rates = {"ran": 0.6, "queued": 0.4, "loop_ran": 0.3, "loop_queued": 0.2, "normal": 0.7, "low": 1.3}
+    kernel = Kernel(rates, programs=50, compiled=30.0)
+    virtual = on(make_virtual(monkeypatch, load=Load(slower=1.6)), kernel, 1900)
+    while virtual.clock.now < 1020.0:
+        virtual.turn()
+    [finding] = explain(virtual.engine.trace()).findings
+    assert finding.name == "compiling" and finding.share == pytest.approx(0.4)
+    assert re.match(r"3[23] of 50 programs are ready", finding.summary)
+    assert re.match(r"1[78] programs, ready in about (10|11) s", finding.evidence["left"])
+    assert finding.evidence["work of low priority, such as compilers, uses"] == "1.3 of 2 processors"
+
+
+def test_compilers_beside_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"ran": 0.2, "queued": 0.8, "normal": 1.8, "low": 0.2}
+    virtual = on(make_virtual(monkeypatch), Kernel(rates, programs=50, compiled=1000.0))
+    others, compilers = explain(virtual.run()).findings
+    assert (others.name, compilers.name) == ("busy_machine", "compiling")
+    assert others.share == pytest.approx(0.8) and compilers.share == pytest.approx(0.8 * 0.2 / 1.8)
+
+
+def test_memory_that_compilers_took_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It grew until the programs were ready, and no more."""
+    monkeypatch.setattr(
+        step_recorder,
+        "memory",
+        lambda now: Memory(now, (1 << 30) + int(min(now - 1000, 15) * (9 << 20)), 3 << 30),
+    )
+    kernel = Kernel({"ran": 1.0, "normal": 1.0}, programs=50, compiled=14.5)
+    assert explain(on(make_virtual(monkeypatch), kernel, 1900).run()).findings == ()
+    kernel = Kernel({**kernel.rates, "queued": 0.2}, programs=50, compiled=14.5)
+    [finding] = explain(on(make_virtual(monkeypatch), kernel, 1900).run()).findings
+    assert finding.name == "compiling" and "now all 50 programs are ready" in finding.summary
 
 
 def test_each_trunk_is_known(healthy: Trace) -> None:

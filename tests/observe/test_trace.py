@@ -59,8 +59,18 @@ def test_read_back(trace: Trace, saved: Path) -> None:
 
 
 def test_the_last_seconds(trace: Trace) -> None:
+    for first in (1, 4, len(trace.steps) // 2, len(trace.steps) - 1):
+        since = (trace.steps[first - 1].ended + trace.steps[first].ended) / 2
+        assert trace.last(trace.taken - since).steps == trace.steps[first:]
+    [pause] = trace.pauses
+    assert (
+        trace.last(trace.taken - pause.begun + 1e-6).pauses
+        and not trace.last(trace.taken - pause.begun - 1e-6).pauses
+    )
+    ended = sorted(request.ended for request in trace.requests if request.ended)
+    since = (ended[1] + ended[2]) / 2
+    assert len(trace.last(trace.taken - since).requests) == len(trace.requests) - 2
     last = trace.last(0.2)
-    assert 0 < len(last.steps) < len(trace.steps) and last.steps[-1] == trace.steps[-1]
     assert {r.request_id for r in trace.requests if not r.ended} <= {r.request_id for r in last.requests}
     assert not last.pauses and last.memories == trace.memories
 

@@ -17,6 +17,7 @@ from jengine.engine import engine as engine_module
 from jengine.engine.engine import Engine
 from jengine.execution.runner import StepResult
 from jengine.insight.recording import pauses, step_recorder
+from jengine.insight.recording.records import Machine
 from jengine.insight.recording.trace import Trace
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts
 from jengine.scheduling.scheduler import Scheduler
@@ -24,6 +25,10 @@ from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 
 MS = 1e-3
+FIGURES = (
+    *("ran", "queued", "loop_ran", "loop_queued", "normal", "low", "stolen", "throttled", "pressure"),
+    "switches",
+)
 TILE = 64
 
 
@@ -100,6 +105,33 @@ class VirtualRunner:
         waited = step.done > self._clock.now
         self._clock.now = max(self._clock.now, step.done)
         return StepResult([7] * len(step.plan.samples), waited=waited)
+
+
+@dataclass
+class Kernel:
+    """A machine with two processors, and what the kernel counts on it: rates, each second.
+
+    Attributes:
+        compiled: seconds until all programs are ready, at equal intervals.
+    """
+
+    rates: dict[str, float] = field(default_factory=dict)
+    programs: int = 0
+    compiled: float = 0.0
+    begun: float = 0.0
+
+    def sample(self, now: float, loop: int, programs_ready: int, programs: int) -> Machine:
+        self.begun = self.begun or now
+        since = now - self.begun
+        share = min(since / self.compiled, 1.0) if self.compiled else 1.0
+        fields = {name: self.rates.get(name, 0.0) * since for name in FIGURES}
+        return Machine(
+            at=now,
+            processors=2,
+            programs=self.programs,
+            programs_ready=int(share * self.programs),
+            **{**fields, "switches": int(fields["switches"])},
+        )  # type: ignore[arg-type]
 
 
 @dataclass
@@ -197,6 +229,7 @@ def make_virtual(
     )
     slow(scheduler, "schedule", lambda: clock.work(load.schedule, load.processor))
     slow(scheduler, "collect", lambda: clock.work(load.collect, load.processor))
+    monkeypatch.setattr(step_recorder, "MachineClock", Kernel)
     model: Any = SimpleNamespace(vocab_size=500, eos_token_ids=())
     runner: Any = VirtualRunner(clock, truth, load)
     return Virtual(Engine(model, runner, scheduler, overlap=overlap), clock, load)

@@ -39,7 +39,10 @@ class Connected:
 def test_a_prompt_is_computed_and_then_answered() -> None:
     one = Connected()
     seeded = SamplingParams(seed=4, n=2, max_tokens=9, stop="x")
-    one.both.add(*[request(name, LONG, priority=3, cache_salt="s") for name in "ab"])
+    samples = [request(name, LONG, priority=3, cache_salt="s") for name in "ab"]
+    for sample in samples:
+        sample.params = seeded
+    one.both.add(*samples)
     for sent in one.prefill.requests.values():
         assert (sent.params.max_tokens, sent.params.temperature, sent.pages_from) == (1, 0.0, None)
         assert (sent.priority, sent.cache_salt, sent.prompt_token_ids) == (3, "s", [*LONG])
@@ -47,9 +50,10 @@ def test_a_prompt_is_computed_and_then_answered() -> None:
     one.prefill.say("a", last=True)
     assert [*one.decode.requests] == ["a", "b"] and not one.got, "no client gets its token"
     assert {sent.pages_from for sent in one.decode.requests.values()} == {"here:1"}
+    assert [sent.params for sent in one.decode.requests.values()] == [seeded] * 2
     one.decode.say("a")
     one.decode.say("a", last=True)
-    assert len(one.got) == 2 and seeded.n == 2
+    assert len(one.got) == 2
     # what no pages can help
     one.both.add(request("short", [1, 2, 3]))
     scored = request("scored", LONG)

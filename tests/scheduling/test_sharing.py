@@ -67,6 +67,19 @@ def test_followers_of_a_cold_prefix_compute_none_of_it(ahead):
         assert computed(one, ahead) == 28 + 6 * 2
 
 
+def test_pages_that_others_hold_cost_nothing_again():
+    """So a prompt is admitted beside one that it shares pages with, though few pages are free."""
+    one = loop()
+    one.add(PROMPT, max_tokens=4, **NO_END)
+    one.step(0)
+    blocks = one.scheduler.blocks
+    hit = blocks.match(PROMPT, None)
+    assert hit.tokens == 28
+    assert blocks.needed(hit, len(PROMPT), 1) == {0: 1}, "the eighth page; seven are held by the first"
+    one.drain(0)
+    assert blocks.needed(blocks.match(PROMPT, None), len(PROMPT), 1) == {0: 8}, "cached pages are free ones"
+
+
 def test_nothing_is_found_without_prefix_caching():
     one = loop(prefix_caching=False)
     for _ in range(2):

@@ -126,7 +126,11 @@ def test_flags_and_ports(name: str) -> None:
             "metrics": 9090,
         }
         ports = manifests()["Service"]["spec"]["ports"]
-        assert {port["targetPort"]: port["port"] for port in ports} == {"grpc": 50051, "http": 8000}
+        assert {port["targetPort"]: port["port"] for port in ports} == {
+            "grpc": 50051,
+            "http": 8000,
+            "metrics": 9090,
+        }
         grace = manifests()["Deployment"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
         mounts = {mount["name"]: mount["mountPath"] for mount in container()["volumeMounts"]}
         assert str(server.api_keys).startswith(mounts["keys"] + "/") and mounts["cache"] == "/cache"
@@ -214,7 +218,8 @@ def test_mounted_files_are_there() -> None:
     )
     prometheus = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())
     [job], [rules] = prometheus["scrape_configs"], prometheus["rule_files"]
-    assert f"./alerts.yaml:/etc/prometheus/{rules}:ro" in services["prometheus"]["volumes"]
+    assert f"./{rules}:/etc/prometheus/{rules}:ro" in services["prometheus"]["volumes"]
+    assert (DEPLOY / rules).is_file(), "promtool checks it from its own folder"
     assert job["static_configs"] == [{"targets": ["jengine:9090"]}]
     [source] = yaml.safe_load((DEPLOY / "grafana" / "sources.yaml").read_text())["datasources"]
     board = json.loads((DEPLOY / "grafana" / "jengine.json").read_text())
@@ -260,7 +265,23 @@ def test_metrics_are_exported() -> None:
     [scaled] = [
         one["pods"]["metric"]["name"] for one in manifests()["HorizontalPodAutoscaler"]["spec"]["metrics"]
     ]
-    assert scaled.replace("_", ":", 1) in exported
+    adapter = yaml.safe_load((DEPLOY / "kubernetes" / "prometheus-adapter.yaml").read_text())
+    [rule] = adapter["rules"]["custom"]
+    assert rule["name"]["as"] == scaled
+    assert {*re.findall(r'__name__="([^"]+)"', rule["seriesQuery"])} <= exported
+
+
+def test_metrics_can_be_scraped_in_each_way() -> None:
+    """By the pods' annotations, the Service, and the Prometheus operator."""
+    every = manifests()
+    ports = {port["name"]: port["containerPort"] for port in container()["ports"]}
+    pod = every["Deployment"]["spec"]["template"]["metadata"]
+    assert pod["annotations"]["prometheus.io/port"] == str(ports["metrics"])
+    served = {port["name"]: port for port in every["Service"]["spec"]["ports"]}
+    assert served["metrics"]["targetPort"] == "metrics" and served["metrics"]["port"] == ports["metrics"]
+    monitor = kustomized(DEPLOY / "kubernetes" / "components" / "pod-monitor")["PodMonitor"]["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= pod["labels"].items()
+    assert [endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]] == ["metrics"]
 
 
 @pytest.mark.skipif(
@@ -268,6 +289,10 @@ def test_metrics_are_exported() -> None:
 )
 def test_alerts() -> None:
     test = Path(__file__).parent / "alerts_test.yaml"
-    for arguments in (["check", "rules", str(DEPLOY / "alerts.yaml")], ["test", "rules", str(test)]):
+    for arguments in (
+        ["check", "rules", str(DEPLOY / "alerts.yaml")],
+        ["check", "config", str(DEPLOY / "prometheus.yaml")],
+        ["test", "rules", str(test)],
+    ):
         done = subprocess.run(["promtool", *arguments], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -218,9 +218,9 @@ def test_keys(make_server: MakeServer, tmp_path: Path) -> None:
                 headers={"authorization": f"Bearer {wrong}".encode("utf-8", "surrogateescape")},
             )
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-        assert httpx.post(f"{server.http}/completions", content=b"{").status_code == 401, (
-            "before the body is looked at"
-        )
+        none = httpx.post(f"{server.http}/completions", content=b"{")
+        assert none.status_code == 401, "before the body is looked at"
+        assert none.json()["error"]["message"] == "an API key is required: `authorization: Bearer KEY`"
         assert httpx.get(server.http.replace("/v1", "/health")).status_code == 200
         assert sum(count for (cause, _), count in server.metrics.rejections.items() if "key" in cause) == 3
         with client_of(server, api_key=KEY) as client:

@@ -74,6 +74,15 @@ def streamed(client: Anthropic, **body: Any) -> Any:
         return stream.get_final_message()
 
 
+def test_models_are_described_as_this_client_reads_them(server: MockServer, client: Anthropic) -> None:
+    page = client.models.list()
+    [model] = page.data
+    assert (model.type, model.id, model.display_name, page.has_more) == ("model", "mock", "mock", False)
+    assert model.created_at.year > 2000 and client.models.retrieve("mock") == model
+    [as_openai] = httpx.get(server.http + "/models", timeout=60).json()["data"]
+    assert (as_openai["object"], as_openai["id"]) == ("model", "mock")
+
+
 def test_a_streamed_text(client: Anthropic) -> None:
     with client.messages.stream(**asked("Hello.")) as stream:
         assert "".join(stream.text_stream) == "Hello."

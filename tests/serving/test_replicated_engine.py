@@ -22,7 +22,7 @@ from jengine.serving.processes.places import Place
 from jengine.serving.processes.replicated_engine import ReplicatedEngine
 from jengine.serving.processes.supervisor import OnEnd, Supervisor
 from tests.serving.children import LONG, MOCK, PROMPT, collect
-from tests.serving.leaks import nothing_leaks, wait_until
+from tests.serving.leaks import alive, nothing_leaks, wait_until
 
 
 def replicas(count: int, ended: list[EngineDead | None] | None = None, **options: Any) -> ReplicatedEngine:
@@ -71,6 +71,26 @@ def test_a_killed_replica_is_replaced_while_the_other_answers(tokenizer: Tokeniz
         asyncio.run(main(engine))
         engine.quit()
     assert ended == [None]
+
+
+def test_a_replacement_that_is_refused_is_ended() -> None:
+    """Its number of pages depends on the memory that is left, and is a part of its limits."""
+    made: list[EngineProcess] = []
+
+    def make(index: int, on_end: OnEnd) -> EngineProcess:
+        made.append(EngineProcess(MOCK, {"pages": 7 if len(made) in (2, 3) else 9}, on_end))
+        return made[-1]
+
+    with nothing_leaks():
+        engine = ReplicatedEngine(make, 2, None, partial(BackOff, first=0.01))
+        engine.start()
+        engine.connect(lambda updates: None, lambda error: None)
+        assert engine.pids[0] is not None
+        os.kill(engine.pids[0], signal.SIGKILL)
+        wait_until(lambda: engine.restarts == 1)
+        assert len(made) == 5 and engine.pids == [made[4].pid, made[1].pid]
+        wait_until(lambda: not any(one.pid is not None and alive(one.pid) for one in made[2:4]))
+        engine.quit()
 
 
 def test_when_all_have_ended_the_whole_has(tokenizer: Tokenizer) -> None:

@@ -15,7 +15,9 @@ import grpc
 import pytest
 
 from jengine import InvalidArgument
+from jengine.client import Client
 from jengine.serving.config import ServerConfig
+from jengine.serving.grpc.client_errors import Retries, ServerError
 from jengine.serving.guards.authentication import Authenticator, KeyInterceptor
 from jengine.serving.guards.security import ApiKeys, Key, current_key, hash_line
 from jengine.serving.guards.tls import Tls, warn_of_plaintext
@@ -231,6 +233,12 @@ def test_tls(tmp_path: Path) -> None:
                     assert await ask(channel) == expected
             async with grpc.aio.insecure_channel(address) as channel:
                 assert await ask(channel) == "UNAVAILABLE"
+            hint = r"if the server has TLS, connect with tls \(--tls\)"
+            with (
+                Client(address, retries=Retries(attempts=1)) as plain,
+                pytest.raises(ServerError, match=hint),
+            ):
+                await asyncio.to_thread(plain.model)
 
         config = ServerConfig(tls_cert=pair.cert, tls_key=pair.key, tls_client_ca=ours.cert)
         client = ours.sign("client")

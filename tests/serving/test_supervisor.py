@@ -20,6 +20,7 @@ from tests.serving.leaks import nothing_leaks, wait_until
 
 MOCK, FAULTY = "jengine.serving.processes.engines:mock_engine", "tests.serving.faulty_engines:"
 PROMPT = "The quick brown fox"
+SECONDS = 60  # for what takes milliseconds on an idle machine
 SHORT = SamplingParams(max_tokens=5)
 LONG = SamplingParams(max_tokens=None, ignore_eos=True)
 
@@ -45,7 +46,7 @@ class Watched:
         os.kill(self.engines[-1].pid or 0, signal.SIGKILL)
 
     async def until_state(self, serving: bool) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SECONDS):
             while self.supervisor.serving != serving:
                 await asyncio.sleep(0.002)
 
@@ -93,7 +94,7 @@ def test_a_retired_model_answers_but_counts_as_not_serving(tokenizer_folder: Pat
         watched.supervisor.retire()
         assert not watched.supervisor.serving and (await watched.ask()).finished
         watched.kill()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SECONDS):
             while not watched.supervisor.restarts:
                 await asyncio.sleep(0.002)
         assert not watched.supervisor.serving and (await watched.ask()).finished
@@ -116,7 +117,7 @@ def test_streams_of_a_killed_engine_end_and_another_takes_over(tokenizer_folder:
             while supervisor.llm.load.running < 32:
                 await asyncio.sleep(0.001)
             watched.kill()
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(SECONDS):
                 ends = await asyncio.gather(*streams, return_exceptions=True)
             assert all(isinstance(end, EngineDead) for end in ends)
             await watched.until_state(False)
@@ -151,17 +152,22 @@ def test_a_slow_reader_learns_of_the_death_too(tokenizer_folder: Path) -> None:
 
 def test_counters_do_not_fall_when_an_engine_is_replaced(tokenizer_folder: Path) -> None:
     watched = Watched(tokenizer_folder, page_size=2)
-    supervisor, queried, hits = watched.supervisor, [], []
+    supervisor, queried, hits, tokens = watched.supervisor, [], [], 0
 
     def counted() -> Load:
         queried.append(supervisor.load.prefix_queries)
         hits.append((supervisor.load.prefix_hits, supervisor.load.hit_pages))
         return supervisor.load
 
+    async def ask() -> None:
+        nonlocal tokens
+        tokens += len((await watched.ask()).outputs[0].token_ids)
+        assert supervisor.generated == tokens > 0
+
     async def main() -> None:
         await supervisor.start()
         for _ in range(2):
-            await watched.ask()
+            await ask()
         assert counted() == supervisor.llm.load
         watched.engines[0].restarts = 3  # of its replicas
         assert supervisor.restarts == 3
@@ -172,7 +178,7 @@ def test_counters_do_not_fall_when_an_engine_is_replaced(tokenizer_folder: Path)
                 _ = supervisor.load
             await watched.until_state(True)
             counted()
-            await watched.ask()
+            await ask()
             assert supervisor.llm.load.prefix_hits == 0, "a new engine has cached nothing"
             counted()
         await supervisor.close()
@@ -318,7 +324,7 @@ def test_close_in_a_restart(tokenizer_folder: Path, tmp_path: Path, waiting: boo
         await watched.until_state(False)
         if not waiting:
             await asyncio.to_thread(wait_until, mark.exists)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(SECONDS):
             await watched.supervisor.close(60)
 
     run(main)

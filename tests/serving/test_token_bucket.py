@@ -49,6 +49,15 @@ def test_idle_time_is_not_saved_up(per_minute: int, idle: float) -> None:
     )
 
 
+@given(st.integers(1, 10_000), st.floats(0, 20_000))
+def test_what_running_requests_reserve_is_not_there_for_others(per_minute: int, reserved: float) -> None:
+    bucket = TokenBucket(per_minute, 0.0)
+    bucket.reserved = reserved
+    missing = 1.0 - (per_minute - reserved)
+    expected = missing * 60.0 / per_minute if missing > ROUNDING else 0.0
+    assert bucket.seconds_until_ready(0.0) == expected
+
+
 def test_a_new_limit_keeps_the_debt() -> None:
     bucket = TokenBucket(60, 0.0)
     bucket.charge(119, 0.0)

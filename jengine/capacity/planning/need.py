@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 from jengine.base.errors import OutOfMemory
+from jengine.base.host_memory import total_memory
 from jengine.capacity.planning.ahead_of_time import describe_for
 from jengine.capacity.planning.plan import estimated
 from jengine.core.config import EngineConfig
 from jengine.execution.memory import DeviceMemory, pages_beside, pages_that_fit
-
-CGROUP = Path("/sys/fs/cgroup/memory.max")  # a container's limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ def need_of(config: EngineConfig) -> Need:
     spec = describe_for(config, None)
     device = spec.mesh.local_devices[0]
     on_cpu = device.platform == "cpu"
-    limit = host_memory() if on_cpu else (device.memory_stats() or {}).get("bytes_limit", 0)
+    limit = total_memory() if on_cpu else (device.memory_stats() or {}).get("bytes_limit", 0)
     memory = DeviceMemory.of(limit, spec, estimated(spec).values())
     try:
         pages = pages_that_fit(config, spec) if on_cpu else pages_beside(config, spec, memory)
@@ -60,12 +57,3 @@ def need_of(config: EngineConfig) -> Need:
         device.device_kind,
         pages > 0 and memory.beside + pages * memory.page <= limit,
     )
-
-
-def host_memory() -> int:
-    """Bytes of this machine's memory, or of the container's limit."""
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        return min(physical, int(CGROUP.read_text()))
-    except (OSError, ValueError):  # no such limit
-        return physical

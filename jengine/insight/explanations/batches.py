@@ -129,8 +129,8 @@ def _right_after(before: RequestRecord, after: RequestRecord) -> bool:
 
 
 def padding(window: Window) -> Finding | None:
-    """Programs have more rows or prompt tokens than there is work for."""
-    if not window.enough:
+    """Programs have more rows or prompt tokens than there is work for, though smaller ones are ready."""
+    if not window.enough or window.compiling:
         return None
     size, least = window.costs.table.tile_size, window.costs.table.row_buckets[0]
     rows = tiles = whole = 0.0

@@ -7,7 +7,7 @@ from jengine.insight.explanations.batches import batches_too_small, padding, pre
 from jengine.insight.explanations.drafts import wrong_drafts
 from jengine.insight.explanations.finding import Explanation, Finding
 from jengine.insight.explanations.loop import compilation, garbage_collection, host, masks, slow_readers
-from jengine.insight.explanations.machine import busy_machine, memory_growth
+from jengine.insight.explanations.machine import busy_machine, compiling, memory_growth
 from jengine.insight.explanations.pressure import page_pressure, queueing
 from jengine.insight.explanations.window import Window
 from jengine.insight.recording.trace import Trace
@@ -29,6 +29,7 @@ RULES = (
     garbage_collection,
     memory_growth,
     busy_machine,
+    compiling,
 )
 BUSY = 0.5  # share of time with work, below which an engine without findings counts as idle
 

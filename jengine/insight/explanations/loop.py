@@ -16,7 +16,7 @@ LONG_PAUSE, PAUSES = 0.05, 10
 
 def host(window: Window) -> Finding | None:
     """The device waits while the host plans, collects and produces text."""
-    if not window.enough or window.processor < STARVED:
+    if not window.enough or window.processor < STARVED or window.compiling:
         return None
     spent, count = window.spent, len(window.steps)
     other = spent["mask"] + window.paused + window.compiled + (0.0 if window.served else spent["away"])
@@ -149,8 +149,8 @@ def compilation(window: Window) -> Finding | None:
 
 
 def garbage_collection(window: Window) -> Finding | None:
-    """Python's garbage collector stops the process."""
-    if not window.enough:
+    """Python's garbage collector stops the process. It does so more while programs are traced."""
+    if not window.enough or window.compiling:
         return None
     begun, ended = window.steps[0].begun, window.steps[-1].ended
     pauses = [pause for pause in window.trace.pauses if begun <= pause.begun <= ended]

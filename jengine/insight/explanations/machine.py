@@ -1,14 +1,22 @@
-"""Rules about the machine: growing memory, other load."""
+"""Rules about the machine: growing memory, other load, compilers."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from jengine.insight.explanations.finding import Finding, percent, times
 from jengine.insight.explanations.loop import STARVED
+from jengine.insight.explanations.processors import Processors
 from jengine.insight.explanations.window import Window
 from jengine.insight.recording.records import Memory
 
+QUEUED = 0.25  # minimum share of the time that threads could run, for which they have no processor
+OTHERS = 0.2  # minimum share of the processors that others use, to be named while programs are compiled
+THROTTLED, STOLEN = 0.05, 0.1  # minimum shares of time, and of processors
+MOST = 0.9  # largest share that is claimed
+NAMED = 0.02  # minimum share of time lost to compilations that have ended
 DRIFT = 1.25  # duration of steps relative to usual
 HOST = 0.02  # minimum share of time spent planning for its CPU time to be significant
 SAMPLES, SECONDS = 8, 15.0  # minimum number of memory samples, and of seconds, for a trend
@@ -16,37 +24,144 @@ GROWTH = 16 << 20  # bytes a minute
 MIB = 1 << 20
 
 
+class Cause(NamedTuple):
+    """Why the machine is slow, and the share of time that this costs."""
+
+    share: float
+    summary: str
+    option: str = "what else runs here"
+
+
 def busy_machine(window: Window) -> Finding | None:
-    """Steps take longer than usual, or the loop does not get a processor."""
-    if not window.enough:
+    """Threads do not get a processor, or steps take longer than usual."""
+    causes = [*_by_kernel(window), *_by_costs(window)]
+    if not causes:
         return None
-    drift = statistics.median([step.drift for step in window.steps])
-    spent = window.spent
-    own = sum([spent[stage] for stage in ("schedule", "pack", "collect", "text")])
-    starved = window.processor < STARVED and spent["schedule"] >= HOST * window.busy
-    if drift < DRIFT and not starved:
-        return None
-    waits = (1.0 - window.processor) * own
-    without = max(window.busy - waits - (1.0 - 1.0 / max(drift, 1.0)) * spent["wait"], window.busy / 10)
+    share, summary, option = max(causes, key=lambda cause: cause.share)
     return Finding(
         "busy_machine",
-        1.0 - without / window.busy,
-        f"steps take {drift:.2f} times as long as usual, and the loop has a processor"
-        f" {percent(window.processor)} of its time",
+        share,
+        summary,
         {
-            "steps, against their costs": f"{drift:.2f} times",
+            "steps, against their costs": f"{_drift(window):.2f} times",
             "processor time of the loop": percent(window.processor),
+            **_figures(window.processors),
         },
-        "what else runs here",
+        option,
         "other processes and threads use the processors: move them away, or leave them some (cpu_threads, or"
         " one engine fewer)",
-        times(window.busy / without),
+        times(1.0 / (1.0 - share)),
+    )
+
+
+def _by_kernel(window: Window) -> Iterator[Cause]:
+    """What the kernel counts needs no usual duration, of which the load is a part where a machine is always
+    busy.
+    """
+    used = window.processors
+    if used is None:
+        return
+    number = used.first.processors
+    if used.queued >= QUEUED and not _compilers_alone(window):
+        yield Cause(
+            min(used.queued, MOST),
+            f"the engine's threads wait for a processor {percent(used.queued)} of the time that they could"
+            f" run; other processes use {used.others:.1f} of {number}",
+        )
+    if (throttled := used.rate("throttled")) >= THROTTLED:
+        yield Cause(
+            min(throttled, MOST),
+            f"the container's quota of processors is used up {percent(throttled)} of the time",
+            "the container's limit of processors",
+        )
+    if (stolen := used.rate("stolen")) >= STOLEN * number:
+        yield Cause(min(stolen / number, MOST), f"the hypervisor takes {stolen:.1f} of {number} processors")
+
+
+def _by_costs(window: Window) -> Iterator[Cause]:
+    if not window.enough or _compilers_alone(window):
+        return
+    drift, spent = _drift(window), window.spent
+    starved = window.processor < STARVED and spent["schedule"] >= HOST * window.busy
+    if drift < DRIFT and not starved:
+        return
+    waits = (1.0 - window.processor) * sum(
+        [spent[stage] for stage in ("schedule", "pack", "collect", "text")]
+    )
+    without = window.busy - waits - (1.0 - 1.0 / max(drift, 1.0)) * spent["wait"]
+    yield Cause(
+        min(1.0 - without / window.busy, MOST),
+        f"steps take {drift:.2f} times as long as usual, and the loop has a processor"
+        f" {percent(window.processor)} of its time",
+    )
+
+
+def _drift(window: Window) -> float:
+    return statistics.median([step.drift for step in window.steps]) if window.steps else 1.0
+
+
+def _compilers_alone(window: Window) -> bool:
+    """Whether programs were compiled, and nothing else explains that threads wait."""
+    used = window.processors
+    return window.compiling and used is not None and used.others < OTHERS * used.first.processors
+
+
+def _figures(used: Processors | None) -> dict[str, str]:
+    """What the kernel counted."""
+    if used is None or not used.known:
+        return {}
+    figures = {
+        "threads of the engine's process, able to run without a processor": percent(used.queued),
+        "the loop's thread, likewise": percent(used.loop_queued),
+        "processors that other processes use": f"{used.others:.1f} of {used.first.processors}",
+        "involuntary switches": f"{used.rate('switches'):,.0f} a second",
+    }
+    if used.first.pressure >= 0.0:
+        figures["some process waits for a processor (pressure)"] = percent(used.rate("pressure"))
+    return figures
+
+
+def compiling(window: Window) -> Finding | None:
+    """Programs were still being loaded or compiled."""
+    used = window.processors
+    if used is None or not used.compiling:
+        return None
+    last, number = used.last, used.first.processors
+    missing = last.programs - last.programs_ready
+    waits = max(used.queued, used.loop_queued, 1.0 - window.processor)  # for a processor, or the interpreter
+    if not _compilers_alone(window):
+        waits *= used.low / max(used.low + used.others, 1e-9)
+    share = min(used.compiling * waits, MOST)
+    if not missing and share < NAMED:
+        return None
+    when = "later" if used.left is None else f"in about {used.left:.0f} s" if missing else "from now on"
+    return Finding(
+        "compiling",
+        share,
+        f"{last.programs_ready} of {last.programs} programs are ready; the others are loaded or compiled"
+        " while steps run, some of them with larger programs than they need"
+        if missing
+        else f"programs were loaded or compiled {percent(used.compiling)} of this time; now all"
+        f" {last.programs} programs are ready",
+        {
+            "ready in this time": f"{last.programs_ready - used.first.programs_ready} programs",
+            "left": f"{missing} programs" + (f", ready {when}" if missing else ""),
+            "work of low priority, such as compilers, uses": f"{used.low:.1f} of {number} processors",
+            "the loop's thread, able to run without a processor": percent(used.loop_queued),
+            "processor time of the loop while it plans": percent(window.processor),
+        },
+        "nothing, or warm_up",
+        "this ends by itself, and programs are saved for the next start; measure after wait_until_compiled,"
+        " or start with warm_up=all",
+        f"{times(1.0 / (1.0 - share))}, {when}",
     )
 
 
 def memory_growth(window: Window) -> Finding | None:
     """The process's memory keeps growing."""
-    samples = window.trace.memories
+    # what compilers take they give back only in part, but once
+    compiled = [machine.at for machine in window.trace.machines if machine.programs_ready < machine.programs]
+    samples = [memory for memory in window.trace.memories if not compiled or memory.at > compiled[-1]]
     if len(samples) < SAMPLES or samples[-1].at - samples[0].at < SECONDS:
         return None
     late = samples[len(samples) // 4 :]  # without the beginning, which fills caches

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean
 
+from jengine.insight.explanations.processors import Processors
 from jengine.insight.recording.records import STAGES, EngineFacts, RequestRecord, StepRecord
 from jengine.insight.recording.trace import Trace
 from jengine.scheduling.costs.step_costs import StepCosts
@@ -86,6 +87,20 @@ class Window:
             if self.spent["schedule"] > 0.0
             else 1.0
         )
+
+    @cached_property
+    def processors(self) -> Processors | None:
+        """The use of processors; None: unknown."""
+        return (
+            Processors.between(self.trace.machines, self.steps[0].begun, self.steps[-1].ended)
+            if self.steps
+            else None
+        )
+
+    @property
+    def compiling(self) -> bool:
+        """Whether programs were loaded or compiled for most of this time."""
+        return self.processors is not None and self.processors.compiling > 0.5
 
     # --- load -----------------------------------------------------------------------------------------
 

@@ -197,6 +197,40 @@ class Memory(msgspec.Struct, array_like=True, gc=False):
     available: int
 
 
+class Machine(msgspec.Struct, array_like=True, gc=False):
+    """A sample of the kernel's figures about processors, and of the engine's programs. Figures are seconds of
+    all processors together that grow from some time on; -1: unknown, as on systems without Linux's /proc.
+
+    Attributes:
+        processors: number that the machine has.
+        ran, queued: of this process's threads of usual priority: with a processor, and able to run but
+            without one.
+        loop_ran, loop_queued: of the thread that steps the engine.
+        normal, low: of the machine's processes, this one included, with usual and with low priority. Threads
+            and processes that compile while steps run have low priority.
+        stolen: taken by the hypervisor.
+        throttled: seconds for which the container's quota was used up.
+        pressure: seconds for which some process of the machine waited for a processor.
+        switches: number of involuntary context switches of this process.
+        programs_ready, programs: see Load.
+    """
+
+    at: float
+    processors: int
+    ran: float
+    queued: float
+    loop_ran: float
+    loop_queued: float
+    normal: float
+    low: float
+    stolen: float
+    throttled: float
+    pressure: float
+    switches: int
+    programs_ready: int
+    programs: int
+
+
 class EngineFacts(msgspec.Struct, array_like=True):
     """Options that explanations use; see EngineConfig.
 

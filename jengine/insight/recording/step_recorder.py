@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
 from jengine.base.compiles import compile_count, compile_seconds
+from jengine.insight.recording.machine import MachineClock
 from jengine.insight.recording.memory import memory
 from jengine.insight.recording.pauses import garbage_pauses
-from jengine.insight.recording.records import EngineFacts, Memory, RequestRecord, StepRecord
+from jengine.insight.recording.records import EngineFacts, Machine, Memory, RequestRecord, StepRecord
 from jengine.insight.recording.totals import StepTotals
 from jengine.insight.recording.trace import Trace
 from jengine.scheduling.requests.sequence import Sequence
@@ -20,7 +22,10 @@ from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import EncoderKey
 
 STEPS, REQUESTS = 8192, 4096  # numbers of records kept
-MEMORIES, MEMORY_SECONDS = 1024, 2.0  # number of memory samples kept, and seconds between them
+SAMPLES, SAMPLE_SECONDS = (
+    1024,
+    2.0,
+)  # numbers of samples of memory and processors kept, and seconds between them
 
 
 class StepRecorder:
@@ -32,6 +37,7 @@ class StepRecorder:
 
     Args:
         overlap: as in Engine.
+        programs: returns how many programs are ready, and how many there are.
         steps, requests: numbers of records to keep.
 
     Attributes:
@@ -39,19 +45,28 @@ class StepRecorder:
     """
 
     def __init__(
-        self, scheduler: Scheduler, *, overlap: bool, steps: int = STEPS, requests: int = REQUESTS
+        self,
+        scheduler: Scheduler,
+        *,
+        overlap: bool,
+        programs: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        steps: int = STEPS,
+        requests: int = REQUESTS,
     ) -> None:
         self._scheduler, self._overlap, self._tile_size = scheduler, overlap, scheduler.table.tile_size
         self.steps: deque[StepRecord] = deque(maxlen=steps)
         self.requests: deque[RequestRecord] = deque(maxlen=requests)
-        self.memories: deque[Memory] = deque(maxlen=MEMORIES)
+        self.memories: deque[Memory] = deque(maxlen=SAMPLES)
+        self.machines: deque[Machine] = deque(maxlen=SAMPLES)
+        self._machine, self._programs = MachineClock(), programs
+        self._native = 0  # the kernel's id of the thread
         self._pauses = garbage_pauses()
         self._number = 0
         self._begun = self._cpu = 0.0  # of this iteration
         self._reading = 0.0  # seconds of this iteration in which earlier steps were read and collected
         # the last step that was read, until the loop begins with the next one
         self._last: StepRecord | None = None
-        self._passed_on = self._next_memory = 0.0
+        self._passed_on = self._next_sample = 0.0
         self._paused = False
         self._decision: object = None  # of the last step
         self._patches, self._encoder = 0, 0.0  # of encoders' programs, and their seconds, for the next step
@@ -66,9 +81,11 @@ class StepRecorder:
         last, self._last = self._last, None
         if last is not None and not self._paused:
             last.away = now - self._passed_on
-        if now >= self._next_memory:
+        if now >= self._next_sample:
+            self._native = threading.get_native_id()
             self.memories.append(memory(now))
-            self._next_memory = now + MEMORY_SECONDS
+            self.machines.append(self._sample(now))
+            self._next_sample = now + SAMPLE_SECONDS
         self._paused = False
         self._begun, self._reading, self._cpu, self.thread = (
             now,
@@ -226,6 +243,9 @@ class StepRecorder:
             pauses = self._pauses
             return self._totals.of_process(resident, pauses.seconds, [*pauses.counts])
 
+    def _sample(self, now: float) -> Machine:
+        return self._machine.sample(now, self._native, *self._programs())
+
     def trace(self, seconds: float | None = None) -> Trace:
         """The records of the last `seconds` seconds, or all that are kept."""
         scheduler, now = self._scheduler, time.perf_counter()
@@ -240,6 +260,7 @@ class StepRecorder:
             requests=[*self.requests, *live],
             pauses=[*self._pauses.longest],
             memories=[*self.memories],
+            machines=[*self.machines, self._sample(now)] if self.machines else [],
         )
         return trace if seconds is None else trace.last(seconds)
 

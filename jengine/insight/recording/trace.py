@@ -10,7 +10,7 @@ import msgspec
 from jengine.base.display import counted, image_html, table_html
 from jengine.base.errors import InvalidArgument
 from jengine.insight.recording.perfetto import trace_events
-from jengine.insight.recording.records import EngineFacts, Memory, Pause, RequestRecord, StepRecord
+from jengine.insight.recording.records import EngineFacts, Machine, Memory, Pause, RequestRecord, StepRecord
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.table.program_table import ProgramTable
 
@@ -41,7 +41,8 @@ class Trace(msgspec.Struct, kw_only=True):
         steps: in the order in which they ran.
         requests: finished ones, then running or waiting ones.
         pauses: longer pauses by Python's garbage collector.
-        memories: samples of the engine process's memory; all that are known, not only for this period.
+        memories, machines: samples of the engine process's memory, and of processors; all that are known, not
+            only for this period.
         readers: for a server's trace.
     """
 
@@ -53,6 +54,7 @@ class Trace(msgspec.Struct, kw_only=True):
     requests: list[RequestRecord] = []
     pauses: list[Pause] = []
     memories: list[Memory] = []
+    machines: list[Machine] = []
     readers: Readers | None = None
     version: int = VERSION
 

@@ -13,9 +13,8 @@ export class Steps {
   }
 
   draw(steps) {
-    const begun = !this.steps.length && steps.length;
-    this.steps = steps;
-    if (begun) this.pick(null);
+    this.steps = steps;  // grows in place, so its earlier length is not known
+    if (!this.picked) this.say(null);
     const last = steps.at(-1);
     this.drawCells();
     this.drawTimes();
@@ -89,9 +88,13 @@ export class Steps {
 
   pick(step) {
     this.picked = step;
+    this.say(step);
+    this.drawCells();
+  }
+
+  say(step) {
     const hint = this.steps.length ? "Point at a step, or focus the drawing and use the arrow keys." : "No steps yet: send a message.";
     this.detail.textContent = step ? words(step) : hint;
-    this.drawCells();
   }
 }
 
