@@ -89,6 +89,16 @@ def description(target: str) -> str:
     return (TARGETS / f"{target}.txtpb").read_text()
 
 
+def target_of(device: jax.Device) -> str | None:
+    """The target that describes this GPU; None: there is none, such as for a part of a GPU."""
+    names = {
+        re.search(r'^device_description_str: "(.*)"', text, re.MULTILINE)[1]: target  # type: ignore[index]
+        for target in targets()
+        if f"core_count: {getattr(device, 'core_count', None)}\n" in (text := description(target))
+    }
+    return names.get(device.device_kind)
+
+
 def devices(target: str, count: int, memory: int | None = None) -> list[jax.Device]:
     """Devices of one host, such as 'h200', to compile for.
 

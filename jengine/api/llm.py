@@ -223,7 +223,9 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
         Returns:
             Whether all programs are ready.
         """
-        return self.engine.wait_until_compiled(timeout)
+        done = self.engine.wait_until_compiled(timeout)
+        self._shared.step_until(lambda: not self.engine.has_unused_programs)
+        return done
 
     def close(self) -> None:
         """Free weights and cache. Calls in other threads end with EngineDead. May be called again."""

@@ -178,8 +178,8 @@ class EngineConfig:
             engine then compiles nothing. A dtype of auto and an unset num_pages take the folder's values.
         warm_up: when the engine is ready. progressive: when the few programs that can serve any request are
             ready; the others follow while it runs. all: when every program is ready.
-        compile_threads: programs compiled at once. By default 2 on a CPU, one for each core of the host on a
-            GPU, at most cpu_threads.
+        compile_threads: programs compiled at once, at most. By default 2 on a CPU, and on a GPU one for each
+            core of the host, as far as cores and memory are free; at most cpu_threads.
         cpu_threads: threads of a CPU that compute, compile and tokenize at once. By default all cores that
             the process may use. All engines of a process must use the same number, and the first one must be
             created before JAX starts.

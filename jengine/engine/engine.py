@@ -22,6 +22,7 @@ from jengine.core.updates import BeamsFound, Ended, Load, Pooled, TokenUpdate, U
 from jengine.core.weights import Version
 from jengine.engine.adapter_store import AdapterStore
 from jengine.engine.engine_parts import Arrivals, ModelRunner, programs_ready
+from jengine.engine.first_use import FirstUse
 from jengine.engine.gate import Gate
 from jengine.engine.limits import Limits
 from jengine.engine.live_weights import FixedWeights
@@ -30,7 +31,7 @@ from jengine.engine.mask_rows import fill_masks, masked_rows
 from jengine.engine.operations import Operation
 from jengine.engine.page_event_publisher import PageEventPublisher
 from jengine.engine.page_transfer import PageTransfer
-from jengine.engine.planning import BATCH_POLL_SECONDS, next_step, wait_for_work
+from jengine.engine.planning import BATCH_POLL_SECONDS, next_step, take_programs, wait_for_work
 from jengine.engine.reports import Reports
 from jengine.engine.step_clock import StepClock
 from jengine.engine.step_updates import (
@@ -58,7 +59,6 @@ from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step.collected import Collected
 from jengine.scheduling.step_plan import StepPlan
-from jengine.table.ready_programs import ReadyPrograms
 from jengine.text.mask_thread import MASK_SECONDS, MaskThread
 
 
@@ -117,6 +117,7 @@ class Engine:
         self._in_flight: deque[tuple[StepRecord, bool, InFlight]] = deque()
         self._clock = StepClock(self._stages)
         self._programs = programs
+        self._first_use = programs if isinstance(programs, FirstUse) else None
         self._taken = -1  # number of these programs in use
         self._count_programs = partial(programs_ready, programs, num_programs)
         self.records = StepRecorder(scheduler, overlap=overlap, programs=self._count_programs)
@@ -139,10 +140,17 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request or a page to save is left, unless it is paused, or a step was not read."""
+        """Whether a request, a page to save or a program's first use is left, unless it is paused, or a step
+        was not read.
+        """
         saving = self.pages is not None and self.pages.saving
         left = (self.scheduler.has_work or saving) and self.gate.plans
-        return left or bool(self._in_flight or self._early)
+        return left or self.has_unused_programs or bool(self._in_flight or self._early)
+
+    @property
+    def has_unused_programs(self) -> bool:
+        """Whether programs have arrived that the next steps will run for the first time, with padding."""
+        return self._first_use is not None and self._first_use.left and self.gate.plans
 
     @property
     def has_requests(self) -> bool:
@@ -283,8 +291,8 @@ class Engine:
         return operation.run(self)
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
-        """Waits at most `timeout` seconds until all programs are ready or no more will be. Returns whether
-        all are ready.
+        """Waits at most `timeout` seconds until all programs are there or no more will come. Returns whether
+        all are there. Some may be unused, and not ready yet.
         """
         return self._programs is None or self._programs.wait(timeout)
 
@@ -313,8 +321,10 @@ class Engine:
         Args:
             waits: whether it may sleep if nothing is to be done.
         """
-        if self._programs is not None and self._taken < self._programs.ready:
-            self._take_programs(self._programs)
+        if self._first_use is not None and self.gate.plans:
+            self._first_use.run_next(busy=self.scheduler.has_work, in_flight=bool(self._in_flight))
+        if self._programs is not None:
+            self._taken = take_programs(self.scheduler, self._programs, self._taken)
         awaited = self.scheduler.searches.awaited or self.scheduler.speculation.awaited
         updates, self._early = self._early, []
         if not (self.gate.plans and (self.scheduler.has_work or not self.gate.mode)):
@@ -412,12 +422,6 @@ class Engine:
         if self.adapters is not None:
             self.adapters.settle()
         return updates
-
-    def _take_programs(self, programs: Arrivals) -> None:
-        """Gives newly ready programs to the scheduler."""
-        self._taken = programs.ready
-        keys = (key for key in programs.keys[: self._taken] if not isinstance(key, str))
-        self.scheduler.predictor.ready = ReadyPrograms(self.scheduler.table, keys)
 
     def _mask(self, plan: StepPlan) -> tuple[np.ndarray, list[Ended]]:
         """Returns the step's token mask (see logits.mask_words), and requests that end because their mask

@@ -64,12 +64,12 @@ class ModelRunner(Protocol):
 
 
 class Arrivals(Protocol):
-    """Programs that become ready while the engine runs; see execution/background.py."""
-
-    keys: list[Any]
+    """Programs that become ready while the engine runs; see execution/background.py and first_use.py."""
 
     @property
     def ready(self) -> int: ...
+
+    def usable(self) -> list[Any]: ...
 
     def wait(self, timeout: float | None = None) -> bool: ...
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 
-from jengine.engine.engine_parts import ModelRunner
+from jengine.engine.engine_parts import Arrivals, ModelRunner
 from jengine.engine.page_transfer import PageTransfer
 from jengine.insight.recording.step_recorder import StepRecorder
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
+from jengine.table.ready_programs import ReadyPrograms
 
 BATCH_POLL_SECONDS = 0.005
 
@@ -30,6 +31,19 @@ def next_step(
         runner.encode(encoding)
         records.encodes(encoding.key)
     return plan, swaps is not None or encoding is not None
+
+
+def take_programs(scheduler: Scheduler, programs: Arrivals, taken: int) -> int:
+    """Gives newly ready programs to the scheduler. Returns the number of those that it has.
+
+    Args:
+        taken: number of those that it had.
+    """
+    if (ready := programs.ready) == taken:
+        return taken
+    keys = (key for key in programs.usable() if not isinstance(key, str))
+    scheduler.predictor.ready = ReadyPrograms(scheduler.table, keys)
+    return ready
 
 
 def wait_for_work(scheduler: Scheduler, runner: ModelRunner, pages: PageTransfer | None) -> None:

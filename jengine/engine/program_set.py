@@ -11,6 +11,8 @@ from jengine.base.progress import Progress
 from jengine.core.config import EngineConfig
 from jengine.devices.device_defaults import sizes
 from jengine.engine.devices import process_root
+from jengine.engine.early_compilation import EarlyCompilation
+from jengine.engine.first_use import RUNS
 from jengine.engine.measure import measure
 from jengine.engine.saved_costs import CostsFile
 from jengine.execution.background import BackgroundPrograms
@@ -29,8 +31,12 @@ from jengine.table.ready_programs import ReadyPrograms
 class WarmedUp(NamedTuple):
     """Programs that steps may use, the costs of these steps, and a function that saves the costs for the next
     start.
+
+    Attributes:
+        used: keys of the programs, which have run unless this is a CPU.
     """
 
+    used: list[Key]
     ready: ReadyPrograms
     costs: StepCosts
     save_costs: Callable[[], None]
@@ -44,6 +50,7 @@ class ProgramSet:
         max_bytes: of the cache.
         only: obtains these programs, all at the start; None: all of the table.
         beside: sets with the others, for steps that run programs of several sets.
+        early: compiles in other processes; None: this process does. `close` ends it.
 
     Attributes:
         keys: of all programs, in the order in which they become ready.
@@ -63,19 +70,22 @@ class ProgramSet:
         *,
         only: Sequence[Key] | None = None,
         beside: Sequence[ProgramSet] = (),
+        early: EarlyCompilation | None = None,
     ) -> None:
-        self._root = process_root(config)
-        self._threads = sizes(config, spec.mesh.devices.flat[0].platform).compile_threads
+        self._root, self._early = process_root(config), early
         self.keys = program_keys(spec)
         if only is None and config.warm_up == "progressive" and given is None:
             only = first_keys(spec)
         stages = [
             Programs(
                 stage,
-                given or open_cache(stage, self._root, max_bytes, wait=config.num_processes == 1),
-                threads=self._threads,
+                given
+                or (early and early.cache_for(stage))
+                or open_cache(stage, self._root, max_bytes, wait=config.num_processes == 1),
+                threads=sizes(config, spec.mesh.devices.flat[0].platform).compile_threads,
                 progress=progress,
                 first=None if only is None else _of_stage(stage, only),
+                children=None if early is None else early.children,
             )
             for stage in spec.local_stages
         ]
@@ -89,32 +99,41 @@ class ProgramSet:
     def obtain_others(self, link: Link) -> BackgroundPrograms | None:
         """Obtains the programs that are not ready yet, in the background. None: all are."""
         if all(map(self._has, self.keys)):
+            self.close()
             return None
-        return BackgroundPrograms(self.programs, self.keys, link, threads=max(self._threads // 2, 1))
+        if self._early is not None:
+            self._early.children.step_aside()
+        return BackgroundPrograms(self.programs, self.keys, link, ended=self.close)
+
+    def close(self) -> None:
+        """Ends the processes that compile. May be called repeatedly."""
+        if self._early is not None:
+            self._early.close()
 
     def _has(self, key: Key) -> bool:
         return any(key in programs for programs in self._sets)
 
     def warm_up(self, runner: Runner, progress: Progress) -> WarmedUp:
         """Runs programs that were compiled, and measures steps whose cost is not known. Otherwise, checks
-        that programs run.
+        that programs run; on a GPU, all of them, since their first runs take long.
         """
         spec = runner.spec
-        ready = ReadyPrograms(
-            spec.table,
-            [key for key in self.keys if not isinstance(key, str) and self._has(key)],
-        )
+        used = [key for key in self.keys if self._has(key)]
+        ready = ReadyPrograms(spec.table, [key for key in used if not isinstance(key, str)])
         saved = CostsFile(self._root, spec.fingerprint())
         costs = saved.load(spec.table) or StepCosts(spec.table)
         unmeasured = any(key not in costs.known for key in ready.trunks()) or (
             spec.host_pages and costs.swaps is None
         )
         if self.compiled or unmeasured:
-            runner.warm_up(ready, progress=progress, ran=measure(runner, ready, costs, progress=progress))
+            measured = measure(runner, ready, costs, progress=progress)
+            runner.warm_up(ready, progress=progress, ran=measured, times=1 if runner.on_host else RUNS)
             saved.save(costs)
+        elif not runner.on_host:
+            runner.warm_up(ready, progress=progress, times=RUNS)
         else:
             runner.check(ready)
-        return WarmedUp(ready, costs, partial(saved.update, costs))
+        return WarmedUp(used, ready, costs, partial(saved.update, costs))
 
 
 def _of_stage(spec: ExecutionSpec, keys: Sequence[Key]) -> list[Key]:

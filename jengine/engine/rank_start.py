@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jengine.base.errors import InvalidArgument
 from jengine.base.progress import Progress
 from jengine.core.config import EngineConfig
+from jengine.engine.early_compilation import EarlyCompilation
 from jengine.engine.program_set import ProgramSet
 from jengine.execution.kinds import kind_of
 from jengine.execution.programs import program_keys
@@ -52,20 +53,26 @@ def check_spec(config: EngineConfig, spec: ExecutionSpec) -> None:
 
 
 def prepare_ranks(
-    config: EngineConfig, spec: ExecutionSpec, weights: Sequence[Params], max_bytes: int, progress: Progress
+    config: EngineConfig,
+    spec: ExecutionSpec,
+    weights: Sequence[Params],
+    max_bytes: int,
+    progress: Progress,
+    early: EarlyCompilation | None = None,
 ) -> tuple[RanksRunner, ProgramSet]:
     """The ranks of a spec, ready to be measured, and all their programs.
 
     Args:
         weights: of each stage.
         max_bytes: of the cache of programs.
+        early: see ProgramSet.
     """
     keys = program_keys(spec)
     joint = [key for key in keys if kind_of(key).joint]
     apart = [key for key in keys if not kind_of(key).joint]
     each = [
-        ProgramSet(config, spec.rank(rank), None, max_bytes, progress, only=apart)
+        ProgramSet(config, spec.rank(rank), None, max_bytes, progress, only=apart, early=early)
         for rank in range(spec.ranks)
     ]
-    programs = ProgramSet(config, spec, None, max_bytes, progress, only=joint, beside=each)
+    programs = ProgramSet(config, spec, None, max_bytes, progress, only=joint, beside=each, early=early)
     return make_ranks(spec, programs.programs, weights, [one.programs for one in each]), programs

@@ -180,6 +180,10 @@ class RankedEngine:
         for rank in self.ranks:
             rank.settle()
 
+    @property
+    def has_unused_programs(self) -> bool:
+        return False
+
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
         return True
 

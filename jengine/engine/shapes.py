@@ -30,7 +30,7 @@ from jengine.engine.program_set import given_programs
 from jengine.execution.batch_invariance import check_batch_invariant
 from jengine.execution.cache_folders import saved_page_counts
 from jengine.execution.kernels import check_attention_backend, decode_refused, kernels_refused
-from jengine.execution.memory import pages_that_fit, pages_to_use
+from jengine.execution.memory import device_bytes, pages_that_fit, pages_to_use
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.product_forms import product_forms, with_forms
 from jengine.execution.spec import ExecutionSpec
@@ -48,6 +48,7 @@ SNAPSHOTS = 4  # running sequences per snapshot
 FEWEST_SNAPSHOTS = 16
 DRAFTED = 8  # running sequences per state for drafts
 FEWEST_DRAFTED = 16
+SLACK = 1  # percent of the weights' bytes that devices may need beside them
 
 
 def describe_engine(config: EngineConfig) -> tuple[EngineConfig, ExecutionSpec]:
@@ -103,18 +104,48 @@ def _with_bursts(config: EngineConfig, platform: str, *, offline: bool) -> Engin
     return dataclasses.replace(config, num_scheduler_steps=steps)
 
 
-def with_pages(config: EngineConfig, spec: ExecutionSpec, devices: Devices) -> ExecutionSpec:
-    """The spec with the number of pages that fit on the devices."""
+def with_pages(
+    config: EngineConfig, spec: ExecutionSpec, devices: Devices, expected: int | None = None
+) -> ExecutionSpec:
+    """The spec with the number of pages that fit on the devices.
+
+    Args:
+        expected: number of pages for which programs are being compiled, if any: taken if it is about as many.
+    """
     stages = [stage for stage in spec.local_stages if stage.page_bytes]
     fit = min([pages_that_fit(config, stage) for stage in stages] or [sys.maxsize])
+    return dataclasses.replace(
+        spec, num_pages=devices.link.agree(_pages(config, spec, devices, fit, expected), min)
+    )
+
+
+def with_expected_pages(config: EngineConfig, spec: ExecutionSpec, devices: Devices) -> ExecutionSpec:
+    """The same before the weights are on the devices of a process that has all of them. The number of pages
+    is rather too small.
+    """
+    stages = [stage for stage in spec.local_stages if stage.page_bytes]
+    each = [
+        pages_that_fit(config, stage, device_bytes((stage.weights, encoder)) * (100 + SLACK) // 100)
+        for stage in stages
+        for encoder in [() if stage.images is None else stage.images.leaves]
+    ]
+    pages = _pages(config, spec, devices, min(each or [sys.maxsize]), None)
+    return dataclasses.replace(spec, num_pages=pages)
+
+
+def _pages(
+    config: EngineConfig, spec: ExecutionSpec, devices: Devices, fit: int, expected: int | None
+) -> int:
     chosen = (
         config.num_pages is not None
         or config.kv_cache_memory is not None
         or spec.mesh.devices.flat[0].platform == "cpu"
         or len(spec.stages) > 1
     )
-    wanted = fit if chosen else pages_to_use(fit, saved_page_counts(devices.root, spec.fingerprint()))
-    return dataclasses.replace(spec, num_pages=devices.link.agree(wanted, min))
+    if chosen:
+        return fit
+    saved = saved_page_counts(devices.root, spec.fingerprint())
+    return pages_to_use(fit, [expected] if expected is not None and expected <= fit else saved)
 
 
 def describe(

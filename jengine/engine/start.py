@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,9 @@ from jengine.core.scheduling_options import SchedulingOptions
 from jengine.devices.device_defaults import sizes
 from jengine.engine.adapter_store import AdapterStore
 from jengine.engine.devices import Devices, connect
+from jengine.engine.early_compilation import EarlyCompilation, make_children
 from jengine.engine.engine import Engine
+from jengine.engine.first_use import FirstUse
 from jengine.engine.live_weights import FixedWeights, LiveWeights, warm, why_not_updatable
 from jengine.engine.model_source import ModelSource
 from jengine.engine.page_event_publisher import PageEventPublisher
@@ -38,13 +41,14 @@ from jengine.engine.pipeline_shapes import refuse_stages
 from jengine.engine.program_set import ProgramSet, WarmedUp, given_programs
 from jengine.engine.rank_start import check_ranks, check_spec, prepare_ranks
 from jengine.engine.ranks import AnyEngine, RankedEngine
-from jengine.engine.shapes import spec_of, with_pages
+from jengine.engine.shapes import spec_of, with_expected_pages, with_pages
 from jengine.execution.background import BackgroundPrograms
 from jengine.execution.cache_folders import cache_limit
 from jengine.execution.executor import make_worker
 from jengine.execution.host_store import check_host_memory
 from jengine.execution.memory import claim_gpu_memory
 from jengine.execution.pipeline import Pipeline, answers
+from jengine.execution.programs import open_cache
 from jengine.execution.ranks import RanksRunner
 from jengine.execution.results import ResultSender
 from jengine.execution.runner import Runner
@@ -140,8 +144,10 @@ def start_engine(
     """
     others = len(engines())
     try:
-        with jax.set_mesh(None):  # the caller's context may have another mesh
-            return _start(config, mesh, params, progress, offline)
+        with ExitStack() as undo, jax.set_mesh(None):  # the caller's context may have another mesh
+            started = _start(config, mesh, params, progress, offline, undo)
+            undo.pop_all()
+            return started
     except OutOfMemory as full:
         if not others:
             raise
@@ -163,7 +169,9 @@ def follow(config: EngineConfig, *, progress: Progress = True) -> None:
         raise InvalidArgument("process_id", config.process_id, "process 0 takes requests and cannot follow")
     link = connect(config)
     assert isinstance(link, Follower)
-    _, runner, programs, *_ = _prepare(config, link, None, None, progress, offline=False)
+    with ExitStack() as undo:
+        _, runner, programs, *_ = _prepare(config, link, None, None, progress, undo, offline=False)
+        undo.pop_all()
     programs.obtain_others(link)
     worker, sender = runner.worker, ResultSender(link.send_result)
     for number, frame in enumerate(iter(link.heard, END), 1):
@@ -174,7 +182,12 @@ def follow(config: EngineConfig, *, progress: Progress = True) -> None:
 
 
 def _start(
-    config: EngineConfig, mesh: Mesh | None, params: Any, progress: Progress, offline: bool
+    config: EngineConfig,
+    mesh: Mesh | None,
+    params: Any,
+    progress: Progress,
+    offline: bool,
+    undo: ExitStack,
 ) -> tuple[AnyEngine, Started]:
     if config.process_id > 0:
         raise InvalidArgument(
@@ -188,7 +201,7 @@ def _start(
     check_ranks(config, mesh)
     link = connect(config)
     config, runner, programs, started, shared, names = _prepare(
-        config, link, mesh, params, progress, offline=offline
+        config, link, mesh, params, progress, undo, offline=offline
     )
     worker, spec = runner.worker, runner.spec
     weights = (
@@ -231,7 +244,7 @@ def _engine(
         overlap=config.overlap,
         seed=config.seed + rank,
         num_programs=started.programs,
-        programs=others,
+        programs=others if others is None or runner.on_host else FirstUse(others, runner, warmed_up.used),
         save_costs=warmed_up.save_costs if rank == 0 else None,
         recorder=None if config.record_trace is None else TraceRecorder(config.record_trace),
         embedder=started.embedder,
@@ -246,10 +259,20 @@ def _engine(
 
 
 def _prepare(
-    config: EngineConfig, link: Link, mesh: Mesh | None, params: Any, progress: Progress, *, offline: bool
+    config: EngineConfig,
+    link: Link,
+    mesh: Mesh | None,
+    params: Any,
+    progress: Progress,
+    undo: ExitStack,
+    *,
+    offline: bool,
 ) -> tuple[EngineConfig, Runner, ProgramSet, Started, bool, PageNames | None]:
     """Prepares weights and programs on this process's devices. Returns the completed options first, and last
     whether the caller may hold the same arrays, and names of pages if these travel.
+
+    Args:
+        undo: gets what must be done if the start fails.
     """
     compile_count()  # starts counting
     clock = time.perf_counter()
@@ -274,6 +297,9 @@ def _prepare(
         # before reading the weights, which may take minutes
         given.check(with_pages(config, shapes, devices).identity())
     lap("configuration")
+    early = _compile_early(config, shapes, devices, limit)
+    if early is not None:
+        undo.callback(early.close)
     if config.process_id == 0 and has_tokenizer(started.tokenizer_folder):
         # before the weights, so that errors show early
         started.tokenizer = Tokenizer.load(started.tokenizer_folder, config.chat_template)
@@ -297,13 +323,13 @@ def _prepare(
         warm(shapes)
     lap("weights")
     begin(progress, "loading programs")
-    spec = with_pages(config, shapes, devices)
+    spec = with_pages(config, shapes, devices, None if early is None else early.num_pages)
     link.agree(f"{spec.fingerprint()} {spec.host_pages}", _same)
     ranks: RanksRunner | None = None
     if spec.ranks > 1:
-        ranks, programs = prepare_ranks(config, spec, weights, limit, progress)
+        ranks, programs = prepare_ranks(config, spec, weights, limit, progress, early)
     else:
-        programs = ProgramSet(config, spec, given, limit, progress)
+        programs = ProgramSet(config, spec, given, limit, progress, early=early)
     started.programs, started.programs_compiled, started.programs_loaded = (
         len(programs.keys),
         programs.compiled,
@@ -323,6 +349,24 @@ def _prepare(
         link.watch()
     shared = source.params is not None and own_names(spec.model, source.params)
     return config, runner, programs, started, shared, names
+
+
+def _compile_early(
+    config: EngineConfig, shapes: ExecutionSpec, devices: Devices, max_bytes: int
+) -> EarlyCompilation | None:
+    """Begins to compile in other processes; None: this process will compile.
+
+    Args:
+        max_bytes: of the cache of programs.
+    """
+    children = make_children(config, [one for mesh in devices.stages for one in mesh.devices.flat])
+    if children is None:
+        return None
+    try:
+        spec = with_expected_pages(config, shapes, devices)
+    except OutOfMemory:  # the weights decide
+        return None
+    return EarlyCompilation(config, spec, children, open_cache(spec, devices.root, max_bytes))
 
 
 def _same(values: list[str]) -> str:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from typing import Protocol
 
 from jengine.execution.kinds import Key
@@ -25,34 +26,54 @@ class ReportLink(Protocol):
 class Obtained(Protocol):
     """The part of Programs that is needed here."""
 
-    def obtain(self, keys: Sequence[Key], *, background: bool = False) -> None: ...
+    def obtain(self, keys: Sequence[Key], *, running: Callable[[], bool]) -> Generator[Key]: ...
 
     def __contains__(self, key: Key) -> bool: ...
 
 
 class BackgroundPrograms:
-    """Loads or compiles programs in order. The order is the same in every process of an engine.
+    """Loads or compiles programs. Each can be used as soon as it is there; in an engine of several processes,
+    as soon as every process has it and all that precede it in the common order.
 
-    A program can be used once every process has it. Each program is saved as soon as it is compiled, so an
-    interruption loses at most those in progress. At exit, the interpreter waits for these, since a
-    compilation cannot be stopped safely; commands end without that, see cli.py.
+    Each program is saved as soon as it is compiled, so an interruption loses at most those in progress. At
+    exit, the interpreter waits for those that threads of this process compile, since a compilation cannot be
+    stopped safely; commands end without that, see cli.py.
 
     Args:
-        keys: all keys of the table, in order. Those that `programs` already has come first.
+        keys: all keys of the table, in order. `programs` already has some.
+        ended: called once, when no other program will follow.
     """
 
-    def __init__(self, programs: Obtained, keys: Sequence[Key], link: ReportLink, *, threads: int) -> None:
+    def __init__(
+        self,
+        programs: Obtained,
+        keys: Sequence[Key],
+        link: ReportLink,
+        *,
+        ended: Callable[[], object] = lambda: None,
+    ) -> None:
         self.keys = [*keys]
-        self._programs, self._link, self._threads = programs, link, threads
-        self._count = next((at for at, key in enumerate(self.keys) if key not in programs), len(self.keys))
+        self._programs, self._link, self._on_end = programs, link, ended
+        self._obtained = {key: None for key in self.keys if key in programs}  # an ordered set
         self._stopped, self._ended = threading.Event(), threading.Event()
         threading.Thread(target=self._run, name="programs").start()
 
     @property
     def ready(self) -> int:
-        """Number of keys, counted from the first, whose programs can be used."""
+        """Number of programs that can be used. It only grows."""
         elsewhere = self._link.reported()
-        return self._count if elsewhere is None else min(self._count, elsewhere)
+        return len(self._obtained) if elsewhere is None else min(self._prefix, elsewhere)
+
+    def usable(self) -> list[Key]:
+        """The keys of these programs, in the order in which they came."""
+        elsewhere = self._link.reported()
+        return [*self._obtained] if elsewhere is None else self.keys[: min(self._prefix, elsewhere)]
+
+    @property
+    def _prefix(self) -> int:
+        """Number of keys, counted from the first, whose programs this process has."""
+        missing = (at for at, key in enumerate(self.keys) if key not in self._obtained)
+        return next(missing, len(self.keys))
 
     @property
     def complete(self) -> bool:
@@ -70,22 +91,25 @@ class BackgroundPrograms:
 
     def _run(self) -> None:
         try:
-            self._link.report(self._count)
-            while self._count < len(self.keys) and self._running():
-                some = self.keys[self._count : self._count + self._threads]
-                self._programs.obtain(some, background=True)
-                self._count += len(some)
-                self._link.report(self._count)
+            self._link.report(self._prefix)
+            left = [key for key in self.keys if key not in self._obtained]
+            with closing(self._programs.obtain(left, running=self._running)) as obtained:
+                for key in obtained:
+                    self._obtained[key] = None
+                    self._link.report(self._prefix)
+                    if not self._running():
+                        break
         except Exception as error:
             # at shutdown no thread can be started
             if self._running() and "interpreter shutdown" not in str(error):
-                left = len(self.keys) - self._count
+                left = [key for key in self.keys if key not in self._obtained]
                 log.warning(
                     "%d programs could not be loaded or compiled, the engine continues with the others: %s",
-                    left,
+                    len(left),
                     error,
                 )
         finally:
+            self._on_end()
             self._ended.set()
 
     def _running(self) -> bool:

@@ -114,13 +114,16 @@ def claim_gpu_memory(share: float) -> None:
         )
 
 
-def pages_that_fit(config: EngineConfig, spec: ExecutionSpec) -> int:
+def pages_that_fit(config: EngineConfig, spec: ExecutionSpec, weights: int = 0) -> int:
     """Number of pages in the cache, the null page included. `spec.num_pages` is not used.
 
     A number of pages in the config has priority, then a size in bytes. Otherwise, a CPU gets as many pages as
     max_num_seqs sequences of max_model_len need, at most 1 GiB. A GPU gets what remains of JAX's reserved
     memory after the weights and a margin for programs, rounded down to a coarse grid. Recurrent states are
     part of the size in bytes and of a GPU's memory, but not of a CPU's 1 GiB.
+
+    Args:
+        weights: bytes of weights that are not on a GPU yet.
 
     Raises:
         OutOfMemory: there is no room for one page beside the null page.
@@ -140,7 +143,7 @@ def pages_that_fit(config: EngineConfig, spec: ExecutionSpec) -> int:
         limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
         beside = spec.staging_bytes + spec.num_states * spec.state_bytes
         beside += device_bytes(spec.stacks if spec.images is None else (spec.stacks, spec.images.pool))
-        free = limit - used - limit // PROGRAM_SHARE - beside
+        free = limit - used - weights - limit // PROGRAM_SHARE - beside
         count = min(everyone, free // each // PAGE_GRID * PAGE_GRID)
     return _enough(count, spec, each)
 

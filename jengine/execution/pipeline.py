@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Generator, Sequence
+from itertools import batched, pairwise
 from typing import Any
 
 import jax
@@ -12,11 +12,13 @@ import jax
 from jengine.base.progress import Progress
 from jengine.execution.kinds import FREE_CACHE, DeviceCall, Key, call_kind, kind_of
 from jengine.execution.memory import ProgramMemory
-from jengine.execution.programs import Programs, program_keys
+from jengine.execution.programs import Programs, Running, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.worker import Worker
 from jengine.parallel.border import Border
 from jengine.table.program_table import PoolKey, SamplerKey, ScoreKey, TrunkKey
+
+TOGETHER = 8  # programs that each stage gets before the next ones
 
 
 def answers(call: DeviceCall) -> bool:
@@ -35,12 +37,17 @@ class StagePrograms:
         self.stages = stages
         self._keys = {*keys}
 
-    def obtain(self, keys: Sequence[Key], *, progress: Progress = False, background: bool = False) -> None:
-        """See Programs."""
-        for stage in self.stages:
-            own = {*program_keys(stage.spec)}
-            stage.obtain([key for key in keys if key in own], progress=progress, background=background)
-        self._keys.update(keys)
+    def obtain(
+        self, keys: Sequence[Key], *, progress: Progress = False, running: Running | None = None
+    ) -> Generator[Key]:
+        """See Programs. A stage has the next programs before another gets those that follow."""
+        for some in batched(keys, TOGETHER):
+            for stage in self.stages:
+                own = {*program_keys(stage.spec)}
+                mine = [key for key in some if key in own]
+                deque(stage.obtain(mine, progress=progress, running=running), maxlen=0)
+            self._keys.update(some)
+            yield from (key for key in some if key in self)
 
     def __contains__(self, key: Key) -> bool:
         everywhere = kind_of(key).everywhere

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,8 @@ class PrebuiltPrograms(ProgramStore):
         identity: dict[str, object],
         devices: Sequence[jax.Device],
         before: Callable[[], object],
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(executables by name, notes). All named executables must be present.
+    ) -> Iterator[tuple[str, Any]]:
+        """Yields each named executable with its name. All must be present.
 
         Args:
             before: is called before any is loaded.
@@ -78,11 +78,15 @@ class PrebuiltPrograms(ProgramStore):
         self.check(identity)
         before()
         try:
-            return {
-                name: self.load_one(name, self._manifest.programs, devices) for name in names
-            }, self._manifest.notes
+            for name, done in self.load_each(names, self._manifest.programs, devices):
+                yield name, done.result()
         except UntrustedProgram as error:
             raise self._refusal(str(error)) from error
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """Measurements of the programs."""
+        return self._manifest.notes
 
     def _refusal(self, why: str) -> InvalidArgument:
         return InvalidArgument("programs", str(self.folder), why)

@@ -156,13 +156,19 @@ class FolderLock:
         self._folder = folder
         self._handle: int | None = None
 
+    @property
+    def held(self) -> bool:
+        return self._handle is not None
+
     def acquire(self) -> bool:
-        """Tries to acquire the lock. Returns False while another process or thread holds it. Creates the
-        folder if needed.
+        """Tries to acquire the lock, unless it is held already. Returns False while another process or thread
+        holds it. Creates the folder if needed.
 
         Raises:
             OSError: the folder cannot be created or written.
         """
+        if self.held:
+            return True
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             handle = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

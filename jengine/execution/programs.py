@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, nullcontext
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +23,24 @@ from jengine.base.compiles import announced, retrieval_count
 from jengine.base.progress import Progress, progress_bar
 from jengine.execution.batch_invariance import DETERMINISTIC
 from jengine.execution.cache_folders import folder_name
+from jengine.execution.compile_children import CompileChildren
+from jengine.execution.compile_job import Job
 from jengine.execution.kernels import prepare
 from jengine.execution.kinds import KINDS, Key, kind_of
 from jengine.execution.memory import ProgramMemory
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.priority import lower_priority
-from jengine.execution.program_cache import Loaded, ProgramCache
+from jengine.execution.program_cache import POLL, WAITING, ProgramCache
+from jengine.execution.program_store import packed, unpacked
 from jengine.execution.quick_call import QuickCall
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import shard_mapped
 from jengine.table.ready_programs import by_use, first_needed
 from pallas_kernels.devices import batch_invariant
 
+log = logging.getLogger("jengine")
 CompilerOptions = dict[str, str | bool]  # XLA's
+Running = Callable[[], bool]
 UNTUNED: CompilerOptions = {
     "xla_gpu_enable_triton_gemm": False
 }  # without autotuning on a GPU, cuBLASLt's products are faster than Triton's
@@ -48,10 +56,11 @@ class Programs:
     """Programs of the table, ready to call.
 
     Args:
+        children: processes that compile in place of this one; None: threads of this one do.
         first: the programs to start with; `obtain` adds others. None: all.
 
     Attributes:
-        compiled: number of programs compiled by this process.
+        compiled: number of programs compiled for this start, here or by other processes.
         loaded: number of programs loaded from the store.
         memory: memory of each program.
     """
@@ -64,8 +73,9 @@ class Programs:
         threads: int,
         progress: Progress,
         first: Sequence[Key] | None = None,
+        children: CompileChildren | None = None,
     ) -> None:
-        self.spec, self._store, self._threads = spec, store, threads
+        self.spec, self._store, self._threads, self._children = spec, store, threads, children
         self._identity, self._devices = spec.identity(), spec.mesh.devices.flatten().tolist()
         self._programs: dict[Key, Any] = {}
         self.memory: dict[Key, ProgramMemory] = {}
@@ -73,29 +83,44 @@ class Programs:
         # Kernels are compiled while programs without them are.
         with ThreadPoolExecutor(1, "kernels") as pool:
             self._kernels = pool.submit(prepare, spec)
-            self.obtain(program_keys(spec) if first is None else first, progress=progress)
+            deque(self.obtain(program_keys(spec) if first is None else first, progress=progress), maxlen=0)
             self._kernels.result()
 
-    def obtain(self, keys: Sequence[Key], *, progress: Progress = False, background: bool = False) -> None:
-        """Loads programs, or compiles and saves them.
+    def obtain(
+        self, keys: Sequence[Key], *, progress: Progress = False, running: Running | None = None
+    ) -> Generator[Key]:
+        """Loads programs, or has them compiled and saves them. Yields each key as soon as its program can be
+        called.
 
         Args:
-            background: whether steps are running: compiles at a low priority, and does not count as
-                unexpected compilation.
+            running: given while steps run: whether to go on. Then threads that compile have a low priority,
+                compilations do not count as unexpected, and a program that cannot be compiled is left out.
         """
-        before = self._kernels.result
-        if self._store:
-            self._take(keys, *self._store.load(map(file_name, keys), self._identity, self._devices, before))
-        if missing := self._missing(keys):
-            cache = self._store if isinstance(self._store, ProgramCache) else None
-            nothing: AbstractContextManager[Loaded] = nullcontext(({}, {}))
-            with (
-                cache.filling([*map(file_name, missing)], self._devices, before, progress=progress)
-                if cache
-                else nothing
-            ) as found:
-                self._take(missing, *found)
-                self._compile(self._missing(keys), cache, progress, background)
+        yield from self._load(keys)
+        cache = self._store if isinstance(self._store, ProgramCache) else None
+        if not (missing := self._missing(keys)):
+            return
+        if cache is None:
+            yield from self._compile(missing, None, progress, running)
+            return
+        with progress_bar(show=progress, total=len(missing), desc=WAITING, unit="program", delay=POLL) as bar:
+            while not (held := cache.hold()) and missing and cache.expects(map(file_name, missing)):
+                if running is not None and not running():
+                    return
+                time.sleep(POLL)
+                for key in self._load(missing):
+                    bar.n += 1
+                    yield key
+                bar.refresh()
+                missing = self._missing(missing)
+        try:
+            yield from self._load(missing)  # programs saved last
+            cache.begin()
+            yield from self._compile(self._missing(missing), cache, progress, running)
+            cache.end()
+        finally:
+            if held:
+                cache.release()
 
     def __contains__(self, key: Key) -> bool:
         return key in self._programs
@@ -106,37 +131,82 @@ class Programs:
     def _missing(self, keys: Sequence[Key]) -> list[Key]:
         return [key for key in keys if key not in self._programs]
 
-    def _take(self, keys: Sequence[Key], found: dict[str, Any], notes: dict[str, Any]) -> None:
-        """Adds programs by file name, with the notes saved beside them."""
-        memory = notes.get("memory", {})
-        for key in keys:
-            if file_name(key) in found:
-                program = found[file_name(key)]
-                self._programs[key] = callable_of(key, program)
-                self.memory[key] = (
-                    ProgramMemory(**memory[str(key)]) if str(key) in memory else memory_of(program)
-                )
-                self.loaded += 1
+    def _load(self, keys: Sequence[Key]) -> Iterator[Key]:
+        """Adds saved programs."""
+        if self._store is None:
+            return
+        by_name = {file_name(key): key for key in self._missing(keys)}
+        for name, program in self._store.load(by_name, self._identity, self._devices, self._kernels.result):
+            key = by_name[name]
+            sizes = self._store.notes.get("memory", {}).get(str(key))
+            self._add(key, program, memory_of(program) if sizes is None else ProgramMemory(**sizes))
+            self.loaded += 1
+            yield key
+
+    def _add(self, key: Key, program: Any, memory: ProgramMemory) -> None:
+        self._programs[key], self.memory[key] = callable_of(key, program), memory
 
     def _compile(
-        self, keys: list[Key], cache: ProgramCache | None, progress: Progress, background: bool
-    ) -> None:
-        """Compiles programs and saves each as soon as it is compiled.
-
-        If JAX's own compilation cache supplies a program, saving stops there, since such a program cannot be
-        serialized again.
+        self, keys: list[Key], cache: ProgramCache | None, progress: Progress, running: Running | None
+    ) -> Iterator[Key]:
+        """Compiles programs, and saves each as soon as it is compiled. Where other processes do not do it,
+        this one does, unless steps run and the others work.
         """
+        if self._children is not None and self._children.works:
+            yield from self._compile_elsewhere(self._children, keys, cache, progress, running)
+            keys = self._missing(keys)
+            if running is not None and (self._children.works or not running()):
+                return
         retrieved = retrieval_count()
         for built in compile_all(
-            self.spec, keys, threads=self._threads, progress=progress, background=background
+            self.spec,
+            keys,
+            threads=self._threads if running is None else max(self._threads // 2, 1),
+            progress=progress,
+            background=running is not None,
         ):
-            self._programs[built.key] = callable_of(built.key, built.program)
-            self.memory[built.key] = memory_of(built.program)
+            self._add(built.key, built.program, memory_of(built.program))
             self.compiled += 1
-            if cache and retrieval_count() == retrieved:
-                cache.keep(
-                    file_name(built.key), built.program, self._identity, {"memory": memory_notes(self.memory)}
-                )
+            # a program that JAX's own compilation cache has supplied cannot be serialized again
+            if cache is not None and cache.writes and retrieval_count() == retrieved:
+                self._keep(built.key, packed(built.program, self._devices[0].platform), cache)
+            yield built.key
+
+    def _compile_elsewhere(
+        self,
+        children: CompileChildren,
+        keys: list[Key],
+        cache: ProgramCache | None,
+        progress: Progress,
+        running: Running | None,
+    ) -> Iterator[Key]:
+        """Adds and saves what other processes compile. Leaves out what they cannot."""
+        job = Job.of(self.spec, children.target)
+        if running is None:
+            keys = by_effort(self.spec, keys)
+        left = {children.compile(job, key): key for key in keys}
+        with progress_bar(show=progress, total=len(keys), desc="compiling", unit="program") as bar:
+            while left and (running is None or running()):
+                for done in wait(left, POLL, FIRST_COMPLETED).done:
+                    key = left.pop(done)
+                    bar.update()
+                    try:
+                        result = done.result()
+                        self._kernels.result()
+                        program = unpacked(result.data, self._devices)
+                    except Exception as error:  # the runtime raises various errors
+                        if children.works:
+                            log.warning("%s was not compiled by another process: %s", key, error)
+                        continue
+                    self._add(key, program, result.memory)
+                    self.compiled += 1
+                    if cache is not None:
+                        self._keep(key, result.data, cache)
+                    yield key
+
+    def _keep(self, key: Key, data: bytes, cache: ProgramCache) -> None:
+        coming = [*map(file_name, self._missing(program_keys(self.spec)))]
+        cache.keep(file_name(key), data, self._identity, memory_notes({key: self.memory[key]}), coming)
 
 
 def callable_of(key: Key, program: Any) -> Any:
@@ -164,32 +234,58 @@ def compile_all(
 ) -> Iterator[Built]:
     """Compiles with several threads. Yields programs as they finish.
 
-    Those that take longest are compiled first.
-
     Args:
         options: XLA's compiler options, for each program.
-        background: see Programs.obtain.
+        background: whether steps are running: in the order of the keys, at a low priority, without counting
+            as unexpected compilation. A program that fails is left out, and no other is begun before the
+            caller asks for the next one. Otherwise, those that take longest are compiled first.
     """
 
-    if spec.mesh.devices.flat[0].platform == "gpu":
-        options = {**gpu_options(spec), **(options or {})}
-
     def build(key: Key) -> Built:
-        start = time.perf_counter()
         with announced() if background else nullcontext():
-            program = lower(spec, key).compile(compiler_options=options)
-        return Built(key, program, time.perf_counter() - start)
+            return compile_one(spec, key, options)
 
-    keys = sorted(keys, key=lambda key: kind_of(key).compile_effort(spec, key), reverse=True)
+    waiting = iter(keys if background else by_effort(spec, keys))
     with ThreadPoolExecutor(threads, "compile", initializer=lower_priority if background else None) as pool:
-        building = [pool.submit(build, key) for key in keys]
-        built = (done.result() for done in as_completed(building))
+
+        def results() -> Iterator[Built]:
+            building = dict[Future[Built], Key]()
+            while True:
+                for key in islice(waiting, threads - len(building) if background else None):
+                    building[pool.submit(build, key)] = key
+                if not building:
+                    return
+                done = next(as_completed(building))
+                key = building.pop(done)
+                if background and (error := done.exception()) is not None:
+                    log.warning("%s could not be compiled, the engine continues without it: %s", key, error)
+                    continue
+                yield done.result()
+
         try:
             yield from progress_bar(
-                built, desc="compiling", total=len(keys), unit="program", show=progress if keys else False
+                results(), desc="compiling", total=len(keys), unit="program", show=progress if keys else False
             )
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def compile_one(spec: ExecutionSpec, key: Key, options: CompilerOptions | None = None) -> Built:
+    """Lowers and compiles a program.
+
+    Args:
+        options: XLA's, beside those that all programs of the spec have.
+    """
+    start = time.perf_counter()
+    if spec.mesh.devices.flat[0].platform == "gpu":
+        options = {**gpu_options(spec), **(options or {})}
+    program = lower(spec, key).compile(compiler_options=options)
+    return Built(key, program, time.perf_counter() - start)
+
+
+def by_effort(spec: ExecutionSpec, keys: Sequence[Key]) -> list[Key]:
+    """The keys of the programs that take longest to compile first."""
+    return sorted(keys, key=lambda key: kind_of(key).compile_effort(spec, key), reverse=True)
 
 
 def gpu_options(spec: ExecutionSpec) -> CompilerOptions:

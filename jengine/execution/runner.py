@@ -278,21 +278,29 @@ class Runner:
         """Whether device memory is this process's host memory."""
         return str(self.spec.mesh.devices.flat[0].platform) == "cpu"
 
-    def warm_up(self, ready: ReadyPrograms, *, progress: Progress, ran: Collection[Key] = ()) -> None:
-        """Runs each program once through the normal path, with padding only, except those that `ran`
+    def warm_up(
+        self, ready: ReadyPrograms, *, progress: Progress, ran: Collection[Key] = (), times: int = 1
+    ) -> None:
+        """Runs each program some times through the normal path, with padding only, except those that `ran`
         before.
         """
         examples = [one for kind in KINDS for one in kind.examples(self.spec, ready).items()]
         done = {*ran}
         for key, example in progress_bar(examples, desc="warming up", unit="program", show=progress):
-            if key in done:
-                continue
+            if key not in done:
+                done |= self.run_example(key, example, times=times)
+        self.forget()
+
+    def run_example(self, key: Key, example: StepPlan | DeviceCall, *, times: int = 1) -> set[Key]:
+        """Runs the example of a program, see `Kind.examples`. Returns the keys of all programs that ran so
+        often.
+        """
+        for _ in range(times):
             if isinstance(example, StepPlan):
                 self.read(self.dispatch(example))
-                done |= {example.trunk, example.sampler}
             else:
                 self.call(example)
-        self.forget()
+        return {key, example.trunk, example.sampler} if isinstance(example, StepPlan) else {key}
 
     def forget(self) -> None:
         """Frees the counts until a request needs them."""

@@ -7,6 +7,7 @@ from http import HTTPStatus
 from typing import NamedTuple
 
 import grpc
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -14,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jengine.serving.calls.errors import Refusal
+from jengine.serving.calls.model_provider import ModelProvider, NotReady
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.authentication import Authenticator
 from jengine.serving.guards.client_calls import ClientCalls
@@ -86,11 +88,19 @@ def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
     loras = LoraService(shared, most, config)
     scores, ranks = ScoringService(shared, most, SCORES), ScoringService(shared, most, RANKS)
 
+    def programs_of(models: ModelProvider) -> bytes:
+        """How many programs of the default model are ready, as JSON; nothing while it is not loaded."""
+        try:
+            load = models.llm.load
+        except NotReady:
+            return b""
+        return msgspec.json.encode({"programs_ready": load.programs_ready, "programs": load.programs})
+
     async def health(call: HttpCall) -> None:
         why = parts.why_not_ready()
         if why is not None:
             raise Refusal(grpc.StatusCode.UNAVAILABLE, why, retry_seconds=shared.models.retry_seconds)
-        await call.answer(200, b"")
+        await call.answer(200, programs_of(shared.models))
 
     async def no_responses(call: HttpCall) -> None:
         raise Refusal(grpc.StatusCode.NOT_FOUND, "this server keeps no responses; send all items in input")

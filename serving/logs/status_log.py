@@ -70,7 +70,8 @@ def line(before: StatusSample, now: StatusSample) -> str | None:
             f"prefix hits: {100 * found / looked_up:.1f} %" if looked_up else "prefix hits: none looked up",
         ]
     if load.programs_ready != old.programs_ready:
-        parts.append(f"compiled in the background: {load.programs_ready} of {load.programs} programs")
+        some = "all" if load.programs_ready == load.programs else f"{load.programs_ready} of"
+        parts.append(f"{some} {load.programs} programs are ready")
     return "; ".join(parts) or None
 
 

@@ -22,11 +22,12 @@ from jengine.base.compiles import announced
 from jengine.base.progress import Progress
 from jengine.engine import program_set
 from jengine.execution.cache_folders import cache_root
+from jengine.execution.compile_children import CompileChildren
 from jengine.execution.kinds import Key
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.program_cache import ProgramCache
 from jengine.execution.program_folder import UntrustedProgram
-from jengine.execution.program_store import ProgramStore
+from jengine.execution.program_store import ProgramStore, packed
 from jengine.execution.programs import (
     CompilerOptions,
     Programs,
@@ -63,6 +64,7 @@ class OnDemand(Programs):
         threads: int,
         progress: Progress,
         first: Sequence[Key] | None = None,
+        children: CompileChildren | None = None,
     ) -> None:
         super().__init__(spec, None, threads=threads, progress=progress, first=[])
         self._names = spec.fingerprint(), spec.num_pages
@@ -117,7 +119,7 @@ class OnDemand(Programs):
         with announced():
             program = lowered.compile(compiler_options=self.options)
         store = _store(digest)
-        store.add(NAME, program)
+        store.add(NAME, packed(program, "cpu"))
         store.finish(self._identity, {})
         return digest, program
 

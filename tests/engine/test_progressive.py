@@ -8,19 +8,23 @@ import json
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jengine.core.config import EngineConfig
 from jengine.core.request import SamplingParams
+from jengine.engine import start as start_module
 from jengine.engine.engine import Engine
 from jengine.engine.start import start_engine
 from jengine.execution import programs as programs_module
-from jengine.execution.programs import Built, first_keys
+from jengine.execution.compile_children import CompileChildren
+from jengine.execution.programs import Built, Programs, first_keys
 from jengine.execution.runner import Runner
 from jengine.table.program_table import TrunkKey
 from tests.engine.on_demand import on_demand
@@ -42,10 +46,15 @@ class Gate:
         compile_all = programs_module.compile_all
 
         def gated(*args: Any, background: bool = False, **options: Any) -> Iterator[Built]:
-            if background:
-                self._arrived.release()
-                assert self._open.acquire(timeout=PATIENCE)
-            yield from compile_all(*args, background=background, **options)
+            building = compile_all(*args, background=background, **options)
+            while True:
+                if background:
+                    self._arrived.release()
+                    assert self._open.acquire(timeout=PATIENCE)
+                built = next(building, None)
+                if built is None:
+                    return
+                yield built
 
         patch.setattr(programs_module, "compile_all", gated)
 
@@ -133,6 +142,50 @@ def test_no_step_waits_for_a_compilation(
     engine.close()
 
 
+def test_an_engine_whose_programs_other_processes_compile(
+    model: Path, whole: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers as one that compiles itself, and neither traces, lowers, compiles nor serializes after its
+    start.
+    """
+    events, asked = list[str](), list[CompileChildren]()
+
+    def heard(event: str, *_: object, **__: object) -> None:
+        if event.startswith("/jax/core/compile/"):
+            events.append(event)
+
+    def children(*_: object) -> CompileChildren:
+        asked.append(CompileChildren(2))
+        return asked[-1]
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("this process compiles or serializes a program")
+
+    monkeypatch.setattr(start_module, "make_children", children)
+    monkeypatch.setattr(programs_module, "compile_one", refuse)
+    monkeypatch.setattr(programs_module, "packed", refuse)
+    expected = tokens(whole)
+    options = {"warm_up": "progressive", "cache_dir": tmp_path, "max_num_seqs": 8}
+    engine = start(model, **options)
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    assert tokens(engine) == expected and engine.wait_until_compiled(PATIENCE)
+    assert tokens(engine) == expected and not events and engine.compiles_since_start == 0
+    assert engine.load.programs_ready == engine.load.programs > len(first_keys(engine.runner.spec))  # type: ignore[attr-defined]
+    # as on a GPU, where programs run twice before steps use them
+    monkeypatch.setattr(Runner, "on_host", False)
+    runs, get = Counter[Any](), Programs.__getitem__
+    monkeypatch.setattr(Programs, "__getitem__", lambda self, key: (runs.update([key]), get(self, key))[1])
+    again, started = start_engine(EngineConfig.of(str(model), {**OPTIONS, **options}), progress=False)
+    assert started.programs_compiled == 0 and again.wait_until_compiled(PATIENCE)
+    while again.has_work:
+        again.step()  # type: ignore[union-attr]
+    assert again.load.programs_ready == again.load.programs
+    assert all(runs[key] >= 2 for key in again.scheduler.table.all_keys())
+    assert tokens(again) == expected  # type: ignore[arg-type]
+    assert asked[0]._children[0]._process.poll() is not None, "they end when all programs are there"
+    assert asked[1]._started == 0, "nothing is left to compile"
+
+
 @pytest.mark.full
 def test_compilations_while_requests_run_change_nothing(model: Path, whole: Engine, tmp_path: Path) -> None:
     engine, expected = start(model, warm_up="progressive", cache_dir=tmp_path), tokens(whole)
@@ -180,18 +233,19 @@ def test_a_compilation_that_fails_leaves_the_engine_with_the_others(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    compile_all = programs_module.compile_all
+    compile_one = programs_module.compile_one
 
-    def failing(spec: Any, keys: list[Any], *, background: bool, **options: Any) -> Iterator[Built]:
-        if background and TrunkKey(16, 1) in keys:
+    def failing(spec: Any, key: Any, *options: Any) -> Built:
+        if key == TrunkKey(16, 1):
             raise RuntimeError("out of registers")
-        yield from compile_all(spec, keys, background=background, **options)
+        return compile_one(spec, key, *options)
 
-    monkeypatch.setattr(programs_module, "compile_all", failing)
+    monkeypatch.setattr(programs_module, "compile_one", failing)
     engine = start(model, warm_up="progressive", cache_dir=tmp_path)
     assert not engine.wait_until_compiled(PATIENCE)
+    assert engine.load.programs_ready == engine.load.programs - 1
     assert tokens(engine) == tokens(whole) and engine.scheduler.predictor.ready.max_rows == 8
-    assert "the engine continues with the others: out of registers" in caplog.text
+    assert "trunk[16+1t] could not be compiled, the engine continues without it: out of" in caplog.text
 
 
 @pytest.mark.full

@@ -221,6 +221,53 @@ def test_what_a_killed_process_left_is_removed_by_the_next_that_compiles(tmp_pat
     assert len([*folder.iterdir()]) == len(files)
 
 
+def test_a_start_that_compiles_keeps_the_programs_that_it_has_not_loaded_yet(tmp_path: Path) -> None:
+    start(tmp_path)
+    folder = open_cache(make_spec(), tmp_path, LIMIT).folder
+    program_folder.program_file(folder, ALLOCATE, read_manifest(folder).programs[ALLOCATE]).unlink()
+    spec = make_spec()
+    first = Programs(spec, open_cache(spec, tmp_path, LIMIT), threads=1, progress=False, first=[ALLOCATE])
+    assert counts(first) == (1, 0)
+    assert read_manifest(folder).notes["coming"] == ["allocate-counts", "count"], "others wait for these"
+    assert counts(start(tmp_path)) == (0, 3)
+    assert {*read_manifest(folder).notes["memory"]} == {*map(str, KEYS)}
+
+
+def test_engines_that_share_a_folder_and_differ_keep_each_others_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine with a host tier has two programs more. It does not wait for them while another engine saves
+    the common ones, and what it compiled later stays.
+    """
+    spec = make_spec(host_pages=64)
+    folder = open_cache(spec, tmp_path, LIMIT).folder
+
+    def others() -> Programs:
+        return Programs(
+            spec, open_cache(spec, tmp_path, LIMIT), threads=1, progress=False, first=[*KEYS, "spill"]
+        )
+
+    saved, go_on = threading.Event(), threading.Event()
+
+    def pause() -> None:
+        saved.set()
+        assert go_on.wait(PATIENCE)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(programs_module, "compile_all", pausing(1, pause))
+        first = pool.submit(start, tmp_path)
+        try:
+            assert saved.wait(PATIENCE)
+            patch.undo()
+            cache = open_cache(spec, tmp_path, LIMIT)
+            assert not cache.hold() and cache.expects(["count", "spill"]) and not cache.expects(["spill"])
+        finally:
+            go_on.set()
+        assert counts(first.result(PATIENCE)) == (3, 0)
+    assert counts(others()) == (1, 3) and counts(start(tmp_path)) == (0, 3)
+    assert counts(others()) == (0, 4) and "spill" in read_manifest(folder).programs
+
+
 def test_a_full_disk_is_a_warning_and_leaves_nothing_half_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,6 +292,16 @@ def test_a_full_disk_is_a_warning_and_leaves_nothing_half_written(
         ".json",
     ]
     assert counts(start(tmp_path)) == (2, 1)
+
+
+def test_a_folder_that_nobody_may_write_is_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "programs").touch()  # no folder, for the superuser as well
+    spec = make_spec()
+    cache = open_cache(spec, tmp_path, LIMIT)
+    with pytest.warns(RuntimeWarning, match="could not be saved") as warned:
+        assert cache.hold()
+        programs = Programs(spec, cache, threads=1, progress=False)
+    assert len(warned) == 1 and counts(programs) == (3, 0)
 
 
 def saved(root: Path, number: int, *, days: float, size: int = 1000, **identity: object) -> Path:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +199,9 @@ def in_two_stages(spec: ExecutionSpec, tensor: int = 1) -> ExecutionSpec:
 class Named(Programs):
     """Programs that have only names, since nothing runs."""
 
-    def obtain(self, keys: Sequence[Key], **_: object) -> None:
+    def obtain(self, keys: Sequence[Key], **_: object) -> Generator[Key]:
         self._programs |= dict.fromkeys(keys)
+        yield from keys
 
 
 @pytest.mark.parametrize("stages", [1, 2])

@@ -79,10 +79,9 @@ def test_a_line_of_statistics_only_if_anything_happened() -> None:
         " hits: 75.0 %"
     )
     assert line(idle, busy) == text
-    assert (
-        line(idle, idle._replace(load=a_load(programs_ready=12, programs=41)))
-        == "compiled in the background: 12 of 41 programs"
-    )
+    some, every = (idle._replace(load=a_load(programs_ready=ready, programs=41)) for ready in (12, 41))
+    assert line(idle, some) == "12 of 41 programs are ready"
+    assert line(some, every) == "all 41 programs are ready" and line(every, every) is None
     assert StepTotals().prompt_tokens == 0, "what the log reads"
 
 

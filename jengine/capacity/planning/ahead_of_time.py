@@ -35,7 +35,7 @@ from jengine.execution.memory import (
     pages_that_fit,
 )
 from jengine.execution.product_forms import product_forms, with_forms
-from jengine.execution.program_store import ProgramStore
+from jengine.execution.program_store import ProgramStore, packed
 from jengine.execution.programs import (
     UNTUNED,
     Built,
@@ -196,7 +196,9 @@ def compile_table(
             spec = dataclasses.replace(spec, num_pages=pages_beside(config, spec, memory))
         done = [built for built in provisional if built.key in own]
         for built in chain(done, compile_all(spec, missing, **how)):
-            file_bytes[str(built.key)] = store.add(file_name(built.key), built.program)
+            file_bytes[str(built.key)] = store.add(
+                file_name(built.key), packed(built.program, device.platform)
+            )
             seconds[str(built.key)], used[built.key] = round(built.seconds, 2), memory_of(built.program)
             if built.key not in own:
                 count()

@@ -61,7 +61,7 @@ class Sampler(Kind[SamplerKey]):
         smallest = {
             table.sample_rows(key): key for key in sorted(ready.trunks(), key=table.tokens, reverse=True)
         }
-        return {key: StepPlan(smallest[key.rows], key) for key in ready.samplers()}
+        return {key: StepPlan(smallest[key.rows], key) for key in ready.samplers() if key.rows in smallest}
 
     def heaviest(self, spec: ExecutionSpec) -> SamplerKey:
         return SamplerKey(spec.table.sample_buckets[-1], VARIANTS[-1])
