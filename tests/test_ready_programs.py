@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.table.program_table import VARIANTS, PoolKey, ProgramTable, SamplerKey, ScoreKey, TrunkKey
-from jengine.table.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
+from jengine.table.program_table import (
+    VARIANTS,
+    PoolKey,
+    ProgramTable,
+    SamplerKey,
+    ScoreKey,
+    TrunkKey,
+    Variant,
+)
+from jengine.table.ready_programs import (
+    Demand,
+    ReadyPrograms,
+    TableKey,
+    by_demand,
+    by_use,
+    first_needed,
+)
 
+sizes: dict[str, Any] = {
+    "max_num_seqs": st.integers(1, 70),
+    "max_num_batched_tokens": st.integers(16, 300),
+    "tile_size": st.sampled_from([4, 16]),
+    "pooling": st.booleans(),
+}
 tables = st.builds(
-    ProgramTable.build,
-    max_num_seqs=st.integers(1, 70),
-    max_num_batched_tokens=st.integers(16, 300),
-    tile_size=st.sampled_from([4, 16]),
+    dataclasses.replace,
+    st.builds(ProgramTable.build, **sizes, single_row=st.booleans())
+    | st.builds(ProgramTable.build_for_gpu, **{**sizes, "max_num_seqs": st.integers(1, 600)}),
     page_buckets=st.sampled_from([(0,), (2, 8, 64)]),
     paged_rows=st.booleans(),
-    single_row=st.booleans(),
-    pooling=st.booleans(),
 )
+GPU = ProgramTable.build_for_gpu(max_num_seqs=256, max_num_batched_tokens=8192, tile_size=64)
 
 
 def every(table: ProgramTable) -> list[TableKey]:
@@ -55,8 +78,9 @@ def test_whatever_is_ready_serves_every_step_within_its_limits(
         sampler = ready.sampler(trunk, variant)
         assert sampler in ready.samplers() and sampler.rows == table.sample_rows(trunk)
         assert VARIANTS.index(sampler.variant) >= VARIANTS.index(variant)
-    assert not trunk.tiles or ScoreKey(trunk.tiles) in ready.scores()
-    assert not trunk.tiles or not table.pooling or PoolKey(trunk.tiles) in {*first_needed(table), *more}
+    passed = table.passed_tiles(trunk.tiles)
+    assert passed >= trunk.tiles and (not trunk.tiles or ScoreKey(passed) in ready.scores())
+    assert not trunk.tiles or not table.pooling or PoolKey(passed) in {*first_needed(table), *more}
 
 
 @given(table=tables, data=st.data())
@@ -161,3 +185,71 @@ def test_trunks_with_adapters_serve_steps_without_but_not_the_reverse(
                 assert trunk.adapted == (8 if highest > 2 or invariant else 2 if highest else 0)
     assert {key.adapted for key in table.trunks()} == ({8} if invariant else {0, 2, 8})
     assert {str(key) for key in by_use(table)} == {str(key) for key in table.all_keys()}
+
+
+def test_the_table_of_a_gpu_is_small() -> None:
+    """With the programs of other kinds (5) at most 28."""
+    assert GPU.row_buckets == (16, 128, 256) and GPU.mixed_row_buckets == (16, 256)
+    assert GPU.tile_buckets == (4, 16, 128) and GPU.sample_buckets == (16, 128, 256, 384)
+    assert len(GPU.trunks()) == 9 and len(GPU.all_keys()) == 23
+    long = ProgramTable.build_for_gpu(max_num_seqs=1000, max_num_batched_tokens=20_000, tile_size=64)
+    assert long.row_buckets == (16, 128, 256, 512, 1000) and long.tile_buckets == (4, 16, 64, 312)
+    assert ProgramTable.build_for_gpu(max_num_seqs=1, max_num_batched_tokens=72, tile_size=64).trunks() == [
+        TrunkKey(8, 0),
+        TrunkKey(8, 1),
+    ]
+
+
+@given(rows=st.integers(1, 3000), tokens=st.integers(64, 40_000), tile_size=st.sampled_from([16, 64, 128]))
+def test_padding_of_a_gpu_costs_little(rows: int, tokens: int, tile_size: int) -> None:
+    """Rows beyond those that are computed while weights are read are at most doubled, tiles at most 16 times
+    as many.
+    """
+    table = ProgramTable.build_for_gpu(max_num_seqs=rows, max_num_batched_tokens=tokens, tile_size=tile_size)
+    assert table.max_rows == max(rows, 8) and table.max_tiles == max(tokens // tile_size, 1)
+    assert all(b <= 2 * a for a, b in itertools.pairwise(table.row_buckets) if a >= 128)
+    assert table.row_buckets[0] <= 16
+    assert table.tile_buckets[0] * tile_size <= 256
+    assert all(b / a < 16 for a, b in itertools.pairwise(table.tile_buckets))
+
+
+def test_a_gpu_serves_a_burst_and_a_stream_first() -> None:
+    """The first programs take 256 rows and 1,024 prompt tokens a step. With one stream's, there are 7; five
+    of other kinds precede them.
+    """
+    order = by_use(GPU)
+    assert order[:5] == first_needed(GPU)
+    ready = ReadyPrograms(GPU, order[:5])
+    assert (ready.max_rows, ready.max_tiles) == (256, 16)
+    assert ReadyPrograms(GPU, order[:7]).trunk(1, 0) == TrunkKey(16, 0)
+    assert ReadyPrograms(GPU, order[:9]).max_tiles == GPU.max_tiles
+
+
+def test_each_variant_has_the_cheapest_sampler_that_includes_it() -> None:
+    chosen = {variant: GPU.sampler(TrunkKey(16, 0), variant).variant for variant in VARIANTS}
+    assert chosen == {"greedy": "sample", "sample": "sample", "truncated": "truncated", "full": "full"}
+
+
+@given(
+    table=tables,
+    rows=st.integers(0, 700),
+    tiles=st.integers(0, 100),
+    variant=st.sampled_from(VARIANTS),
+    data=st.data(),
+)
+def test_what_waits_decides_what_is_compiled_next(
+    table: ProgramTable, rows: int, tiles: int, variant: Variant, data: st.DataObject
+) -> None:
+    """All missing programs in some order; once those of the demand's trunks are there, its steps have their
+    own programs.
+    """
+    missing = {*every(table)} - {*first_needed(table)} - data.draw(st.sets(st.sampled_from(every(table))))
+    order = by_demand(table, missing, Demand(rows, tiles, (variant,)))
+    assert {*order} == missing and len(order) == len(missing)
+    rows, tiles = min(rows, table.max_rows), min(tiles, table.max_tiles)
+    for wanted in table.trunk(rows, tiles), table.trunk(rows, 0):
+        wanted = table.longest(wanted.rows, wanted.tiles)
+        if not wanted.tiles and not rows:
+            continue
+        needs = {wanted, table.sampler(wanted, "full"), table.sampler(wanted, variant)}
+        assert (needs & missing) <= {*order[: 2 * (3 + 1 + table.pooling)]}

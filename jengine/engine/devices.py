@@ -14,7 +14,7 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.config import EngineConfig
 from jengine.devices.cpu_threads import limit_cpu_threads
 from jengine.execution.cache_folders import cache_root
-from jengine.execution.kernel_objects import keep_kernels
+from jengine.execution.kernel_objects import keep_kernels, keep_lowered
 from jengine.execution.memory import claim_gpu_memory
 from jengine.parallel.link import Follower, Leader, Link, SingleProcess, host_of, join
 from jengine.parallel.mesh import make_mesh, one_axis, stage_meshes
@@ -56,7 +56,9 @@ class Devices:
                 f"must be {mesh.size}, the devices of mesh",
             )
         root = process_root(config)
-        if mesh.devices.flat[0].platform == "cpu" and cpu_refused() is None:
+        if mesh.devices.flat[0].platform != "cpu":
+            keep_lowered(root)
+        elif cpu_refused() is None:
             keep_kernels(root)
         return cls(mesh, link, root, tuple(stages))
 

@@ -253,16 +253,18 @@ def make_table(config: EngineConfig, chosen: Sizes, platform: str) -> ProgramTab
             drafts=config.draft_tokens,
             adapters=config.max_loras if config.enable_lora else 0,
         )
-    return ProgramTable.build(
-        max_num_seqs=chosen.max_num_seqs,
-        max_num_batched_tokens=chosen.max_num_batched_tokens,
-        tile_size=config.tile_size,
-        single_row=platform != "cpu" or cpu_refused() is None,
-        pooling=bool(config.embeddings),
-        steps=config.burst_steps,
-        drafts=config.draft_tokens,
-        adapters=config.max_loras if config.enable_lora else 0,
-    )
+    shapes: dict[str, Any] = {
+        "max_num_seqs": chosen.max_num_seqs,
+        "max_num_batched_tokens": chosen.max_num_batched_tokens,
+        "tile_size": config.tile_size,
+        "pooling": bool(config.embeddings),
+        "steps": config.burst_steps,
+        "drafts": config.draft_tokens,
+        "adapters": config.max_loras if config.enable_lora else 0,
+    }
+    if platform == "cpu":
+        return ProgramTable.build(**shapes, single_row=cpu_refused() is None)
+    return ProgramTable.build_for_gpu(**shapes)
 
 
 def states(config: EngineConfig, model: Model, max_num_seqs: int, platform: str) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""The code of a CPU's kernels, kept beside saved programs, so that a start compiles none of them.
+"""The code of a CPU's kernels, and lowered kernels of a GPU, kept beside saved programs, so that a start
+compiles or lowers none of them.
 
 It is code that runs in this process, so the rules of program_folder hold: the folder and its files must
 belong to the user, no one else may be able to write them, and a file's content must match the hash at its
@@ -25,6 +26,7 @@ from jengine.execution.program_folder import (
     write_private,
 )
 from jengine.execution.sources import source_digest
+from pallas_kernels import lowered
 
 HASH = 32  # bytes at the beginning of a file
 log = logging.getLogger("jengine")
@@ -65,14 +67,24 @@ class KernelObjects:
 
 
 def keep_kernels(root: Path) -> None:
-    """Keeps the kernels of this process in the cache, in a folder for these sources and versions."""
+    """Keeps a CPU's kernels of this process in the cache."""
     from pallas_kernels.cpu import native
 
-    facts = [source_digest(), importlib.metadata.version("llvmlite")]
+    native.keep_objects(KernelObjects(_folder(root, "llvmlite")))
+
+
+def keep_lowered(root: Path) -> None:
+    """Keeps a GPU's lowered kernels in the cache, for programs of all engines and processes."""
+    lowered.keep_modules(KernelObjects(_folder(root, "jax", "jaxlib")))
+
+
+def _folder(root: Path, *packages: str) -> Path:
+    """The folder for these sources and versions. Removes those that have long been out of use."""
+    facts = [source_digest(), *map(importlib.metadata.version, packages)]
     folder = root / "kernels" / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
-    native.keep_objects(KernelObjects(folder))
     touch(folder)
     for other in kernel_folders(root):
         with contextlib.suppress(OSError):
             if other != folder and time.time() - other.stat().st_mtime > STALE:
                 shutil.rmtree(other)
+    return folder

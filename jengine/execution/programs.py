@@ -37,13 +37,14 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import shard_mapped
 from jengine.table.ready_programs import by_use, first_needed
 from pallas_kernels.devices import batch_invariant
+from pallas_kernels.lowered import reused
 
 log = logging.getLogger("jengine")
-CompilerOptions = dict[str, str | bool]  # XLA's
+CompilerOptions = dict[str, str | bool | int]  # XLA's
 Running = Callable[[], bool]
-UNTUNED: CompilerOptions = {
-    "xla_gpu_enable_triton_gemm": False
-}  # without autotuning on a GPU, cuBLASLt's products are faster than Triton's
+# Without a GPU there is nothing to tune on, but XLA would compile what it could try, which takes half of the
+# time. Untuned, cuBLASLt's products are faster than Triton's.
+UNTUNED: CompilerOptions = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
 # XLA's default (jax 0.12) and COLLECTIVES, so a step of several devices stays one command buffer.
 WHOLE: CompilerOptions = {
     "xla_gpu_enable_command_buffer": (
@@ -337,9 +338,10 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
         how["out_shardings"] = jax.tree.map(partial(NamedSharding, spec.mesh), program.out)
     function.__name__ = function.__qualname__ = program.name
     device = spec.mesh.devices.flat[0]
+    gpu = device.platform == "gpu"
     # kernels are lowered for this device's instruction set
-    lowered_for = device if device.platform == "gpu" else None
-    with jax.default_device(lowered_for), batch_invariant(spec.table.batch_invariant):
+    place = jax.default_device(device if gpu else None)
+    with place, reused() if gpu else nullcontext(), batch_invariant(spec.table.batch_invariant):
         return jax.jit(function, donate_argnums=program.donated, **how).lower(*program.args)
 
 

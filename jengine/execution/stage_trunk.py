@@ -12,7 +12,7 @@ import jax
 from jengine.execution.kv_cache import Cache
 from jengine.execution.slots import SlotState, updated
 from jengine.execution.spec import ExecutionSpec
-from jengine.execution.trunk import make_pass, to_sample
+from jengine.execution.trunk import make_pass, of_tiles, to_sample
 from jengine.models import Params
 from jengine.table.program_table import MOST_STATES, TrunkKey
 
@@ -23,6 +23,7 @@ def make_stage_trunk(spec: ExecutionSpec, key: TrunkKey) -> Callable[..., Any]:
     of tiles).
     """
     stage, layout = spec.stage, spec.layout(key)
+    passed = spec.table.passed_tiles(key.tiles) * spec.table.tile_size
 
     def compute(module: Any, tokens: jax.Array, positions: jax.Array, attend: Any, *entering: Any) -> Any:
         x = module.enter(tokens, positions, attend) if stage.first else entering[0]
@@ -46,6 +47,6 @@ def make_stage_trunk(spec: ExecutionSpec, key: TrunkKey) -> Callable[..., Any]:
         cache, axis, hidden = run(params, cache, slots, batch, *entering)
         if not stage.last:
             return cache, slots, hidden
-        return cache, slots, to_sample(batch, axis, hidden), hidden[key.rows :]
+        return cache, slots, to_sample(batch, axis, hidden), of_tiles(hidden, key, passed)
 
     return trunk

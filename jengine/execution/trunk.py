@@ -36,7 +36,7 @@ class ToSample(NamedTuple):
 
 
 Adapt = Callable[[Params, Stacks, jax.Array], Params]  # params, stacks, sampling words of each token's slot
-# the last is [tiles * tile_size, hidden_size], for prompt_logprobs
+# the last is [passed tiles * tile_size, hidden_size], for prompt_logprobs
 TrunkOut = tuple[Cache, SlotState, ToSample, jax.Array]
 
 
@@ -47,6 +47,7 @@ def make_trunk(
     device: jax.Device,
     backend: AttentionBackend = "auto",
     *,
+    passed: int = 0,
     batch_invariant: bool = False,
     following: int = 0,
     follow: Callable[..., tuple[Cache, SlotState]] | None = None,
@@ -58,6 +59,7 @@ def make_trunk(
     (cache, slots, ToSample, hidden states of tiles).
 
     Args:
+        passed: fewest tokens of the hidden states of tiles; padding is added up to these.
         follow: makes the keys and values of the draft model or head, see draft.py; params is then a pair.
         reads: states that a head reads, see `models.family.Head`; None: there is no head.
         adapt: for a trunk with adapters, whose second argument is their stacks.
@@ -94,7 +96,7 @@ def make_trunk(
         if follow is not None:
             # a head must not change how XLA rounds what the sampler reads
             cache, slots = follow(of_draft, cache, slots, batch, lax.optimization_barrier(states))
-        return cache, slots, to_sample(batch, axis, hidden), hidden[layout.key.rows :]
+        return cache, slots, to_sample(batch, axis, hidden), of_tiles(hidden, layout.key, passed)
 
     return trunk if adapt is not None else partial(without_adapters, trunk)
 
@@ -113,6 +115,12 @@ def to_sample(batch: Batch, axis: TokenAxis, hidden: jax.Array) -> ToSample:
     """What the sampler reads of a pass."""
     at = batch.sample_tokens
     return ToSample(hidden[at], batch.sample_slots, axis.positions[at] + 1, axis.tokens[at])
+
+
+def of_tiles(hidden: jax.Array, key: TrunkKey, passed: int) -> jax.Array:
+    """The hidden states of a pass's tiles, with zeros up to this many tokens."""
+    tiles = hidden[key.rows :]
+    return jnp.pad(tiles, ((0, passed - len(tiles)), (0, 0))) if passed > len(tiles) else tiles
 
 
 def _hidden(module: Any, *args: Any) -> Any:

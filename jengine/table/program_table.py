@@ -4,6 +4,9 @@ A step's token axis is `rows + tiles * tile_size`: one token for each decoding s
 of prompt chunks. The table is additive: decode-only trunks for every row bucket, mixed trunks for a few, and
 samplers by row count and variant. Scheduling picks from it; execution compiles it.
 
+A GPU's table has few buckets (`build_for_gpu`), since its programs take long to compile, and padding costs
+little.
+
 A batch-invariant table has no mixed trunks: one trunk for decode rows, one for prompt tiles, one sampler. So
 a token is always computed by the same program, whatever other requests run.
 """
@@ -35,6 +38,15 @@ def sampler_variant(params: SamplingParams) -> Variant:
 
 BATCH_INVARIANT = (0,)
 MIN_ROWS = 8  # XLA is slow for products with fewer rows, and tensor cores cannot use them
+
+# Buckets of a GPU. `python -m benchmarks.gpu_table` simulates what each is worth.
+FEW_ROWS, FEW_TOKENS = 16, 256  # the smallest buckets of rows, and of prompt tokens
+# Multiplying the weights with so many rows takes a GPU hardly longer than reading them: half of the rows for
+# which both take equally long, 140 to 300 on A100s, H100s and H200s.
+READING_ROWS = 128
+APART = 4  # ratio of neighbouring tile buckets, at least
+BURST_TOKENS = 1024  # prompt tokens of a step that reaches most of a GPU's rate
+GPU_VARIANTS: tuple[Variant, ...] = VARIANTS[1:]  # "sample" costs hardly more than "greedy"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -173,13 +185,17 @@ class ProgramTable:
     encoders: tuple[int, ...] = ()  # patches of the programs that encode images
     # tiles that every step with tiles must be able to hold: those of an image whose tokens see each other
     whole_tiles: int = 1
+    # tiles of the trunk that an engine starts with, beside the most rows; 0: it starts with few of both
+    first_tiles: int = 0
+    variants: tuple[Variant, ...] = VARIANTS  # of samplers; the last one is "full"
     sample_buckets: tuple[int, ...] = field(init=False, repr=False)  # row counts of samplers
 
     def __post_init__(self) -> None:
         """A step samples its decode rows, and a prompt may end in any tile. There are never more samples than
         sequences.
         """
-        if self.batch_invariant:
+        if self.batch_invariant:  # two variants may round differently
+            object.__setattr__(self, "variants", VARIANTS[-1:])
             object.__setattr__(self, "sample_buckets", self.row_buckets)
             return
         sums = {r + t for r in self.mixed_row_buckets for t in self.tile_buckets}
@@ -218,6 +234,44 @@ class ProgramTable:
         return cls(all_rows, mixed, tiles, tile_size, *more)
 
     @classmethod
+    def build_for_gpu(
+        cls,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        tile_size: int,
+        pooling: bool = False,
+        steps: int = 1,
+        drafts: int = 0,
+        adapters: int = 0,
+    ) -> ProgramTable:
+        """Less than half of the programs of `build`. The first ones serve many requests.
+
+        Rows: few, as many as take no longer than reading the weights, and from there powers of two. Tiles:
+        factors of at least APART.
+        """
+        most, most_tiles = max(max_num_seqs, MIN_ROWS), max(1, max_num_batched_tokens // tile_size)
+        few = min(FEW_ROWS, most)
+        rows = {few, *(_powers(READING_ROWS, most) if most > READING_ROWS else (most,))}
+        tiles = [min(max(FEW_TOKENS // tile_size, 1), most_tiles)]
+        while tiles[-1] * APART**2 <= most_tiles:
+            tiles.append(tiles[-1] * APART)
+        tiles = sorted({*tiles, most_tiles})
+        first = next((count for count in tiles if count * tile_size >= BURST_TOKENS), most_tiles)
+        return cls(
+            tuple(sorted(rows)),
+            tuple(sorted({few, most})),
+            tuple(tiles),
+            tile_size,
+            pooling=pooling,
+            steps=steps,
+            drafts=drafts,
+            adapters=adapters,
+            first_tiles=first,
+            variants=GPU_VARIANTS,
+        )
+
+    @classmethod
     def build_batch_invariant(
         cls,
         *,
@@ -236,13 +290,6 @@ class ProgramTable:
     def batch_invariant(self) -> bool:
         """Whether a step holds rows or tiles but never both, with one trunk for each."""
         return self.mixed_row_buckets == BATCH_INVARIANT
-
-    @property
-    def variants(self) -> tuple[Variant, ...]:
-        """The sampler variants. With batch invariance there is only one, since two programs may round
-        differently.
-        """
-        return VARIANTS[-1:] if self.batch_invariant else VARIANTS
 
     @property
     def max_rows(self) -> int:
@@ -306,7 +353,9 @@ class ProgramTable:
 
     def sampler(self, trunk: TrunkKey, variant: Variant) -> SamplerKey:
         """The cheapest sampler that includes this variant."""
-        return SamplerKey(self.sample_rows(trunk), variant if variant in self.variants else VARIANTS[-1])
+        rank = VARIANTS.index(variant)
+        cheapest = next(known for known in self.variants if VARIANTS.index(known) >= rank)
+        return SamplerKey(self.sample_rows(trunk), cheapest)
 
     def sample_rows(self, trunk: TrunkKey) -> int:
         """Number of hidden states that a trunk passes to its sampler."""
@@ -328,10 +377,10 @@ class ProgramTable:
         return [SamplerKey(r, v) for r in self.sample_buckets for v in self.variants]
 
     def scores(self) -> list[ScoreKey]:
-        return [ScoreKey(t) for t in self.tile_buckets]
+        return [ScoreKey(t) for t in self.tile_buckets if t >= self.first_tiles]
 
     def pools(self) -> list[PoolKey]:
-        return [PoolKey(t) for t in self.tile_buckets] if self.pooling else []
+        return [PoolKey(key.tiles) for key in self.scores()] if self.pooling else []
 
     def bursts(self) -> list[BurstKey]:
         """Keys of bursts, for the samplers that do not need the host."""
@@ -341,7 +390,7 @@ class ProgramTable:
         return [
             BurstKey(trunk, self.sampler(trunk, variant), self.steps)
             for trunk in trunks
-            for variant in VARIANTS[:-1]
+            for variant in self.variants[:-1]
         ]
 
     def draft_keys(self) -> list[DraftKey]:
@@ -360,7 +409,14 @@ class ProgramTable:
 
     def tile_programs(self, tiles: int) -> list[ScoreKey | PoolKey]:
         """Programs that process the hidden states of a trunk's tiles, for requests that need them."""
-        return [ScoreKey(tiles), *([PoolKey(tiles)] if self.pooling else [])] if tiles else []
+        passed = self.passed_tiles(tiles)
+        return [ScoreKey(passed), *([PoolKey(passed)] if self.pooling else [])] if tiles else []
+
+    def passed_tiles(self, tiles: int) -> int:
+        """Tiles of hidden states that a trunk with so many passes on, padding included: trunks with few tiles
+        share the programs that process them.
+        """
+        return max(tiles, self.first_tiles) if tiles else 0
 
     def tokens(self, key: TrunkKey) -> int:
         """Length of a step's token axis, padding included."""

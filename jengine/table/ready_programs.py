@@ -4,7 +4,8 @@ compiled.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from jengine.table.program_table import (
     VARIANTS,
@@ -122,11 +123,8 @@ class ReadyPrograms:
         return [key for key in self.table.draft_keys() if key in self._drafts]
 
     def scores(self) -> list[ScoreKey]:
-        return [
-            ScoreKey(tiles)
-            for tiles in self.table.tile_buckets
-            if any(key.tiles == tiles for key in self._trunks)
-        ]
+        passed = {self.table.passed_tiles(key.tiles) for key in self._trunks}
+        return [key for key in self.table.scores() if key.tiles in passed]
 
     def pools(self) -> list[PoolKey]:
         return [PoolKey(key.tiles) for key in self.scores()] if self.table.pooling else []
@@ -136,12 +134,26 @@ class ReadyPrograms:
         return self.table.tokens(key)
 
 
-def first_needed(table: ProgramTable) -> list[TableKey]:
-    """The smallest set that serves any request: a trunk with the fewest tiles, one without, and the full
-    sampler that both share. For a batch-invariant table, everything.
+class Demand(NamedTuple):
+    """What running and waiting requests could use in a step.
 
-    The full sampler takes longer to compile than everything else, so the trunk without tiles is the one whose
-    steps have as many samples as those of the other, if there is one.
+    Attributes:
+        rows: number of sequences.
+        tiles: of their prompts that are not computed yet.
+        variants: of their samplers.
+    """
+
+    rows: int
+    tiles: int
+    variants: tuple[Variant, ...] = (VARIANTS[-1],)
+
+
+def first_needed(table: ProgramTable) -> list[TableKey]:
+    """A small set that serves any request: a trunk with tiles, one without, and their full samplers. For a
+    batch-invariant table, everything.
+
+    The full sampler takes longer to compile than everything else. So if the trunk with tiles has few, the
+    other one is the one whose steps have as many samples, if there is one.
     """
     few, mixed = _first_trunks(table)
     rows = table.sample_rows(mixed)
@@ -150,25 +162,41 @@ def first_needed(table: ProgramTable) -> list[TableKey]:
 
 
 def by_use(table: ProgramTable) -> list[TableKey]:
-    """All programs, the most useful first: one row, the most rows, their cheaper samplers, the most tiles."""
+    """All programs, the most useful first: one row, the most rows, their cheaper samplers, the most tiles. If
+    an engine starts with the most rows, these come first.
+    """
     if table.batch_invariant:
         return first_needed(table)
     least, most = table.mixed_row_buckets[0], table.mixed_row_buckets[-1]
     few, many = table.tile_buckets[0], table.tile_buckets[-1]
-    often = [table.longest(table.row_buckets[0], 0), table.longest(most, 0), table.longest(most, few)]
-    rarely = [
-        table.longest(most, many),
-        table.longest(least, many),
-        *sorted(table.trunks(), key=table.tokens),
-    ]
-    keys = _with_others(table, often, VARIANTS[-1:])
-    keys += _with_others(table, [*often, *_first_trunks(table), *rarely], VARIANTS)
+    first, alone = _first_trunks(table), table.longest(table.row_buckets[0], 0)
+    if table.first_tiles:
+        soon = [*reversed(first), alone, table.longest(most, many)]
+    else:
+        soon = [alone, table.longest(most, 0), table.longest(most, few)]
+    rest = [table.longest(most, many), table.longest(least, many), *sorted(table.trunks(), key=table.tokens)]
+    keys = _with_others(table, soon, VARIANTS[-1:])
+    keys += _with_others(table, [*soon, *first, *rest], table.variants)
     return [*dict.fromkeys([*keys, *table.all_keys()])]
 
 
+def by_demand(table: ProgramTable, missing: Collection[TableKey], demand: Demand) -> list[TableKey]:
+    """The missing programs: first those that serve the demand in the fewest steps, then the others by use."""
+    rows, tiles = min(demand.rows, table.max_rows), min(demand.tiles, table.max_tiles)
+    beside = 0 if table.batch_invariant else rows
+    steps = [(beside, tiles)] * bool(tiles) + [(rows, 0)] * bool(rows)
+    trunks = [table.longest(key.rows, key.tiles) for key in (table.trunk(*step) for step in steps)]
+    variants = {table.sampler(key, variant).variant for key in trunks for variant in demand.variants}
+    keys = _with_others(table, trunks, VARIANTS[-1:])
+    keys += _with_others(table, trunks, tuple(variant for variant in table.variants if variant in variants))
+    return [key for key in dict.fromkeys([*keys, *by_use(table)]) if key in missing]
+
+
 def _first_trunks(table: ProgramTable) -> list[TrunkKey]:
-    rows = table.mixed_row_buckets[0]
-    tiles = next(bucket for bucket in table.tile_buckets if bucket >= table.whole_tiles)
+    """The trunks without and with tiles that an engine starts with."""
+    rows = table.mixed_row_buckets[-1 if table.first_tiles else 0]
+    least = max(table.whole_tiles, table.first_tiles)
+    tiles = next(bucket for bucket in table.tile_buckets if bucket >= least)
     return [table.longest(rows or table.row_buckets[0], 0), table.longest(rows, tiles)]
 
 

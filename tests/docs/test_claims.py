@@ -16,8 +16,8 @@ from kernel_facts import AMPERE, AMPERE_CASES
 import pallas_kernels
 from jengine.core.config import EngineConfig
 from jengine.devices.device_defaults import sizes
+from jengine.engine.shapes import make_table
 from jengine.execution.kinds import KINDS
-from jengine.table.program_table import ProgramTable
 from tests.docs.blocks import ROOT
 from tests.engine import test_golden as through_the_engine
 from tests.golden.variants import VARIANTS
@@ -146,12 +146,7 @@ def test_compared_models() -> None:
 def test_the_table_of_programs(platform: str) -> None:
     config = EngineConfig.of("demo", {})
     chosen = sizes(config, platform)
-    table = ProgramTable.build(
-        max_num_seqs=chosen.max_num_seqs,
-        max_num_batched_tokens=chosen.max_num_batched_tokens,
-        tile_size=config.tile_size,
-        single_row=True,
-    )
+    table = make_table(config, chosen, platform)
     counts = [len([*keys]) for keys in (table.trunks(), table.samplers(), table.scores())]
     of_cpus = (
         r"defaults for a CPU .*: (\d+) sequences, (\d+) tokens a step\), the table has (\d+) trunks, (\d+)"

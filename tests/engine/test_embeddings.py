@@ -17,8 +17,10 @@ from jengine import LLM, AsyncLLM, EngineThread, InvalidArgument, PoolingParams,
 from jengine.api.prompts import POOLED
 from jengine.api.scoring import scoring_of
 from jengine.core.updates import Pooled, TokenUpdate
+from jengine.engine import shapes
 from jengine.engine.engine import Engine
 from jengine.serving.http.embedded import EmbeddedApi
+from jengine.table.program_table import ProgramTable, ScoreKey
 from tests.engine.on_demand import on_demand
 from tests.golden import embedding_models
 from tests.golden.embedding_models import SIZE, write_embedder, write_reranker
@@ -295,3 +297,25 @@ def test_async(llm: LLM) -> None:
         await online.close()
 
     asyncio.run(main())
+
+
+def test_trunks_with_few_tiles_share_what_processes_their_hidden_states(
+    llm: LLM, make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs: one scorer and one pooler serve trunks with one tile and with four."""
+    table = ProgramTable((8,), (8,), (1, 4), 16, pooling=True, first_tiles=4, variants=("sample", "full"))
+    monkeypatch.setattr(shapes, "make_table", lambda *args: table)
+    monkeypatch.setitem(OPTIONS, "tile_size", 16)
+    few = make_llm(write_embedder)
+    assert few.engine.scheduler.table.scores() == [ScoreKey(4)]
+    for pooling in "last", "mean":
+        for prompt, case in zip(PROMPTS, CASES, strict=True):
+            assert_equal(vectors(few, prompt, pooling=pooling)[0], case.vector(pooling, True, None))
+    params = SamplingParams(prompt_logprobs=0, max_tokens=1, temperature=0.0)
+    prompts = [{"prompt_token_ids": tokens} for tokens in (PROMPTS[0][:9], PROMPTS[-1])]
+    both = [one.generate(prompts, params, use_tqdm=False) for one in (few, llm)]
+    for got, want in zip(*both, strict=True):
+        assert got.prompt_logprobs is not None and want.prompt_logprobs is not None
+        for ours, theirs in zip(got.prompt_logprobs[1:], want.prompt_logprobs[1:], strict=True):
+            assert ours is not None and theirs is not None and ours.keys() == theirs.keys()
+            assert all(abs(ours[token].logprob - theirs[token].logprob) < 1e-4 for token in ours)

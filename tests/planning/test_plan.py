@@ -90,7 +90,7 @@ def compiled(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with texts(ahead_of_time) as written:
         done = compile_table(EngineConfig.of(str(tiny), TINY), out, target="h200", progress=False)
     check_products(written)
-    assert done.memory is not None and len(done.file_bytes) == len(program_keys(done.spec)) == 21
+    assert done.memory is not None and len(done.file_bytes) == len(program_keys(done.spec)) == 14
     assert done.spec.num_pages == 1 + 4, "as many as all sequences take: a page each, and the null page"
     return out
 
@@ -180,7 +180,7 @@ def test_a_plan_for_a_tiny_model(
     check_products(written)
     text = capsys.readouterr().out
     assert "on 1 x NVIDIA H200" in text and text.rstrip().endswith(
-        "The whole table has 21 programs. It fits."
+        "The whole table has 14 programs. It fits."
     )
     [exact], quick = made, make_plan(EngineConfig.of(str(tiny), TINY), "h200", progress=False)
     assert dataclasses.replace(quick.memory, working=0) == dataclasses.replace(exact.memory, working=0)
@@ -194,7 +194,7 @@ def test_a_plan_for_a_tiny_model(
         and "Estimates are for full rows and are unchecked on GPUs" in text
     )
     steps = [estimates for key, estimates in exact.estimates.items() if isinstance(key, TrunkKey)]
-    assert len(steps) == 3 and all(
+    assert len(steps) == 2 and all(
         estimate.seconds["launches"] > estimate.total / 2 for [estimate] in steps
     ), "what is tiny waits for launches"
 

@@ -81,7 +81,9 @@ def _check_ready(device: StrictDevice, plan: StepPlan, rows: int, tiles: int) ->
     """Checks that programs are ready, and are the smallest ready ones."""
     table = device.table
     assert plan.trunk in device.ready and plan.sampler in device.ready, "a program that is not ready"
-    assert ScoreKey(plan.trunk.tiles) in device.ready or not any(span.targets for span in plan.spans)
+    assert ScoreKey(table.passed_tiles(plan.trunk.tiles)) in device.ready or not any(
+        span.targets for span in plan.spans
+    )
     serving = [
         key
         for key in table.trunks()
@@ -94,6 +96,6 @@ def _check_ready(device: StrictDevice, plan: StepPlan, rows: int, tiles: int) ->
         and key.tiles >= tiles
         and key.pages >= plan.trunk.pages
         and table.sample_rows(key) >= len(plan.samples)
-        if not key.tiles or ScoreKey(key.tiles) in device.ready
+        if not key.tiles or ScoreKey(table.passed_tiles(key.tiles)) in device.ready
     ]
     assert table.tokens(plan.trunk) == min(map(table.tokens, holding)), "a larger program than needed"

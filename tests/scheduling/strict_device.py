@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 
 from msgspec import structs
@@ -295,18 +295,19 @@ class Loop:
         invariant_tiles: of the prefill program of a batch-invariant table; 0: the table is none.
         prompt_rows: whether ends of prompts may lie on rows.
         drafts: tokens that a draft model proposes for a sequence; 0: there is none.
+        of_gpu: whether the table is that of a GPU.
     """
 
     def __init__(self, *, max_model_len: int, tile_size: int, page_size: int, num_pages: int,
                  max_num_seqs: int, max_num_batched_tokens: int, page_buckets: tuple[int, ...] = (0,),
                  groups: List[GroupPages] = FULL,
                  invariant_tiles: int = 0, num_states: int = 0, prompt_rows: bool = False, drafts: int = 0,
-                 **options: object) -> None:  # fmt: skip
+                 of_gpu: bool = False, **options: object) -> None:  # fmt: skip
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         steps = 8 if options.get("num_scheduler_steps", 1) != 1 else 1
-        table = ProgramTable.build(
-            tile_size=tile_size, page_buckets=page_buckets, steps=steps, drafts=drafts, **limits
-        )
+        build = ProgramTable.build_for_gpu if of_gpu else ProgramTable.build
+        table = build(tile_size=tile_size, steps=steps, drafts=drafts, **limits)
+        table = replace(table, page_buckets=page_buckets)
         if invariant_tiles:
             table = ProgramTable.build_batch_invariant(
                 max_num_seqs=max_num_seqs, tiles=invariant_tiles, tile_size=tile_size, drafts=drafts

@@ -25,6 +25,7 @@ from jengine.engine.model_source import ModelSource
 from jengine.engine.pipeline_shapes import refuse_stages
 from jengine.engine.shapes import describe
 from jengine.execution.cache_folders import cache_root
+from jengine.execution.kernel_objects import keep_lowered
 from jengine.execution.kinds import KINDS, Key
 from jengine.execution.memory import (
     PAGE_GRID,
@@ -171,6 +172,8 @@ def compile_table(
     start = time.perf_counter()
     spec, memory = describe_for(config, target), None
     device = spec.mesh.devices.flat[0]
+    if device.platform != "cpu":
+        keep_lowered(cache_root(config.cache_dir))
     how: dict[str, Any] = {
         "threads": sizes(config, device.platform).compile_threads,
         "progress": False,

@@ -35,12 +35,12 @@ class Pool(Kind[PoolKey]):
     def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[DeviceCall]:
         if all([span.pool is None for span in plan.spans]):
             return
-        ranges = np.zeros((plan.trunk.tiles, 2), np.int32)
+        ranges = np.zeros((spec.table.passed_tiles(plan.trunk.tiles), 2), np.int32)
         for row, (number, offset, length) in zip(ranges, spec.table.place(plan.spans).tiles, strict=False):
             pool = plan.spans[number].pool
             if pool is not None and pool < offset + length:
                 row[:] = max(pool - offset, 0), length
-        yield DeviceCall(PoolKey(plan.trunk.tiles), ranges)
+        yield DeviceCall(PoolKey(len(ranges)), ranges)
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[PoolKey, StepPlan]:
         def plan(key: PoolKey) -> StepPlan:

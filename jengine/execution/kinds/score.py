@@ -44,7 +44,7 @@ class Score(Kind[ScoreKey]):
     def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[DeviceCall]:
         if not any([span.targets for span in plan.spans]):
             return
-        tiles, size = plan.trunk.tiles, spec.table.tile_size
+        tiles, size = spec.table.passed_tiles(plan.trunk.tiles), spec.table.tile_size
         packed = np.zeros(tiles * (size + 1), np.int32)
         targets, slots = packed[: tiles * size].reshape(tiles, size), packed[tiles * size :]
         for row, (number, offset, length) in enumerate(spec.table.place(plan.spans).tiles):

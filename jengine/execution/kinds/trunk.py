@@ -34,6 +34,7 @@ class Trunk(Kind[TrunkKey]):
             spec.page_size,
             device,
             spec.attention_backend,
+            passed=spec.table.passed_tiles(key.tiles) * spec.table.tile_size,
             batch_invariant=invariant,
             following=MOST_STATES if spec.draft_states else 0,
             follow=None
