@@ -16,6 +16,8 @@ from openai.types.chat import ChatCompletion
 from jengine import SamplingParams, Tokenizer, cli
 from jengine.commands import batch_order
 from jengine.commands.batch_lines import Line
+from jengine.core.updates import Ended
+from jengine.serving.processes.mock_engine import MockEngine
 from tests.batch_mocks import make_tokenizer, use_mock
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -139,7 +141,7 @@ def test_goes_on_where_it_stopped(
     use_mock(monkeypatch)
     lines = [
         asked("a", prompt="one"),
-        asked("b", prompt=""),
+        asked("b", prompt=[]),
         {"url": TEXT, "body": {}},
         asked("d", CHAT, messages=HELLO),
     ]
@@ -157,6 +159,28 @@ def test_goes_on_where_it_stopped(
     files[0].write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert cli.main(command(model, files, "--retry-errors")) == 0
     assert sorted(answer["custom_id"] for answer in records(files[1])) == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("form", ["openai", "jsonl", "csv"])
+def test_a_generation_that_fails_is_no_answer(
+    form: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / f"in.{form.replace('openai', 'jsonl')}", tmp_path / "out"
+    if form == "csv":
+        source.write_text("prompt\none\ntwo\n")
+    else:
+        own = form == "jsonl"
+        lines = [{"prompt": f"{i}"} if own else asked(str(i), prompt=f"row {i}") for i in range(2)]
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = ["generate", str(model), f"--input={source}", f"--output={target}", "--quiet"]
+    engines = use_mock(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(MockEngine, "_update", lambda _, name, __: Ended(name, "error", "no token is allowed"))
+        assert cli.main(run) == 1
+    assert target.read_text().count("without an answer") == 2 and "no token is allowed" in target.read_text()
+    assert cli.main(run) == 1 and len(engines) == 1, "nothing to do, but there are errors"
+    assert cli.main([*run, "--retry-errors"]) == 0 and len(engines) == 2
+    assert "without an answer" not in target.read_text()
 
 
 def test_an_engine_that_dies_is_no_answer(

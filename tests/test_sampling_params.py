@@ -83,3 +83,9 @@ def test_messages_do_not_write_out_what_is_large() -> None:
 
     error = InvalidArgument("prompt_token_ids", [Entry() for _ in range(100_000)], "no")
     assert len(str(error)) < 120 and Entry.shown < 1000
+
+
+def test_a_seed_of_minus_one_is_random() -> None:
+    """As in vLLM; gRPC sends 64 bits."""
+    assert SamplingParams(seed=-1) == SamplingParams(seed=2**64 - 1) == SamplingParams()
+    assert SamplingParams(seed=5).clone(seed=-1).seed is None and SamplingParams(seed=-2).seed == -2

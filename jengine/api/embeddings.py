@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jengine.base.display import counted, table_html
-from jengine.base.errors import JengineError
 from jengine.core.request import RequestOutput
 
 SHOWN = 6  # numbers of an embedding shown in a notebook
@@ -52,12 +51,8 @@ class EmbeddingRequestOutput:
         Raises:
             JengineError: the request ended before its embedding was computed.
         """
-        if output.embedding is None:
-            ended = output.outputs[0]
-            why = "" if ended.stop_reason is None else f": {ended.stop_reason}"
-            raise JengineError(
-                f"the request ended without its embedding, with finish_reason {ended.finish_reason!r}{why}"
-            )
+        output.require_answer("its embedding")
+        assert output.embedding is not None
         return cls(
             request_id=output.request_id,
             outputs=EmbeddingOutput(embedding=output.embedding.tolist()),

@@ -15,6 +15,7 @@ from jengine.core.image_options import PROCESSING
 from jengine.core.pooling import PoolingParams
 from jengine.core.request import Request, SamplingParams, TokenMask, check_cache_salt
 from jengine.scheduling.requests.sequence_limits import longest_prompt
+from jengine.text.bad_words import bad_sequences
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.thinking import bound_thinking, check_thinking
 from jengine.text.tokenizer import Tokenizer
@@ -95,8 +96,11 @@ def make_requests(
         text = given if isinstance(given, str) else given["prompt"]
         if not isinstance(text, str):
             raise InvalidArgument("prompt", text, "must be text")
+        if pooling is not None:
+            text = text and pooling.prompt + text
         check_length(tokenizer, text, max_model_len, pooled=pooling is not None)
-        ids = tokenizer.encode(text) if text else []
+        # to go on from nothing, some tokenizers have a token
+        ids = tokenizer.encode(text) if text or pooling is None else []
     elif {"prompt_token_ids"} <= fields <= {"prompt_token_ids", "prompt"}:
         text, ids = given.get("prompt"), given["prompt_token_ids"]
         if text is not None and not isinstance(text, str):
@@ -114,6 +118,8 @@ def make_requests(
     ids, images = with_data(tokenizer, list(ids), data, how)
     arrival = time.monotonic()
     check_thinking(params, tokenizer)
+    if params.bad_words:
+        bad_sequences(params.bad_words, tokenizer)  # checks them, also if the masks are made elsewhere
     fresh: Sequence[TokenMask | None] = (
         _masks(tokenizer, params, ids) if masks and params.masks else [None] * params.n
     )

@@ -12,8 +12,8 @@ import numpy as np
 
 from jengine.api.embeddings import ScoringOutput, ScoringRequestOutput
 from jengine.api.prompts import TokensPrompt, check_length
-from jengine.base.errors import InvalidArgument, JengineError, ModelError
-from jengine.core.pooling import Reranker
+from jengine.base.errors import InvalidArgument, ModelError
+from jengine.core.pooling import Reranker, Similarity
 from jengine.core.request import RequestOutput, SamplingParams
 from jengine.engine.limits import Limits
 from jengine.text.tokenizer import Tokenizer
@@ -45,6 +45,7 @@ class Judgement(NamedTuple):
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
     max_model_len: int
+    max_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +54,18 @@ class Scoring:
 
     Attributes:
         tasks: the requests.
-        pairs: for each pair of texts, the indices of the two tasks that its score compares.
+        pairs: for each pair of texts, the indices of the two tasks that its score compares, which may be
+            the same.
         score: the score, from the outputs of these two tasks. Both have finished.
-        embeds: whether the tasks are embeddings of different texts. Otherwise each two successive ones have
-            the same prompt.
+        embeds: whether the tasks are embeddings of different texts.
+        per_prompt: this many successive tasks have the same prompt.
     """
 
     tasks: Sequence[ScoringTask]
     pairs: Sequence[tuple[int, int]]
     score: Callable[[RequestOutput, RequestOutput], float]
     embeds: bool
+    per_prompt: int = 1
 
     def scores(self, outputs: Sequence[RequestOutput]) -> list[float]:
         """The score of each pair, from the outputs of all tasks."""
@@ -70,7 +73,7 @@ class Scoring:
 
     def prompts(self, outputs: Sequence[RequestOutput]) -> Sequence[RequestOutput]:
         """One of the outputs for each prompt that was computed."""
-        return outputs if self.embeds else outputs[::2]
+        return outputs[:: self.per_prompt]
 
     def results(self, outputs: Sequence[RequestOutput]) -> list[ScoringRequestOutput]:
         """The results of LLM.score.
@@ -79,15 +82,10 @@ class Scoring:
             JengineError: a request ended before its end.
         """
         for output in outputs:
-            ended = output.outputs[0]
-            if ended.finish_reason in ("abort", "error"):
-                why = "" if ended.stop_reason is None else f": {ended.stop_reason}"
-                raise JengineError(
-                    f"the request ended without a score, with finish_reason {ended.finish_reason!r}{why}"
-                )
+            output.require_answer("a score")
         return [
-            _result(self.prompts([outputs[first], outputs[second]]), score)
-            for (first, second), score in zip(self.pairs, self.scores(outputs), strict=True)
+            _result(self.prompts([outputs[i] for i in dict.fromkeys(pair)]), score)
+            for pair, score in zip(self.pairs, self.scores(outputs), strict=True)
         ]
 
 
@@ -108,7 +106,7 @@ def scoring_of(
     """
     pairs = paired(queries, documents)
     if limits.reranker is not None:
-        return _by_judgement(pairs, limits.reranker, tokenizer, instruction, limits.sequence.max_model_len)
+        return _by_judgement(pairs, limits, limits.reranker, tokenizer, instruction)
     if limits.embedder is None:
         limit = (
             "this model cannot score: that takes an embedding model (embeddings=True when the engine starts),"
@@ -119,7 +117,7 @@ def scoring_of(
         raise InvalidArgument(
             "instruction", instruction, "is for rerankers; add it to the queries of an embedding model"
         )
-    return _by_similarity(pairs)
+    return _by_similarity(pairs, limits.embedder.similarity)
 
 
 def paired(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[Pair]:
@@ -136,7 +134,7 @@ def paired(queries: str | Sequence[str], documents: str | Sequence[str]) -> list
     return [*zip(left * len(right) if len(left) == 1 else left, right, strict=True)]
 
 
-def _by_similarity(pairs: Sequence[Pair]) -> Scoring:
+def _by_similarity(pairs: Sequence[Pair], similarity: Similarity) -> Scoring:
     """Compares the texts' embeddings. Each different text is embedded once."""
     places: dict[str, int] = {}
     tasks: list[ScoringTask] = []
@@ -149,40 +147,65 @@ def _by_similarity(pairs: Sequence[Pair]) -> Scoring:
     return Scoring(
         tasks=tasks,
         pairs=[(places[query], places[document]) for query, document in pairs],
-        score=_cosine,
+        score=partial(_similarity, SIMILARITIES[similarity]),
         embeds=True,
     )
 
 
-def _cosine(query: RequestOutput, document: RequestOutput) -> float:
-    """The cosine of the angle between two embeddings."""
+def _cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """The cosine of the angle between two vectors."""
+    cosine = float(a @ b) / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12)
+    return min(max(cosine, -1.0), 1.0)  # rounding
+
+
+SIMILARITIES: dict[Similarity, Callable[[np.ndarray, np.ndarray], float]] = {
+    "cosine": _cosine,
+    "dot": lambda a, b: float(a @ b),
+    "euclidean": lambda a, b: -float(np.linalg.norm(a - b)),
+    "manhattan": lambda a, b: -float(np.abs(a - b).sum()),
+}
+
+
+def _similarity(
+    compare: Callable[[np.ndarray, np.ndarray], float], query: RequestOutput, document: RequestOutput
+) -> float:
     assert query.embedding is not None and document.embedding is not None
-    a, b = query.embedding.astype(np.float64), document.embedding.astype(np.float64)
-    return float(a @ b) / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12)
+    return compare(query.embedding.astype(np.float64), document.embedding.astype(np.float64))
 
 
 def _by_judgement(
-    pairs: Sequence[Pair],
-    reranker: Reranker,
-    tokenizer: Tokenizer,
-    instruction: str | None,
-    max_model_len: int,
+    pairs: Sequence[Pair], limits: Limits, reranker: Reranker, tokenizer: Tokenizer, instruction: str | None
 ) -> Scoring:
-    """Compares the probabilities of the reranker's two tokens, as the next token. Each pair has a prompt and
-    two requests: one for the log probability of the true token, one for that of the false one.
+    """Compares the probabilities of the reranker's two tokens, as the next token.
+
+    If log probabilities are those of the raw logits, each pair has a prompt and two requests, one for each
+    token. If they are those of the distribution from which tokens are drawn, a request that allows both
+    tokens has all that matters.
     """
     tokens = reranker.true_token_id, reranker.false_token_id
+    choices = [[*tokens]] if reranker.processed_logprobs else [[token] for token in tokens]
     each = [
-        SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=[token], logprobs=0, detokenize=False)
-        for token in tokens
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            allowed_token_ids=choice,
+            logprobs=len(choice) if reranker.processed_logprobs else 0,
+            detokenize=False,
+        )
+        for choice in choices
     ]
     tasks = []
     for index, pair in enumerate(pairs):
-        judgement = _question(pair, reranker, instruction, max_model_len)
+        judgement = _question(pair, reranker, instruction, limits.sequence.max_model_len)
         prompt = cache(partial(_judging_prompt, tokenizer, judgement))
         tasks += [ScoringTask(prompt, params, "documents", index, judgement) for params in each]
+    count = len(each)
     return Scoring(
-        tasks=tasks, pairs=[(i, i + 1) for i in range(0, len(tasks), 2)], score=_probability, embeds=False
+        tasks=tasks,
+        pairs=[(i, i + count - 1) for i in range(0, len(tasks), count)],
+        score=partial(_judgement, reranker),
+        embeds=False,
+        per_prompt=count,
     )
 
 
@@ -191,7 +214,7 @@ def _question(pair: Pair, reranker: Reranker, instruction: str | None, max_model
     rule = reranker.instruction if instruction is None else instruction
     rules = [] if rule is None else [{"role": "system", "content": rule}]
     messages = [*rules, {"role": "query", "content": pair[0]}, {"role": "document", "content": pair[1]}]
-    return Judgement(messages, reranker.add_generation_prompt, max_model_len)
+    return Judgement(messages, reranker.add_generation_prompt, max_model_len, reranker.max_tokens)
 
 
 def _judging_prompt(tokenizer: Tokenizer, judgement: Judgement) -> TokensPrompt:
@@ -199,7 +222,11 @@ def _judging_prompt(tokenizer: Tokenizer, judgement: Judgement) -> TokensPrompt:
 
 
 def judging_text(
-    tokenizer: Tokenizer, messages: list[dict[str, Any]], add_generation_prompt: bool, max_model_len: int
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    add_generation_prompt: bool,
+    max_model_len: int,
+    max_tokens: int | None,
 ) -> tuple[str, list[int]]:
     """The text and the tokens of a reranker's prompt. Runs the chat template.
 
@@ -214,20 +241,26 @@ def judging_text(
         )
     text = template.render(messages, add_generation_prompt=add_generation_prompt)
     check_length(tokenizer, text, max_model_len)
-    return text, tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if max_tokens is not None and len(ids) > max_tokens:
+        limit = f"at most {max_tokens}, the model's max_seq_length or model_max_length"
+        raise InvalidArgument("prompt_token_ids", f"{len(ids)} tokens", limit)
+    return text, ids
 
 
-def _probability(true: RequestOutput, false: RequestOutput) -> float:
-    """The probability of the true token against the false one."""
-    margin = _logprob(true) - _logprob(false)
+def _judgement(reranker: Reranker, true: RequestOutput, false: RequestOutput) -> float:
+    """The probability of the true token against the false one, or the logarithm of their odds."""
+    margin = _logprob(true, reranker.true_token_id) - _logprob(false, reranker.false_token_id)
+    if not reranker.probability:
+        return margin
     return 1.0 / (1.0 + math.exp(-margin)) if margin > -700.0 else 0.0
 
 
-def _logprob(output: RequestOutput) -> float:
-    """Log probability of the only allowed token."""
+def _logprob(output: RequestOutput, token: int) -> float:
+    """Log probability of an allowed token."""
     completion = output.outputs[0]
     assert completion.logprobs is not None
-    return completion.logprobs[0][completion.token_ids[0]].logprob
+    return completion.logprobs[0][token].logprob
 
 
 def _result(computed: Sequence[RequestOutput], score: float) -> ScoringRequestOutput:

@@ -10,7 +10,7 @@ from jengine.api.backend import Backend
 from jengine.api.prompts import PreparedPrompt
 from jengine.api.request_handle import RequestHandle
 from jengine.base.checks import check_whole
-from jengine.base.errors import InvalidArgument, JengineError
+from jengine.base.errors import InvalidArgument
 from jengine.core.request import Request, RequestOutput, SamplingParams
 from jengine.engine.limits import Limits
 from jengine.text.stop_strings import StopAutomaton
@@ -81,8 +81,7 @@ def logprobs_of(completion: TokenIds, output: RequestOutput) -> list[float]:
         JengineError: the request was aborted.
     """
     [one] = output.outputs
-    if one.finish_reason != "length":
-        raise JengineError(f"scoring has ended with {one.finish_reason}: {one.stop_reason}")
+    output.require_answer("log probabilities")
     found = one.logprobs
     assert found is not None
     return [entry[token].logprob for token, entry in zip(completion, found, strict=True)]

@@ -44,6 +44,8 @@ CONFIG_FILES = [
     "generation_config.json",
     "modules.json",
     "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "tokenizer_config.json",
     "preprocessor_config.json",
     "processor_config.json",
     converted.MARK,

@@ -67,6 +67,7 @@ KNOWN = {*FIELDS.values(), *SCALING.values()} | {
         "rope.scaling.finetuned",
         "attention.value_length",
         "expert_count",
+        "pooling_type",  # see sentence_transformers.py
     )
 }
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
-from jengine import InvalidArgument, JengineError, ModelError, RequestOutput, SamplingParams
+from jengine import EngineDead, InvalidArgument, JengineError, RequestOutput, SamplingParams
 from jengine.api.chat import ChatOptions
 from jengine.commands.batch_files import Output, output_of
 from jengine.commands.batch_records import OWN, Key, Record, RecordFormat
@@ -125,9 +125,11 @@ async def answer_line(llm: AsyncLLM, line: Line) -> Record:
         else:
             outputs = llm.generate(line.prompt, line.params, output_kind="final")
         [output] = [output async for output in outputs]
-    except (InvalidArgument, ModelError) as refusal:
-        # ModelError: there are messages, but the model has no chat template
-        return line.record(error=str(refusal))
+        output.require_answer()
+    except EngineDead:
+        raise
+    except JengineError as failure:
+        return line.record(error=str(failure))
     return line.record(**_shown(output))
 
 

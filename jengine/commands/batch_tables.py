@@ -116,6 +116,8 @@ class BatchTable:
                 params = _parsed(SAMPLING, params or "{}")
             if not isinstance(params, dict | None):
                 raise InvalidArgument(SAMPLING, params, "must be an object")
+            if not prompt:  # a cell without a value
+                raise InvalidArgument(self._column, prompt, "must not be empty")
             sampling = {name: value for name, value in (params or {}).items() if value is not None}
             if wrong := sampling.keys() & {*PROMPTS}:
                 raise InvalidArgument(

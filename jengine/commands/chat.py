@@ -194,6 +194,7 @@ class LocalModel:
                 whole = output.outputs[0]
                 yield dataclasses.replace(whole, text=whole.text[seen:])
                 seen = len(whole.text)
+                output.require_answer()
 
 
 class RemoteModel:
@@ -352,6 +353,8 @@ class Conversation:
             note("(stopped)")
         elif reason == "length":
             note("(cut off: --max-tokens, or the model's length)")
+        elif reason == "abort":
+            note("(the server has aborted the answer)")
         if self._shows_speed and tokens > 1 and times[-1] > times[0]:
             note(f"({tokens} tokens, {(tokens - 1) / (times[-1] - times[0]):.1f} tokens/s)")
         return True

@@ -114,6 +114,9 @@ def _show(outputs: Iterable[RequestOutput], n: int, echo: str) -> tuple[int, lis
     """Prints completions one below the other, streaming the first unfinished one.
 
     Returns the number of tokens in all completions, and the times (time.monotonic()) at which they grew.
+
+    Raises:
+        JengineError: a completion has failed.
     """
     tokens, times = 0, []
     index, seen = 0, 0  # of the completion being printed: its index, and its number of printed characters
@@ -130,6 +133,7 @@ def _show(outputs: Iterable[RequestOutput], n: int, echo: str) -> tuple[int, lis
             if completion.finish_reason is None:
                 break
     write("\n")
+    out.require_answer()
     return tokens, times
 
 

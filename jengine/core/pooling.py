@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 Pooling = Literal["last", "mean"]
+Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class PoolingParams:
         normalize: scale the vector to length 1, after it was shortened to `dimensions`.
         dimensions: keep only the first numbers of the vector, for models that were trained for this
             (Matryoshka); None keeps all.
+        truncate_dim: the same, after the vector was normalized: a setting of models.
+        prompt: in front of a text; a setting of models. Token ids are embedded as they are.
 
     Raises:
         InvalidArgument: naming the field, the value and the limit.
@@ -33,6 +36,8 @@ class PoolingParams:
     pooling: Pooling = "last"
     normalize: bool = True
     dimensions: int | None = None
+    truncate_dim: int | None = None
+    prompt: str = ""
 
     @property
     def needs_all(self) -> bool:
@@ -57,6 +62,9 @@ class Embedder:
         pooling, normalize: defaults for requests that do not set them.
         max_tokens: the longest prompt that the model was made for; None: as many tokens as a sequence may
             have.
+        prompt: see PoolingParams.
+        truncate_dim: numbers that are kept if a request does not say; None: all.
+        similarity: how scores compare two vectors.
         generates: whether the model can also generate. Some checkpoints have no output head.
     """
 
@@ -64,6 +72,9 @@ class Embedder:
     pooling: Pooling = "last"
     normalize: bool = True
     max_tokens: int | None = None
+    prompt: str = ""
+    truncate_dim: int | None = None
+    similarity: Similarity = "cosine"
     generates: bool = True
 
     def params(
@@ -78,6 +89,8 @@ class Embedder:
             pooling=self.pooling if pooling is None else pooling,
             normalize=self.normalize if normalize is None else normalize,
             dimensions=dimensions,
+            truncate_dim=self.truncate_dim if dimensions is None else None,
+            prompt=self.prompt,
         )
 
     def validate(self, params: PoolingParams, tokens: int) -> None:
@@ -100,7 +113,7 @@ class Embedder:
             raise InvalidArgument(
                 "prompt_token_ids",
                 f"{tokens} tokens",
-                f"at most {self.max_tokens}, the model's max_seq_length",
+                f"at most {self.max_tokens}, the model's max_seq_length or model_max_length",
             )
 
 
@@ -113,12 +126,20 @@ class Reranker:
         true_token_id, false_token_id: ids of the two tokens, such as "yes" and "no".
         instruction: the one in the model's files; None: the chat template's.
         add_generation_prompt: option for the chat template.
+        probability: whether a score is the probability of the true token against the false one, or the
+            logarithm of their odds.
+        max_tokens: see Embedder.
+        processed_logprobs: whether the engine's log probabilities are those of the distribution that tokens
+            are drawn from.
     """
 
     true_token_id: int
     false_token_id: int
     instruction: str | None = None
     add_generation_prompt: bool = False
+    probability: bool = True
+    max_tokens: int | None = None
+    processed_logprobs: bool = False
 
 
 def require_embedder(embedder: Embedder | None) -> Embedder:
@@ -156,9 +177,9 @@ class PooledStates:
         self._end = end
 
     def vector(self, params: PoolingParams) -> np.ndarray:
-        """The mean, shortened and normalized: float32 [dimensions]."""
+        """The mean, shortened and normalized: float32 [dimensions or truncate_dim]."""
         assert self._sum is not None, "a prompt ended without hidden states"
         mean: np.ndarray = (self._sum / (self._end - self._start))[: params.dimensions]
         if params.normalize:
             mean /= max(float(mean @ mean) ** 0.5, 1e-12)
-        return mean.astype("float32")
+        return mean[: params.truncate_dim].astype("float32")

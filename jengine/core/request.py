@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from jengine.base.checks import check_number, check_whole
 from jengine.base.display import answer_html, counted, short
-from jengine.base.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument, JengineError
 from jengine.core.beam_params import BeamSearchParams
 from jengine.core.pooling import PoolingParams
 from jengine.core.structured_outputs import StructuredOutputs, structured
@@ -67,9 +67,10 @@ class SamplingParams(_Shown):
         top_p: keep the likeliest tokens until their total probability reaches this; in (0, 1].
         min_p: drop tokens whose probability is below this times that of the likeliest token; in [0, 1].
         seed: a 64-bit number. With the same seed, a prompt gets the same random numbers in every batch; other
-            prompts get others. By default, each request gets a random one.
+            prompts get others. By default, and with -1, each request gets a random one.
         max_tokens: the most tokens to generate; None: up to the model's length.
-        min_tokens: the fewest tokens to generate. End-of-sequence and stop tokens are not sampled before.
+        min_tokens: the fewest tokens to generate. End-of-sequence and stop tokens are not sampled before,
+            unless structured_outputs is complete and nothing may follow it.
         ignore_eos: continue after the model's end-of-sequence token.
         stop: strings that end the output. The text ends before the string. At most MAX_TEXTS strings, with
             MAX_TEXTS_CHARACTERS characters in total.
@@ -82,7 +83,7 @@ class SamplingParams(_Shown):
         logit_bias: token ids and the values to add to their logits; at most MAX_LOGIT_BIAS.
         allowed_token_ids: the only tokens that may be sampled; at most MAX_ALLOWED_TOKEN_IDS.
         bad_words: texts that must not occur in the output: a token that would complete one is not sampled. At
-            most MAX_TEXTS texts, with MAX_TEXTS_CHARACTERS characters in total.
+            most MAX_TEXTS texts, with MAX_TEXTS_CHARACTERS characters in total, none of white space only.
         structured_outputs: a constraint on the output: an object with exactly one of the fields json, regex,
             choice and grammar, such as {"regex": "[0-9]+"}. In Python, also a StructuredOutputs.
         thinking_token_budget: for a model that thinks between <think> and </think>, the most tokens of a
@@ -139,6 +140,8 @@ class SamplingParams(_Shown):
         check_whole("top_k", self.top_k, -1, None)
         check_number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]", open_low=True)
         check_number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
+        if self.seed in (-1, 2**64 - 1):  # the same 64 bits
+            object.__setattr__(self, "seed", None)
         if self.seed is not None:
             check_whole("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
@@ -312,6 +315,10 @@ class TokenMask(Protocol):
         """How many of the next tokens need no mask, at least."""
         return 0
 
+    def is_complete(self) -> bool:
+        """Whether a grammar allowed the output to end, at the last `fill`."""
+        return False
+
 
 @dataclass(slots=True, kw_only=True)
 class Request:
@@ -420,6 +427,15 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     num_cached_tokens: int | None = None
     embedding: np.ndarray | None = None
+
+    def require_answer(self, what: str = "an answer") -> None:
+        """Raises JengineError if a completion has ended with an error, or was aborted."""
+        for ended in self.outputs:
+            if ended.finish_reason in ("abort", "error"):
+                why = "" if ended.stop_reason is None else f": {ended.stop_reason}"
+                raise JengineError(
+                    f"the request ended without {what}, with finish_reason {ended.finish_reason!r}{why}"
+                )
 
     def __repr__(self) -> str:
         prompt = f"prompt={short(self.prompt)}, {counted(len(self.prompt_token_ids), 'prompt token')}"

@@ -121,6 +121,8 @@ class JengineEngine(LLMEngine):  # type: ignore[misc]  # Dynamo's types are not 
             async with handle:
                 async for output in handle:
                     for completion in output.outputs:
+                        if completion.finish_reason == "error":
+                            output.require_answer()
                         ends = completion.finish_reason is not None and completion.index not in ended
                         if not (completion.token_ids or ends):
                             continue

@@ -75,6 +75,8 @@ def fill_masks(rows: np.ndarray, sequence: Sequence, drafts: List[int]) -> tuple
 def fill_mask(words: np.ndarray, sequence: Sequence, drafts: int = 0) -> None:
     """Writes a sequence's mask to `words`. Applies min_tokens too, as programs do, to detect an empty mask.
 
+    A complete grammar that nothing may follow ends the output, whatever the other constraints say.
+
     Args:
         drafts: number of tokens that the mask has accepted beyond those of the sequence.
 
@@ -87,6 +89,9 @@ def fill_mask(words: np.ndarray, sequence: Sequence, drafts: int = 0) -> None:
     if len(sequence.tokens) + drafts - sequence.prompt_len < request.params.min_tokens:
         tokens = np.array(sequence.suppressed_token_ids, np.int64)
         np.bitwise_and.at(words, tokens // 32, ~(np.uint32(1) << (tokens % 32).astype(np.uint32)))
+    if not words.any() and request.mask.is_complete():
+        ends = np.array(sequence.eos_token_ids, np.int64)
+        np.bitwise_or.at(words, ends // 32, np.uint32(1) << (ends % 32).astype(np.uint32))
     if not words.any():
         raise JengineError(
             "structured_outputs, allowed_token_ids, bad_words and min_tokens together allow no token"

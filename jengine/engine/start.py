@@ -237,8 +237,11 @@ def _engine(
         others: programs that are not ready yet.
     """
     spec, scheduler = runner.spec, _scheduler(config, runner.spec, warmed_up)
+    model = _with_eos_token(spec.model.config, started.tokenizer)
+    if started.tokenizer is not None:
+        started.tokenizer.model_eos_token_ids = model.eos_token_ids
     return Engine(
-        _with_eos_token(spec.model.config, started.tokenizer),
+        model,
         runner,
         scheduler,
         overlap=config.overlap,
@@ -389,7 +392,7 @@ def _facts(
     )
     if config.generation_config == "auto":
         started.default_sampling_params = read_sampling_defaults(source.folder)
-    started.reranker, started.embedder = read_reranker(source.folder), source.embedder
+    started.reranker, started.embedder = _reranker(config, source), source.embedder
     count = sum(stage.mesh.size for stage in spec.stages)
     started.devices = f"{count} {spec.mesh.devices.flat[0].device_kind}"
     started.kernels = dict(spec.product_forms)
@@ -450,6 +453,11 @@ def _page_transfer(
         return None
     stores = make_stores(how)
     return PageTransfer(how, stores, names, scheduler, runner, lambda: weights.version, runner.spec.page)
+
+
+def _reranker(config: EngineConfig, source: ModelSource) -> Reranker | None:
+    found, processed = read_reranker(source.folder), config.logprobs_mode == "processed_logprobs"
+    return None if found is None else dataclasses.replace(found, processed_logprobs=processed)
 
 
 def _with_eos_token(model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:

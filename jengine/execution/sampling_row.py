@@ -79,7 +79,9 @@ def pack_sampling(reset: SlotReset) -> np.ndarray:
     row["seed_low"], row["seed_high"] = seed % 2**32, seed >> 32
     row["sample_index"] = reset.sample_index
     row["logprobs"] = 0 if params.logprobs is None else params.logprobs + 1
-    row["min_position"] = min(reset.prompt_len + params.min_tokens, INT32_MAX)
+    # with a grammar, masks suppress ends: it may be complete before min_tokens
+    least = params.min_tokens if params.structured_outputs is None else 0
+    row["min_position"] = min(reset.prompt_len + least, INT32_MAX)
     row["lora"] = reset.lora
     row["stop_ids"] = row["bias_ids"] = -1
     stops = reset.stop_token_ids[:DEVICE_STOPS]  # if there are more, a mask suppresses them

@@ -13,7 +13,8 @@ from jengine.base.gguf_file import SUFFIX
 HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]  # weights, configuration, tokenizer
 WITHOUT_WEIGHTS = HUB_FILES[1:]
 BIN_FILES = ["pytorch_model*.bin"]  # if the hub has no safetensors
-IN_FOLDERS = ["additional_chat_templates/*.jinja", "*_Pooling/config.json", "*_LogitScore/config.json"]
+MODULES = ("Pooling", "Normalize", "LogitScore")  # of sentence-transformers, in folders of their own
+IN_FOLDERS = ["additional_chat_templates/*.jinja", *(f"*_{module}/config.json" for module in MODULES)]
 OTHERS = ["consolidated*", "*/consolidated*"]  # the same weights in other layouts
 PROJECTORS = ["mmproj*", "*/mmproj*"]  # encoders of images, beside a model's GGUF file
 DEFAULT_QUANTIZATION = "Q4_K_M"  # of a repository that only has GGUF files

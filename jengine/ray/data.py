@@ -200,6 +200,7 @@ class BatchWorker:
 
 
 def _columns(output: RequestOutput) -> Row:
+    output.require_answer()
     completion: CompletionOutput = output.outputs[0]
     return {
         "prompt": output.prompt or "",

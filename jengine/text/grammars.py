@@ -66,12 +66,12 @@ def compile_structure(
     Raises:
         InvalidArgument: a limit is exceeded, or llguidance cannot read the structure or the tokenizer.
     """
-    if tokenizer.eos_token_id is None:
+    if not end_ids(tokenizer):
         limit = "the tokenizer has no end-of-sequence token, which is needed to end the output"
         raise InvalidArgument("structured_outputs", shown_value(what), limit)
     check_structure(what)
     try:
-        guide = view_of(tokenizer)
+        guide = view_of(tokenizer, end_ids(tokenizer))
     except ValueError as unread:
         kind = type(tokenizer.backend.decoder).__name__
         reason = f"its decoder {kind} is unknown" if "decoder type" in str(unread) else str(unread)
@@ -111,10 +111,16 @@ def probe_structure(what: StructuredOutputs, tokenizer: Tokenizer) -> None:
         raise InvalidArgument("structured_outputs", shown_value(what), limit)
 
 
+def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """All tokens that end an output of the model."""
+    ids = (tokenizer.eos_token_id, *tokenizer.model_eos_token_ids)
+    return tuple(dict.fromkeys(i for i in ids if i is not None and i < tokenizer.vocab_size))
+
+
 @functools.lru_cache(maxsize=4)
-def view_of(tokenizer: Tokenizer) -> llguidance.LLTokenizer:
+def view_of(tokenizer: Tokenizer, ends: tuple[int, ...]) -> llguidance.LLTokenizer:
     """llguidance's view of a tokenizer: a trie of the vocabulary. Cached, since it is expensive to create."""
-    return llguidance.LLTokenizer(tokenizer.backend.to_str(), eos_token=tokenizer.eos_token_id)
+    return llguidance.LLTokenizer(tokenizer.backend.to_str(), eos_token=list(ends))
 
 
 def error_of(matcher: llguidance.LLMatcher) -> str:

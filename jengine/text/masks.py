@@ -13,7 +13,8 @@ from jengine.base.errors import JengineError
 from jengine.core.request import SamplingParams, TokenMask
 from jengine.core.structured_outputs import StructuredOutputs
 from jengine.table.program_table import MOST_DRAFTS
-from jengine.text.grammars import compile_structure, error_of
+from jengine.text.bad_words import bad_sequences
+from jengine.text.grammars import compile_structure, end_ids, error_of
 from jengine.text.tokenizer import Tokenizer
 
 
@@ -74,6 +75,9 @@ class AllOf(TokenMask):
     def free(self) -> int:
         return min([mask.free() for mask in self._masks], default=0)
 
+    def is_complete(self) -> bool:
+        return any(mask.is_complete() for mask in self._masks)
+
 
 class AllowedTokens(TokenMask):
     """Allows only these tokens."""
@@ -87,10 +91,7 @@ class AllowedTokens(TokenMask):
 
     def fill(self, words: np.ndarray) -> None:
         if self._words is None:
-            self._words = np.zeros_like(words)
-            np.bitwise_or.at(
-                self._words, self._tokens // 32, np.uint32(1) << (self._tokens % 32).astype(np.uint32)
-            )
+            self._words = words_of(self._tokens, len(words))
         words &= self._words
 
     def accept(self, token: int) -> None:
@@ -101,6 +102,13 @@ class AllowedTokens(TokenMask):
 
     def forced(self) -> list[int]:
         return []
+
+
+def words_of(tokens: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
+    """A mask of `count` words that allows only these tokens."""
+    words, ids = np.zeros(count, np.uint32), np.asarray(tokens, np.int64)
+    np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
+    return words
 
 
 class GivenTokens(TokenMask):
@@ -158,19 +166,6 @@ class BadWords(TokenMask):
         return []
 
 
-def bad_sequences(texts: Iterable[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token sequences of these texts, with and without a leading space, following vLLM's rule."""
-    sequences = []
-    for text in texts:
-        plain, spaced = (
-            tokenizer.encode(space + text.lstrip(), add_special_tokens=False) for space in ("", " ")
-        )
-        sequences.append(plain)
-        if spaced and plain and spaced[0] != plain[0] and len(spaced) == len(plain):
-            sequences.append(spaced)
-    return [sequence for sequence in sequences if sequence]
-
-
 class Grammar(TokenMask):
     """A JSON schema, a regular expression, a choice or a Lark grammar, through llguidance.
 
@@ -179,7 +174,8 @@ class Grammar(TokenMask):
     """
 
     def __init__(self, what: StructuredOutputs, tokenizer: Tokenizer) -> None:
-        self._matcher = compile_structure(what, tokenizer)
+        self._matcher, self._end_ids = compile_structure(what, tokenizer), end_ids(tokenizer)
+        self._complete = False  # whether the output may end, at the last `fill`
         self._unread: list[int] = []  # tokens that the matcher has not consumed yet
         self._ended = 0  # tokens that it has not consumed since it has stopped
         self._drafts = False  # whether anyone asks for forced tokens
@@ -200,6 +196,7 @@ class Grammar(TokenMask):
         try:
             self._consume()
             allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+            self._complete = self._matcher.is_accepting()
             if self._drafts and not self.forced():
                 self._way, self._since = self._matcher.compute_ff_tokens(), []
         finally:
@@ -207,9 +204,15 @@ class Grammar(TokenMask):
         # otherwise llguidance would allow the end-of-sequence token, as if nothing were wrong
         if self._matcher.is_error():
             raise JengineError(f"structured_outputs: llguidance failed: {error_of(self._matcher)}")
+        # llguidance also allows an end as text, if it is no special token: in the middle of a string
+        ends = words_of(self._end_ids, len(allowed))
+        allowed = allowed | ends if self._complete else allowed & ~ends
         count = min(len(words), len(allowed))
         words[:count] &= allowed[:count]
         words[count:] = 0
+
+    def is_complete(self) -> bool:
+        return self._complete
 
     def accept(self, token: int) -> None:
         self._unread.append(token)

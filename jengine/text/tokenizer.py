@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import itemgetter
@@ -31,6 +32,7 @@ FILES = (
     "tekken.json",
 )
 MAX_ID = 1 << 32
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of SentencePiece for a byte
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -38,11 +40,14 @@ class Tokenizer:
     """A model's tokenizer: a `tokenizers.Tokenizer`, and the folder's special tokens.
 
     `special_tokens` maps names such as "eos_token" to the tokens that the folder defines.
-    `eos_token_id` is None if it defines no end-of-sequence token. `images` reads the images of prompts, if
-    the engine does; it is set when that has started. `waits`: whether `encode` waits for another process.
+    `eos_token_id` is None if it defines no end-of-sequence token. `waits`: whether `encode` waits for another
+    process. What the engine knows is set when that has started: `images` reads the images of prompts, if the
+    engine does; `model_eos_token_ids` are all end-of-sequence tokens of the model, of which the tokenizer's
+    files name one.
     """
 
     images: ImageReader | None = None
+    model_eos_token_ids: tuple[int, ...] = ()
     waits = False
 
     def __init__(
@@ -148,6 +153,20 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Text of one token, special tokens included, as in `Logprob.decoded_token`."""
         return self.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes of one token, special tokens included: joined, those of an output are its text in UTF-8, also
+        where a token is a part of a character.
+        """
+        if isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel):
+            return self._bytes_of(token_id)
+        token, text = self.backend.id_to_token(token_id), self.token_text(token_id)
+        if token is None or token_id in self.special_ids:
+            return text.encode()
+        if text != token and (byte := _BYTE.fullmatch(token)) is not None:
+            return bytes.fromhex(byte[1])
+        # at the beginning of a text, decoders drop a space
+        return self.decode([token_id, token_id], skip_special_tokens=False).removeprefix(text).encode()
 
     def detokenizer(self, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> Detokenizer:
         """A new incremental detokenizer for one output. `after`: the prompt's ids, which decide whether a

@@ -179,7 +179,10 @@ class JengineRollout(BaseRollout):  # type: ignore[misc]  # tunix's types are no
 
     def _generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
         each: list[TokensPrompt] = [{"prompt_token_ids": prompt} for prompt in prompts]
-        return self.llm.generate(each, params, use_tqdm=False)
+        outputs = self.llm.generate(each, params, use_tqdm=False)
+        for output in outputs:
+            output.require_answer()
+        return outputs
 
     def _encoded(self, prompt: str) -> list[int]:
         """With one token for the beginning, as Tunix's samplers do."""

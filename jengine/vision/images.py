@@ -178,7 +178,8 @@ def _rgb(image: Image, field: str) -> Image:
     if max(width, height) > MOST_RATIO * min(width, height):
         limit = f"one side at most {MOST_RATIO} times the other"
         raise InvalidArgument(field, f"{width} x {height} pixels", limit)
-    if (frames := getattr(image, "n_frames", 1)) > 1:
+    # a camera's MPO is a JPEG with previews or gain maps behind it
+    if image.format != "MPO" and (frames := getattr(image, "n_frames", 1)) > 1:
         raise InvalidArgument(field, counted(frames, "frame"), "must be 1: animated images are not supported")
     try:
         image.load()

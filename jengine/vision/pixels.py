@@ -19,8 +19,13 @@ MOST_STRETCHED = 200  # the longer side of an image to the shorter
 
 def rgb(image: Image) -> Image:
     """The image in red, green and blue, upon white where it is transparent."""
-    from PIL.Image import alpha_composite, new
+    from PIL.Image import alpha_composite, fromarray, new
 
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):  # Pillow would clip
+        shades, clear = np.asarray(image).astype(np.int32), image.info.get("transparency")
+        image = fromarray((shades >> 8).astype(np.uint8))
+        if clear is not None:
+            image.putalpha(fromarray(np.where(shades == clear, 0, 255).astype(np.uint8)))
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image.convert("RGB")
     image = image.convert("RGBA")

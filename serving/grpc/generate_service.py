@@ -16,6 +16,7 @@ import msgspec
 
 from jengine import (
     GenerationParams,
+    InvalidArgument,
     OutputKind,
     ProfileOptions,
     RequestHandle,
@@ -38,7 +39,14 @@ from jengine.serving.guards.bounds import check_admin, check_priority, sees_all_
 from jengine.serving.guards.security import scoped
 from jengine.serving.requests.answers import Answer, PatientWriter, abandon
 from jengine.serving.requests.lora_changes import LoraChanges
-from jengine.serving.requests.service import Conversation, ParsedRequest, Service, Shared, check_ids
+from jengine.serving.requests.service import (
+    Conversation,
+    ParsedRequest,
+    Service,
+    Shared,
+    check_ids,
+    check_vocabulary,
+)
 from jengine.serving.requests.tracking import TrackedRequest
 
 log = logging.getLogger("jengine.serving")
@@ -73,7 +81,7 @@ class GenerateService(Service, GenerateServiceServicer):
             tracked.place = place
             asked = request, params, model
             handle = await self._queue(*asked, "final", context, tracked.request_id, place)
-            with Answer(handle, tracked) as answer:
+            with Answer(handle, tracked, aborts="all") as answer:
                 return await conversions.response(
                     await answer.next(), model.name, self._shared.portions.answer()
                 )
@@ -86,7 +94,7 @@ class GenerateService(Service, GenerateServiceServicer):
             tracked.place = place
             asked = request, params, model
             handle = await self._queue(*asked, "delta", context, tracked.request_id, place)
-            with Answer(handle, tracked, self._pace) as answer:
+            with Answer(handle, tracked, self._pace, "all") as answer:
                 write = PatientWriter(
                     context.write, context.peer, self._write_timeout, partial(abandon, handle, place)
                 ).write
@@ -206,6 +214,7 @@ class GenerateService(Service, GenerateServiceServicer):
         model = await named_model(request.model, self._models, context)
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         check_ids("token_ids", len(request.token_ids), model)
+        check_vocabulary("token_ids", request.token_ids, model)
         tokenizer = model.llm.tokenizer
 
         def detokenize() -> pb.DetokenizeResponse:
@@ -327,7 +336,9 @@ def _method(request: Prompted, stream: str) -> str:
 
 
 def _prompt_of(request: pb.GenerateRequest, model: NamedModel) -> str | list[int]:
-    if request.WhichOneof("prompt") != "token_ids":
+    if (kind := request.WhichOneof("prompt")) is None:
+        raise InvalidArgument("prompt", None, "must not be empty")
+    if kind == "text":
         return str(request.text)
     check_ids("prompt_token_ids", len(request.token_ids.ids), model)
     return list(request.token_ids.ids)

@@ -95,7 +95,7 @@ class KserveService(Service, GRPCInferenceServiceServicer):
             parsed, model = await self._read(request, tracked, context)
             with self._admission.place(parsed.params.n, context) as tracked.place:
                 handle = await self._queue(parsed, model, "final", context, tracked.place)
-                with Answer(handle, tracked) as answer:
+                with Answer(handle, tracked, aborts="asked for") as answer:
                     output = await answer.next()
                     tokens = sum(len(completion.token_ids) for completion in output.outputs)
                     return self._response(request, model.name, output, tokens)
@@ -147,7 +147,7 @@ class KserveService(Service, GRPCInferenceServiceServicer):
         with self._admission.place(parsed.params.n, context) as tracked.place:
             handle = await self._queue(parsed, model, "delta", context, tracked.place)
             with (
-                Answer(handle, tracked, self._pace) as answer,
+                Answer(handle, tracked, self._pace, "asked for") as answer,
                 stream.freeing(handle.request_id, partial(abandon, handle, tracked.place)),
             ):
                 ended, tokens = False, 0

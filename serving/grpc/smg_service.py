@@ -68,7 +68,7 @@ class SmgService(Service):
             with self._admission.place(params.n, context) as place:
                 tracked.place = place
                 handle = await self._submit(model, parsed, kind, context, tracked.request_id, place)
-                with Answer(handle, tracked, self._pace if request.stream else None) as answer:
+                with Answer(handle, tracked, self._pace if request.stream else None, "asked for") as answer:
                     free = partial(abandon, handle, place)
                     write = PatientWriter(context.write, context.peer, self._write_timeout, free)
                     send = self._stream if request.stream else self._whole
@@ -131,9 +131,7 @@ class SmgService(Service):
                 more = context, tracked.request_id, tracked.place
                 with Answer(await self._submit(model, parsed, "final", *more), tracked) as answer:
                     output = await answer.next()
-        if output.embedding is None:
-            why = output.outputs[0].stop_reason
-            raise Refusal(grpc.StatusCode.ABORTED, f"the request ended without its embedding: {why}")
+        assert output.embedding is not None
         return pb.EmbedResponse(
             embedding=output.embedding,
             prompt_tokens=len(output.prompt_token_ids),

@@ -69,12 +69,19 @@ class ServerAdmission:
         places, limit = self._running + self._waiting, self._client_limit()
         if n > limit:
             raise InvalidArgument(
-                field, n, f"at most {limit}, the maximum of concurrent completions per client"
+                field,
+                n,
+                f"at most {limit}, the maximum of concurrent completions per client (max_streams_per_client)",
             )
         if n > places:
             raise InvalidArgument(
                 field, n, f"at most {places}: {self._running} running and {self._waiting} waiting"
             )
+
+    def portion(self, prompts: int) -> int:
+        """How many of a request's prompts are answered at once, if the others may wait for them."""
+        most = min(self._client_limit(), self._running + self._waiting)
+        return prompts if prompts <= most else max(most // 2, 1)
 
     def place(self, n: int, call: Call) -> Place:
         """Reserves places for the completions of a request's only prompt. Raises as `places`."""

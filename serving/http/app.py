@@ -31,13 +31,13 @@ from jengine.serving.http.messages import body as messages_body
 from jengine.serving.http.messages.errors import MessagesErrors
 from jengine.serving.http.messages.reply import Messages
 from jengine.serving.http.responses import body as responses_body
-from jengine.serving.http.responses.reply import Responses, ResponsesErrors
+from jengine.serving.http.responses.reply import Responses
 from jengine.serving.http.scoring_service import RANKS, SCORES, ScoringService
 from jengine.serving.http.text_service import TextService
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.requests.service import Shared
 
-MESSAGES, RESPONSES = MessagesErrors(), ResponsesErrors()
+MESSAGES = MessagesErrors()
 # of requests for responses that a server keeps
 KEPT = (
     ("GET", "/v1/responses/{id}"),
@@ -128,7 +128,7 @@ def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
             route("POST", "/v1/chat/completions", chat.create),
             route("POST", "/v1/messages", messages.create, errors=MESSAGES),
             route("POST", "/v1/messages/count_tokens", count, errors=MESSAGES),
-            route("POST", "/v1/responses", responses.create, errors=RESPONSES),
+            route("POST", "/v1/responses", responses.create),
             route("POST", "/v1/responses/input_tokens", count_input),
             *(route(*way, no_responses) for way in KEPT),
             route("POST", "/v1/completions", completions.create),

@@ -262,7 +262,9 @@ class BodyFields:
         hints = frozenset(get_type_hints(type))
         self._known = hints.union(refused)
         self._supported = frozenset(supported) or hints
-        self._ignored, self._neutral = self._known.intersection(ignored), neutral
+        # OpenAI's APIs do not all have all of them
+        self._ignored = frozenset(ignored) if sampling else self._known.intersection(ignored)
+        self._neutral = neutral
         self._sampling = (
             frozenset(SamplingParams.__dataclass_fields__).difference(own, refused)
             if sampling

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import quote
 
@@ -41,6 +42,7 @@ class HttpCall:
         events: number of events sent.
         gone: whether the client disconnected before the end of the response.
         more_headers: returns further headers of the response when it begins.
+        end_failed: ends a response that has begun, with an error, if its API does not do that as usual.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -49,6 +51,7 @@ class HttpCall:
         self.unread, self.events = True, 0
         self.names: dict[str, str] = {}
         self.more_headers: Callable[[], dict[str, str]] = dict
+        self.end_failed: Callable[[Any], Awaitable[None]] | None = None
         self._callbacks: list[Callable[[Any], None]] = []
         self._event = asyncio.Lock()
 
@@ -208,15 +211,24 @@ def json_object(raw: bytes, most_bytes: Callable[[str], int | None] = lambda nam
     """
     if (containers := raw.count(b"[") + raw.count(b"{")) > MOST_CONTAINERS:
         raise BadBody(400, f"the body has {containers} arrays and objects; at most {MOST_CONTAINERS}")
+    raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
         fields = _FIELDS.decode(raw)
         for name, value in fields.items():
             if (most := most_bytes(name)) is not None and (size := len(memoryview(value))) > most:
                 raise InvalidArgument(name, f"{size} bytes", f"at most {most} bytes of JSON")
-        return {name: msgspec.json.decode(value) for name, value in fields.items()}
+        return {name: _value(name, value) for name, value in fields.items()}
     except InvalidArgument:
         raise
     except msgspec.ValidationError:
         raise BadBody(400, "the body must be a JSON object") from None
     except (msgspec.MsgspecError, ValueError, RecursionError) as wrong:
         raise BadBody(400, f"the body is not valid JSON: {wrong}") from None
+
+
+def _value(name: str, raw: msgspec.Raw) -> Any:
+    """A field's value. Raises InvalidArgument for a number that is too large, such as 1e999."""
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.ValidationError as wrong:
+        raise InvalidArgument(name, "JSON", str(wrong)) from None

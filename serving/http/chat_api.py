@@ -11,6 +11,7 @@ from jengine.serving.http.bodies import Body
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.chat_request import Chat
 from jengine.serving.http.parts import Parts
+from jengine.serving.requests.endings import Aborts
 
 
 class Asked(NamedTuple):
@@ -43,7 +44,7 @@ class AnswerStream(Protocol):
         """Sends new output (of kind delta)."""
 
     async def end(self) -> None:
-        """Ends the events. Raises Refusal if the API cannot say that the request was aborted."""
+        """Ends the events."""
 
 
 class ChatApi(Protocol):
@@ -51,9 +52,11 @@ class ChatApi(Protocol):
 
     Attributes:
         path: of its requests, for logs.
+        aborts: those that its answers show.
     """
 
     path: str
+    aborts: Aborts
 
     def read(self, given: dict[str, Any]) -> Asked:
         """Validates a body. Raises InvalidArgument, naming the field."""
@@ -62,7 +65,7 @@ class ChatApi(Protocol):
         """Headers of an answer."""
 
     async def whole(self, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned) -> Parts:
-        """A complete answer (of kind final). Raises Refusal as AnswerStream.end."""
+        """A complete answer (of kind final)."""
 
     def stream(
         self, call: HttpCall, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned

@@ -19,12 +19,14 @@ from jengine.serving.http.chat_stream import ChatStream
 from jengine.serving.http.parameters import names_of
 from jengine.serving.http.parts import Parts, array, with_members
 from jengine.serving.http.service import present, stop_reason, tokens_of, transfer_facts
+from jengine.serving.requests.endings import Aborts
 
 
 class ChatCompletions:
     """A ChatApi."""
 
     path = "/v1/chat/completions"
+    aborts: Aborts = "asked for"
 
     def read(self, given: dict[str, Any]) -> Asked:
         body = CHAT.read(given)

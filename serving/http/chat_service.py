@@ -119,7 +119,7 @@ class ChatService(HttpService):
         self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest, place: Place
     ) -> None:
         handle, chat = await self._queue(call, chat, size, "final", tracked.request_id, place)
-        with Answer(handle, tracked) as answer:
+        with Answer(handle, tracked, aborts=self._api.aborts) as answer:
             output = await answer.next()
         text = await self._api.whole(chat, output, tracked.request_id, self._shared.portions.answer())
         await call.answer(200, text, self._api.headers(tracked.request_id))
@@ -128,10 +128,10 @@ class ChatService(HttpService):
         self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest, place: Place
     ) -> None:
         handle, chat = await self._queue(call, chat, size, "delta", tracked.request_id, place)
-        with Answer(handle, tracked, self._pace) as answer:
-            await call.start_events(self._api.headers(tracked.request_id))
+        with Answer(handle, tracked, self._pace, self._api.aborts) as answer:
             portioned = self._shared.portions.answer()
             stream = self._api.stream(call, chat, handle.output, tracked.request_id, portioned)
+            await call.start_events(self._api.headers(tracked.request_id))
             await stream.start()
             while not stream.finished:
                 await stream.show(await answer.next())

@@ -29,6 +29,7 @@ class ChatStream:
         self._parsers = [chat.parser() for _ in range(chat.params.n)]
         self._called = [False] * chat.params.n
         self._ended: set[int] = set()
+        self._facts: dict[str, Parts] = {}  # that no event has had
         self._last, self._tokens, self.finished = output, 0, False
         self._head = parts.of(
             replies.Chunk(
@@ -44,14 +45,15 @@ class ChatStream:
 
     async def show(self, output: RequestOutput) -> None:
         """Sends new output."""
-        facts = await self._chat.prompt_facts(output, self._portioned) if not self._tokens else {}
+        if not self._tokens:
+            self._facts = await self._chat.prompt_facts(output, self._portioned)
         self._last, self.finished = output, output.finished
         self._tokens += tokens_of(output.outputs)
-        choices = [
-            choice for completion in output.outputs if (choice := await self._choice(completion)) is not None
-        ]
-        if choices or facts:
-            await self._send(choices, facts)
+        for completion in output.outputs:
+            # one at a time, since many clients read only the first
+            if (choice := await self._choice(completion)) is not None:
+                facts, self._facts = self._facts, {}
+                await self._send([choice], facts)
 
     async def _choice(self, completion: CompletionOutput) -> Parts | None:
         index = completion.index
@@ -86,14 +88,13 @@ class ChatStream:
 
     async def end(self) -> None:
         if self._usage.final:
-            await self._send([], {}, usage=True)
+            usage = {"usage": parts.of(replies.usage(self._last, self._tokens))}
+            await self._call.event(with_members(self._head, {"choices": array([]), **usage}))
         await self._call.end_events()
 
-    async def _send(self, choices: list[Parts], facts: dict[str, Parts], usage: bool = False) -> None:
-        members = {"choices": array(choices), **facts}
-        if usage or self._usage.always:
-            members["usage"] = parts.of(replies.usage(self._last, self._tokens))
-        await self._call.event(with_members(self._head, members))
+    async def _send(self, choices: list[Parts], facts: dict[str, Parts]) -> None:
+        usage = self._usage.during(lambda: replies.usage(self._last, self._tokens))
+        await self._call.event(with_members(self._head, {"choices": array(choices), **facts, **usage}))
 
 
 def _call_delta(event: ToolCallStart | Arguments) -> dict[str, Any]:

@@ -54,11 +54,10 @@ class Task(NamedTuple):
     hides_output: bool
     head: Parts
 
-    def reply(self, choices: Iterable[Parts], usage: CompletionUsage | None = None) -> Parts:
-        members = {"choices": array(choices), **transfer_facts(self.body, self.model)}
-        if usage is not None:
-            members["usage"] = parts.of(usage)
-        return with_members(self.head, members)
+    def reply(self, choices: Iterable[Parts], usage: dict[str, Parts]) -> Parts:
+        """`usage`: as the member of this name, or none."""
+        facts = transfer_facts(self.body, self.model)
+        return with_members(self.head, {"choices": array(choices), **facts, **usage})
 
 
 class CompletionService(HttpService):
@@ -117,7 +116,8 @@ class CompletionService(HttpService):
             handle = await self._submit(
                 task.model, parsed, kind, call, one.request_id, place, first=not index
             )
-            answer = stack.enter_context(Answer(handle, one, self._pace if kind == "delta" else None))
+            pace = self._pace if kind == "delta" else None
+            answer = stack.enter_context(Answer(handle, one, pace, "asked for"))
             out.append((answer, _Pieces(task, index * task.params.n, prompt, portioned)))
         return out
 
@@ -129,9 +129,8 @@ class CompletionService(HttpService):
                 output = await answer.next()
                 choices += await pieces.choices(output)
                 used.append(pieces.usage(output))
-        await call.answer(
-            200, task.reply(choices, usage=replies.usage_sum(used)), id_headers(tracked[0][0].request_id)
-        )
+        usage = {"usage": parts.of(replies.usage_sum(used))}
+        await call.answer(200, task.reply(choices, usage), id_headers(tracked[0][0].request_id))
 
     async def _stream(self, call: HttpCall, task: Task, size: int, tracked: list[Tracked]) -> None:
         usage = StreamUsage(task.body)
@@ -142,9 +141,10 @@ class CompletionService(HttpService):
             async def follow(answer: Answer, pieces: _Pieces) -> CompletionUsage:
                 while True:
                     output = await answer.next()
-                    if choices := await pieces.choices(output):
-                        now = pieces.usage(output) if usage.always else None
-                        await call.event(task.reply(choices, now))
+                    # one at a time, since many clients read only the first
+                    for choice in await pieces.choices(output):
+                        now = usage.during(partial(pieces.usage, output))
+                        await call.event(task.reply([choice], now))
                     if output.finished:
                         return pieces.usage(output)
 
@@ -153,7 +153,7 @@ class CompletionService(HttpService):
             else:
                 used = await _together([follow(*one) for one in answers])
         if usage.final:
-            await call.event(task.reply([], usage=replies.usage_sum(used)))
+            await call.event(task.reply([], {"usage": parts.of(replies.usage_sum(used))}))
         await call.end_events()
 
 
@@ -166,9 +166,7 @@ class _Pieces:
 
     def __init__(self, task: Task, first: int, prompt: Prompt, portioned: Portioned) -> None:
         self._task, self._first, self._prompt, self._portioned = task, first, prompt, portioned
-        texts = TokenTexts(task.llm.tokenizer, task.body.get("return_tokens_as_token_ids", False))
-        self._top = task.body.get("logprobs")
-        self._logprobs = [CompletionLogprobs(self._top or 0, texts) for _ in range(task.params.n)]
+        self._logprobs: dict[int, CompletionLogprobs] = {}
         self._begun, self._ended, self._tokens = False, set[int](), 0
 
     def usage(self, output: RequestOutput) -> CompletionUsage:
@@ -196,7 +194,9 @@ class _Pieces:
         if not (text or ids or ended):
             return None
         more: dict[str, Parts] = {}
-        if self._top is not None:
+        if body.get("logprobs") is not None:
+            if index not in self._logprobs:
+                self._logprobs[index] = self._new_logprobs(output)
             more["logprobs"] = await self._logprobs[index].add(self._portioned, ids, positions)
         if begins and output.prompt_logprobs is not None and "prompt_logprobs" in body.sampling:
             more["prompt_logprobs"] = await replies.prompt_logprobs(self._portioned, output.prompt_logprobs)
@@ -210,6 +210,13 @@ class _Pieces:
             self._ended.add(index)
             choice |= {"finish_reason": completion.finish_reason, **stop_reason(completion)}
         return with_members(parts.encoded(choice), more)
+
+    def _new_logprobs(self, output: RequestOutput) -> CompletionLogprobs:
+        body, tokenizer = self._task.body, self._task.llm.tokenizer
+        texts = TokenTexts(tokenizer, body.get("return_tokens_as_token_ids", False))
+        before = () if body.get("echo") else output.prompt_token_ids
+        text = tokenizer.detokenizer(self._task.params.skip_special_tokens, before)
+        return CompletionLogprobs(body.get("logprobs"), texts, text.push)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if isinstance(self._prompt, str):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -18,8 +17,7 @@ from jengine.serving.http.bodies import EMBEDDING, Body
 from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.completion_service import Prompt, listed
 from jengine.serving.http.parts import Parts, array, long_array, with_members
-from jengine.serving.http.service import HttpService, check_finished, level_of
-from jengine.serving.requests.answers import Answer
+from jengine.serving.http.service import HttpService, level_of
 from jengine.serving.requests.service import ParsedRequest, check_ids
 
 
@@ -36,8 +34,7 @@ class EmbeddingService(HttpService):
     PATH = "/v1/embeddings"
 
     async def _create(self, call: HttpCall, given: dict[str, Any], size: int, request_id: str) -> None:
-        with ExitStack() as stack:
-            first = stack.enter_context(self._tracker.track(f"POST {self.PATH}", request_id, call))
+        with self._tracker.track(f"POST {self.PATH}", request_id, call) as first:
             self._admission.stream(call)
             body, model = await self._read(EMBEDDING, given, call, first)
             call.names = dict.fromkeys(("prompt", "prompt_token_ids"), "input")
@@ -45,24 +42,8 @@ class EmbeddingService(HttpService):
             for prompt in prompts:
                 if isinstance(prompt, list):
                     check_ids("input", len(prompt), model)
-            places = [
-                stack.enter_context(place) for place in self._admission.places(len(prompts), 1, call, "input")
-            ]
-            answers = []
-            for prompt, (one, place) in zip(
-                prompts, self._track_all(first, places, call, stack), strict=True
-            ):
-                handle = await self._submit(
-                    model,
-                    _parsed(llm, body, prompt, size),
-                    "final",
-                    call,
-                    one.request_id,
-                    place,
-                    first=one is first,
-                )
-                answers.append(stack.enter_context(Answer(handle, one, None)))
-            outputs = [await answer.next() for answer in answers]
+            parsed = [partial(_parsed, llm, body, prompt, size) for prompt in prompts]
+            outputs = await self._outputs(call, model, first, parsed, "input")
             reply = await self._reply(model.name, outputs, body.get("encoding_format") == "base64")
         await call.answer(200, reply, id_headers(first.request_id))
 
@@ -84,11 +65,10 @@ class EmbeddingService(HttpService):
 
 def _parsed(llm: AsyncLLM, body: Body, prompt: Prompt, size: int) -> ParsedRequest:
     special = body.get("add_special_tokens", True)
-    read: Callable[[], Prompt] = (
-        partial(llm.tokenizer.encode, prompt, False)
-        if isinstance(prompt, str) and not special
-        else lambda: prompt
-    )
+    read: Callable[[], Prompt] = lambda: prompt  # noqa: E731
+    if isinstance(prompt, str) and not special:
+        embedder = llm.backend.limits.embedder
+        read = partial(llm.tokenizer.encode, ("" if embedder is None else embedder.prompt) + prompt, False)
     return ParsedRequest(
         params=SamplingParams(),
         prompt=read,
@@ -99,7 +79,6 @@ def _parsed(llm: AsyncLLM, body: Body, prompt: Prompt, size: int) -> ParsedReque
 
 
 def _numbers(output: RequestOutput) -> Any:
-    """The numbers of a finished request, little-endian float32. Raises as check_finished."""
-    check_finished(output, "its embedding")
+    """The numbers of a finished request, little-endian float32."""
     assert output.embedding is not None
     return output.embedding.astype("<f4")

@@ -122,6 +122,8 @@ async def report(call: HttpCall, shown: HttpError, errors: ErrorForm) -> None:
         await call.answer(
             shown.status, errors.body(shown).encode("utf-8", "replace"), {**shown.headers, **close}
         )
+    elif call.end_failed is not None:
+        await call.end_failed(shown)
     else:
         await errors.end(call, shown)
 

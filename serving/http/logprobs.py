@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +30,9 @@ class TokenTexts:
             else entry.decoded_token
         )
 
+    def bytes_of(self, token: int) -> list[int]:
+        return list(self._tokenizer.token_bytes(token))
+
 
 async def chat_logprobs(
     portioned: Portioned, positions: Sequence[Position], top: int, texts: TokenTexts
@@ -41,8 +44,11 @@ async def chat_logprobs(
     """
 
     def shown(token: int, entry: Logprob) -> dict[str, Any]:
-        text = texts.of(token, entry)
-        return {"token": text, "bytes": list(text.encode("utf-8", "replace")), "logprob": _finite(entry)}
+        return {
+            "token": texts.of(token, entry),
+            "bytes": texts.bytes_of(token),
+            "logprob": _finite(entry),
+        }
 
     def content(positions: Sequence[Position]) -> list[dict[str, Any]]:
         out = []
@@ -80,10 +86,11 @@ class CompletionLogprobs:
 
     Args:
         top: number of most likely tokens to list, in addition to the token itself.
+        push: returns what the next tokens add to the choice's text, in which their offsets are.
     """
 
-    def __init__(self, top: int, texts: TokenTexts) -> None:
-        self._top, self._texts, self._offset = top, texts, 0
+    def __init__(self, top: int, texts: TokenTexts, push: Callable[[list[int]], str]) -> None:
+        self._top, self._texts, self._push, self._offset = top, texts, push, 0
 
     async def add(
         self, portioned: Portioned, token_ids: Sequence[int], positions: Sequence[Position] | Chain
@@ -120,7 +127,7 @@ class CompletionLogprobs:
             values.append(value)
             likeliest.append(best)
             offsets.append(self._offset)
-            self._offset += len(text)
+            self._offset += len(self._push([token]))
         return offsets, values, tokens, likeliest
 
     def _listed(self, other: int, token: int, entry: Logprob) -> bool:

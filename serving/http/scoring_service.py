@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
 from openai.types import CompletionUsage
 
-from jengine import InvalidArgument, SamplingParams, scoring_of
+from jengine import InvalidArgument, SamplingParams, TokensPrompt, scoring_of
 from jengine.serving.guards.admission import client_of
 from jengine.serving.http import replies
 from jengine.serving.http.bodies import RERANK, SCORE, Body, BodyFields
 from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.completion_service import MOST_PROMPTS
-from jengine.serving.http.service import HttpService, check_finished, level_of
-from jengine.serving.requests.answers import Answer
+from jengine.serving.http.service import HttpService, level_of
 from jengine.serving.requests.service import ParsedRequest, Shared
 
 SIDES = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))  # names of the texts to score
@@ -69,8 +67,7 @@ class ScoringService(HttpService):
         self.PATH, self._kind = kind.path, kind
 
     async def _create(self, call: HttpCall, given: dict[str, Any], size: int, request_id: str) -> None:
-        with ExitStack() as stack:
-            first = stack.enter_context(self._tracker.track(f"POST {self.PATH}", request_id, call))
+        with self._tracker.track(f"POST {self.PATH}", request_id, call) as first:
             self._admission.stream(call)
             body, model = await self._read(self._kind.form, given, call, first)
             asked = self._kind.read(body)
@@ -81,36 +78,29 @@ class ScoringService(HttpService):
             )
             if not scoring.embeds:
                 self._check_prompts(asked, len(scoring.pairs), body.get("instruction", ""))
-            places = [
-                stack.enter_context(place)
-                for place in self._admission.places(len(scoring.tasks), 1, call, asked.names[1])
-            ]
-            answers, judged = [], {}
-            for task, (one, place) in zip(
-                scoring.tasks, self._track_all(first, places, call, stack), strict=True
-            ):
+            judged: dict[int, TokensPrompt] = {}  # of the last position
+
+            async def parsed(index: int) -> ParsedRequest:
+                task = scoring.tasks[index]
                 listed = isinstance(getattr(asked, task.side), list)
                 name = f"{names[task.side]}[{task.position}]" if listed else names[task.side]
                 call.names = names | dict.fromkeys(("prompt", "prompt_token_ids"), name)
                 prompt = task.prompt
                 if (judgement := task.judgement) is not None:
-                    if task.position not in judged:  # two tasks have the same prompt
-                        judged = {task.position: await self._judged(model, judgement, call)}
+                    if task.position not in judged:  # several tasks have the same prompt
+                        judged.clear()
+                        judged[task.position] = await self._judged(model, judgement, call)
                     prompt = partial(judged.__getitem__, task.position)
-                parsed = ParsedRequest(
+                return ParsedRequest(
                     task.params or SamplingParams(),
                     prompt,
                     size,
                     embedding={} if scoring.embeds else None,
                     **level_of(body),
                 )
-                handle = await self._submit(
-                    model, parsed, "final", call, one.request_id, place, first=one is first
-                )
-                answers.append(stack.enter_context(Answer(handle, one, None)))
-            outputs = [await answer.next() for answer in answers]
-            for output in outputs:
-                check_finished(output, "a score")
+
+            prompts = [partial(parsed, index) for index in range(len(scoring.tasks))]
+            outputs = await self._outputs(call, model, first, prompts, asked.names[1])
             # Thousands of long vectors take tens of milliseconds to compare.
             work = sum(0 if output.embedding is None else output.embedding.nbytes for output in outputs)
             scores = await self._text_work.run(client_of(call), work, partial(scoring.scores, outputs))

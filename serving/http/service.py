@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import grpc
 import msgspec
+from openai.types import CompletionUsage
 
 from jengine import CompletionOutput, InvalidArgument, RequestOutput, Tokenizer
-from jengine.serving.calls.errors import Refusal
 from jengine.serving.calls.named_model import NamedModel, named_model
+from jengine.serving.calls.overload import Busy
 from jengine.serving.grpc.conversions import MAX_MESSAGES, MAX_TOOLS_BYTES
 from jengine.serving.guards.admission import Place, client_of
 from jengine.serving.guards.bounds import check_priority
@@ -24,14 +24,13 @@ from jengine.serving.http.endpoint import while_connected
 from jengine.serving.http.parameters import names_of
 from jengine.serving.http.parts import Parts
 from jengine.serving.parsers.formats import AnswerFormat
-from jengine.serving.requests.service import Service, Shared
+from jengine.serving.requests.answers import Answer
+from jengine.serving.requests.service import ParsedRequest, Service, Shared
 from jengine.serving.requests.tracking import TrackedRequest
 from jengine.serving.requests.transfer import NAME as KV_TRANSFER
 from jengine.serving.requests.transfer import answer_of
 
 Tracked = tuple[TrackedRequest, Place]  # of one prompt
-# keyed by the reason for an abort
-ABORTS = {"timeout": grpc.StatusCode.DEADLINE_EXCEEDED, "shutdown": grpc.StatusCode.UNAVAILABLE}
 LEVEL = ("cache_salt", "priority", "timeout", "ttft_ms", "tpot_ms", "kv_transfer_params")
 
 
@@ -62,6 +61,9 @@ class HttpService(Service):
         kind = (call.header(b"content-type") or "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise BadBody(415, f"content-type must be application/json, not {kind[:100] or 'missing'}")
+        encoding = (call.header(b"content-encoding") or "identity").strip().lower()
+        if encoding != "identity":
+            raise BadBody(415, f"content-encoding must be identity, not {encoding[:100]}")
         raw = await call.body(self._most_bytes)
         return await self._text_work.run(
             client_of(call), len(raw), lambda: json_object(raw, most_bytes)
@@ -110,16 +112,62 @@ class HttpService(Service):
         raise NotImplementedError
 
     def _track_all(
-        self, first: TrackedRequest, places: list[Place], call: HttpCall, stack: ExitStack
+        self, first: TrackedRequest, places: list[Place], call: HttpCall, stack: ExitStack, start: int = 0
     ) -> list[Tracked]:
-        """Tracks each prompt of an admitted request; the first one is tracked already."""
-        first.place = places[0]
-        tracked = [(first, places[0])]
-        for part, place in enumerate(places[1:], start=1):
-            one = stack.enter_context(self._tracker.track(f"POST {self.PATH}", first.request_id, call, part))
-            one.place, one.model, one.adapter = place, first.model, first.adapter
+        """Tracks each prompt of an admitted request, from the one at `start` on; the first of all is tracked
+        already.
+        """
+        tracked = []
+        for part, place in enumerate(places, start):
+            one = first
+            if part:
+                tracker = self._tracker.track(f"POST {self.PATH}", first.request_id, call, part)
+                one = stack.enter_context(tracker)
+                one.model, one.adapter = first.model, first.adapter
+            one.place = place
             tracked.append((one, place))
         return tracked
+
+    async def _outputs(
+        self,
+        call: HttpCall,
+        model: NamedModel,
+        first: TrackedRequest,
+        parsed: Sequence[Callable[[], ParsedRequest]],
+        field: str,
+    ) -> list[RequestOutput]:
+        """The outputs of prompts without generated text. More prompts than the client may have at once are
+        answered in portions, one after the other.
+
+        Args:
+            parsed: functions that are called when their prompts are queued.
+            field: the field of the request that holds the prompts.
+        """
+        outputs: list[RequestOutput] = []
+        size = self._admission.portion(len(parsed))
+        for start in range(0, len(parsed), size):
+            part = parsed[start : start + size]
+            with ExitStack() as stack:
+                places = await self._later_places(len(part), call, field, wait=start > 0)
+                places = [stack.enter_context(place) for place in places]
+                answers = []
+                tracked = self._track_all(first, places, call, stack, start)
+                for make, (one, place) in zip(part, tracked, strict=True):
+                    name, begins = one.request_id, one is first
+                    handle = await self._submit(model, make(), "final", call, name, place, first=begins)
+                    answers.append(stack.enter_context(Answer(handle, one)))
+                outputs += [await answer.next() for answer in answers]
+        return outputs
+
+    async def _later_places(self, count: int, call: HttpCall, field: str, wait: bool) -> list[Place]:
+        """Places for so many prompts. `wait`: until there are some, as the request has begun."""
+        while True:
+            try:
+                return self._admission.places(count, 1, call, field)
+            except Busy as busy:
+                if not wait:
+                    raise
+                await asyncio.sleep(busy.retry_seconds)
 
 
 def transfer_facts(body: Body, model: NamedModel) -> dict[str, Parts]:
@@ -156,17 +204,11 @@ class StreamUsage:
         self.final = bool(options.get("include_usage"))
         self.always = bool(options.get("continuous_usage_stats"))
 
-
-def check_finished(output: RequestOutput, wanted: str) -> None:
-    """Raises Refusal if the request was aborted, without what was wanted."""
-    ended = output.outputs[0]
-    if ended.finish_reason in ("abort", "error"):
-        reason = str(ended.stop_reason)
-        raise Refusal(
-            ABORTS.get(reason, grpc.StatusCode.INTERNAL),
-            f"the request ended without {wanted}: {reason}",
-            cause="abort",
-        )
+    def during(self, usage: Callable[[], CompletionUsage]) -> dict[str, Parts]:
+        """The member `usage` of an event before the last: null if the last has it, as in OpenAI's API."""
+        if self.always:
+            return {"usage": parts.of(usage())}
+        return {"usage": parts.encoded(None)} if self.final else {}
 
 
 def tokens_of(outputs: Sequence[CompletionOutput]) -> int:

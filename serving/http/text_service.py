@@ -19,7 +19,7 @@ from jengine.serving.http.bodies import DETOKENIZE, TOKENIZE
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.endpoint import while_connected
 from jengine.serving.http.service import HttpService, check_conversation
-from jengine.serving.requests.service import check_ids
+from jengine.serving.requests.service import check_ids, check_vocabulary
 
 OPTIONS = (
     "add_generation_prompt",
@@ -86,8 +86,7 @@ class TextService(HttpService):
         if tokens is None:
             raise InvalidArgument("tokens", None, "must be given")
         check_ids("tokens", len(tokens), model)
-        if tokens and not 0 <= min(tokens) <= max(tokens) < 2**32:
-            raise InvalidArgument("tokens", tokens, "ids must be in [0, 4294967296)")
+        check_vocabulary("tokens", tokens, model)
         tokenizer = model.llm.tokenizer
         text = await self._text_work.run(
             client_of(call), size, lambda: tokenizer.decode_unlocked(tokens, False)

@@ -21,8 +21,10 @@ class RequestWatch:
     def tokens(self, output: RequestOutput) -> None:
         """An output with new content only (output_kind delta or final)."""
 
-    def ended(self) -> None:
-        """Called exactly once."""
+    def ended(self, whole: RequestOutput | None = None) -> None:
+        """Called exactly once. `whole`: everything generated, also what no output has had, since the client
+        has gone.
+        """
 
 
 class ModelMetrics:
@@ -138,24 +140,22 @@ class ModelWatch(RequestWatch):
         self.output: RequestOutput | None = None
 
     def tokens(self, output: RequestOutput) -> None:
+        self._grow(output, [len(completion.token_ids) for completion in output.outputs])
+
+    def _grow(self, output: RequestOutput, news: list[int]) -> None:
+        """`news`: new tokens of each completion."""
         self.output = output
-        outputs = output.outputs
-        count = steps = len(outputs[0].token_ids)
-        if len(outputs) > 1:
-            news = [len(completion.token_ids) for completion in outputs]
-            count, steps = sum(news), max(news)
-            self.lengths += [0] * (len(news) - len(self.lengths))
-            for i, new in enumerate(news):
-                self.lengths[i] += new
-        else:
-            self.lengths[0] += count
+        count, steps = sum(news), max(news)
+        self.lengths += [0] * (len(news) - len(self.lengths))
+        for i, new in enumerate(news):
+            self.lengths[i] += new
         if not steps:
             return
         now, metrics = time.monotonic(), self.metrics
         metrics.generation_tokens += count
         if not self.last:
             self.last = self._first(output, now)
-            count, steps = count - sum(1 for completion in outputs if completion.token_ids), steps - 1
+            count, steps = count - sum(1 for new in news if new), steps - 1
         if steps:
             metrics.inter_token.add((now - self.last) / steps, count)
             self.last = now
@@ -174,7 +174,11 @@ class ModelWatch(RequestWatch):
         metrics.first_token.add(first - times.arrival)
         return first
 
-    def ended(self) -> None:
+    def ended(self, whole: RequestOutput | None = None) -> None:
+        if whole is not None:
+            seen = [*self.lengths, *[0] * len(whole.outputs)]
+            news = zip(whole.outputs, seen, strict=False)
+            self._grow(whole, [len(completion.token_ids) - before for completion, before in news])
         metrics, output = self.metrics, self.output
         if output is None:
             metrics.finished[UNFINISHED] += 1

@@ -157,3 +157,6 @@ class _Copy:
 
     def free(self) -> int:
         return int(self._mask.free())
+
+    def is_complete(self) -> bool:
+        return bool(self._mask.is_complete())

@@ -14,6 +14,7 @@ from typing import Any
 from jengine import RequestHandle, RequestOutput
 from jengine.serving.calls.overload import SlowReader
 from jengine.serving.guards.admission import Place
+from jengine.serving.requests.endings import Aborts, check_ending
 from jengine.serving.requests.pace import Pace
 from jengine.serving.requests.tracking import TrackedRequest
 
@@ -25,10 +26,17 @@ class Answer:
 
     Args:
         pace: of streams; None for a request that gets one output.
+        aborts: those that the API shows.
     """
 
-    def __init__(self, handle: RequestHandle, request: TrackedRequest, pace: Pace | None = None) -> None:
-        self._handle, self._request, self._pace = handle, request, pace
+    def __init__(
+        self,
+        handle: RequestHandle,
+        request: TrackedRequest,
+        pace: Pace | None = None,
+        aborts: Aborts = "none",
+    ) -> None:
+        self._handle, self._request, self._pace, self._aborts = handle, request, pace, aborts
         self._counted: AbstractContextManager[None] = nullcontext() if pace is None else pace.stream()
         request.queued(handle.output)
 
@@ -48,12 +56,14 @@ class Answer:
 
         Raises:
             EngineDead: the engine has failed, or was closed.
+            Refusal: the request has ended without an answer.
         """
         if self._pace is not None:
             self._pace.writing.pop(self, None)
         output = await anext(self._handle)
         output.request_id = self._request.request_id
         self._request.tokens(output)
+        check_ending(output, self._aborts)
         if self._pace is not None:
             now = time.monotonic()
             self._handle.pause(self._pace.next_beat(now))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -258,6 +258,14 @@ def check_ids(field: str, count: int, model: NamedModel) -> None:
     """Checks the number of ids before they are copied."""
     if count > model.max_model_len:
         raise InvalidArgument(field, f"{count} ids", f"at most max_model_len = {model.max_model_len}")
+
+
+def check_vocabulary(field: str, ids: Sequence[int], model: NamedModel) -> None:
+    """Checks that the model has tokens with these ids."""
+    size = model.llm.backend.limits.vocab_size
+    if ids and not 0 <= min(ids) <= max(ids) < size:
+        wrong = next(token for token in ids if not 0 <= token < size)
+        raise InvalidArgument(field, wrong, f"ids must be in [0, {size})")
 
 
 def _output_tokens(parsed: ParsedRequest, prompt_tokens: int, max_model_len: int) -> int:

@@ -64,7 +64,7 @@ class TrackedRequest:
         """It has ended or was aborted."""
         if self._watch is not None:
             self._charge()
-            self._watch.ended()
+            self._watch.ended(self.output)
 
     @property
     def prompt_tokens(self) -> int:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGUFWriter, PoolingType
 
 from jengine.base.errors import ModelError
 from jengine.checkpoints.sentence_transformers import choose_embedder, read_embedder, read_reranker
-from jengine.core.pooling import Embedder, Reranker
+from jengine.core.pooling import Embedder, PoolingParams, Reranker
 from tests.golden.embedding_models import write_modules
 
 FLAGS = {
@@ -56,6 +57,139 @@ def test_normalize_and_the_longest_prompt(tmp_path: Path) -> None:
     assert read_embedder(folder, 64) == Embedder(size=64, pooling="last", normalize=True, max_tokens=100)
 
 
+FULL = {  # as version 6 writes them
+    "config_sentence_transformers.json": {
+        "__version__": {"sentence_transformers": "6.2.0"},
+        "model_type": "SentenceTransformer",
+        "prompts": {"query": "Query: ", "document": ""},
+        "default_prompt_name": "query",
+        "similarity_fn_name": "dot",
+        "truncate_dim": 16,
+    },
+    "sentence_bert_config.json": {
+        "transformer_task": "feature-extraction",
+        "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+        "module_output_name": "token_embeddings",
+    },
+    "tokenizer_config.json": {"model_max_length": 20},
+    "1_Pooling/config.json": {"embedding_dimension": 64, "pooling_mode": "mean", "include_prompt": True},
+    "2_Normalize/config.json": {"module_input_name": "sentence_embedding"},
+}
+
+
+def write_full(folder: Path, file: str = "", **changes: Any) -> Path:
+    write_modules(folder, "Transformer", "Pooling", "Normalize")
+    for name, content in FULL.items():
+        changed = {**content, **changes} if name == file else content
+        (folder / name).write_text(json.dumps(changed))
+    return folder
+
+
+def test_all_settings_of_a_folder(tmp_path: Path) -> None:
+    found = read_embedder(write_full(tmp_path), 64)
+    assert found == Embedder(
+        size=64,
+        pooling="mean",
+        max_tokens=20,
+        prompt="Query: ",
+        truncate_dim=16,
+        similarity="dot",
+    )
+    assert found.params(None, None, None) == PoolingParams(pooling="mean", truncate_dim=16, prompt="Query: ")
+    assert found.params(None, None, 8).truncate_dim is None, "the request's dimensions replace the folder's"
+
+
+@pytest.mark.parametrize(
+    "file, changes, most",
+    [
+        ("sentence_bert_config.json", {"max_seq_length": 30}, 30),
+        ("sentence_bert_config.json", {"processing_kwargs": {"text": {"max_length": 9}}}, 9),
+        ("sentence_bert_config.json", {"tokenizer_args": {"model_max_length": 40}}, 40),
+        ("tokenizer_config.json", {"model_max_length": int(1e30)}, None),
+        ("tokenizer_config.json", {"model_max_length": 1e30}, None),
+        ("tokenizer_config.json", {"model_max_length": None}, None),
+    ],
+)
+def test_wherever_the_limit_is(file: str, changes: Any, most: int | None, tmp_path: Path) -> None:
+    found = read_embedder(write_full(tmp_path, file, **changes), 64)
+    assert found is not None and found.max_tokens == most
+
+
+def test_older_names_of_the_first_modules_settings(tmp_path: Path) -> None:
+    write(tmp_path, "Transformer", "Pooling")
+    (tmp_path / "sentence_roberta_config.json").write_text('{"max_seq_length": 33}')
+    found = read_embedder(tmp_path, 64)
+    assert found is not None and found.max_tokens == 33
+
+
+@pytest.mark.parametrize(
+    "file, changes, message",
+    [
+        ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "default_prompt_name='x'"),
+        ("config_sentence_transformers.json", {"similarity_fn_name": "x"}, "similarity_fn_name='x' is not"),
+        (
+            "config_sentence_transformers.json",
+            {"truncate_dim": "x"},
+            "truncate_dim='x' is not a whole",
+        ),
+        ("config_sentence_transformers.json", {"novel": 1}, "novel=1 is not supported"),
+        ("sentence_bert_config.json", {"modality_config": {"message": {}}}, "modality_config: embedding thr"),
+        (
+            "sentence_bert_config.json",
+            {"query_expansion": {"length": 3}},
+            "query_expansion=.*not supported",
+        ),
+        ("sentence_bert_config.json", {"model_args": {"lora": 1}}, "model_args.lora=1 is not supported"),
+        (
+            "sentence_bert_config.json",
+            {"processing_kwargs": {"text": {"a": 1}}},
+            "processing_kwargs.text.a=1",
+        ),
+        ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt=false with a default prompt"),
+        ("1_Pooling/config.json", {"novel": 1}, "novel=1 is not supported"),
+        ("2_Normalize/config.json", {"module_input_name": "x"}, "module_input_name='x' is not supported"),
+    ],
+)
+def test_settings_that_are_not_applied(file: str, changes: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_embedder(write_full(tmp_path, file, **changes), 64)
+
+
+@pytest.mark.parametrize("kinds", [("Pooling", "Pooling"), ("Pooling", "Normalize", "Normalize")])
+def test_modules_that_occur_twice(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    write_modules(tmp_path, "Transformer", *kinds)
+    with pytest.raises(ModelError, match="are not Transformer, Pooling and perhaps Normalize"):
+        read_embedder(tmp_path, 64)
+
+
+def test_activations_of_rerankers(tmp_path: Path) -> None:
+    write_modules(tmp_path, "Transformer", "LogitScore")
+    (tmp_path / "1_LogitScore" / "config.json").write_text('{"true_token_id": 5, "false_token_id": 7}')
+    for name, probability in (("activation.Sigmoid", True), ("linear.Identity", False), (None, True)):
+        named = None if name is None else f"torch.nn.modules.{name}"
+        (tmp_path / "config_sentence_transformers.json").write_text(json.dumps({"activation_fn": named}))
+        found = read_reranker(tmp_path)
+        assert found is not None and found.probability == probability
+    (tmp_path / "config_sentence_transformers.json").write_text('{"activation_fn": "torch.nn.Tanh"}')
+    with pytest.raises(ModelError, match=r"activation_fn='torch\.nn\.Tanh' is not supported"):
+        read_reranker(tmp_path)
+
+
+@pytest.mark.parametrize("kind, pooling", [(0, None), (1, "mean"), (3, "last"), (2, "x"), (4, "x")])
+def test_gguf(kind: int, pooling: Any, tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "a.gguf", "qwen3")
+    writer.add_pooling_type(PoolingType(kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    if pooling == "x":
+        with pytest.raises(ModelError, match=f"pooling_type={kind} is not supported"):
+            choose_embedder(None, tmp_path / "a.gguf", 64)
+        return
+    expected = None if pooling is None else Embedder(size=64, pooling=pooling)
+    assert choose_embedder(None, tmp_path / "a.gguf", 64) == expected
+
+
 def test_who_chooses(tmp_path: Path) -> None:
     assert choose_embedder(None, tmp_path, 64) is None
     assert choose_embedder(True, tmp_path, 64) == Embedder(size=64, pooling="last", normalize=True)
@@ -90,12 +224,12 @@ def test_who_chooses(tmp_path: Path) -> None:
             None,
             "embedding_dimension=32 is not the model's hidden",
         ),
-        (("Transformer", "Pooling"), FLAGS, {"do_lower_case": True}, "do_lower_case=true is not supported"),
+        (("Transformer", "Pooling"), FLAGS, {"do_lower_case": True}, "do_lower_case=True is not supported"),
         (
             ("Transformer", "Pooling"),
             FLAGS,
             {"max_seq_length": "x"},
-            "max_seq_length='x' is not a number of tokens",
+            "max_seq_length='x' is not a whole number",
         ),
     ],
 )

@@ -72,6 +72,7 @@ class Replay:
             config.eos_token_ids,
             config.vocab_size,
         )
+        self._ends = np.isin(np.arange(self._vocab), [self._tokenizer.eos_token_id, *self._eos])
         self._texts = [self._tokenizer.token_text(token) for token in range(self._vocab)]
         self._continued: dict[tuple[StructuredOutputs, str], np.ndarray] = {}
         self.tokens = self.certain = self.stuck = 0
@@ -135,6 +136,13 @@ class Replay:
         """Logits for the next token."""
         stops = {*params.stop_token_ids, *self._eos} if len(output) < params.min_tokens else ()
         allowed = self._allowed(params, output)
+        what = params.structured_outputs
+        if (
+            isinstance(what, StructuredOutputs)
+            and not allowed[[t for t in range(self._vocab) if t not in stops]].any()
+        ):
+            ends = self._continues(what, output) & self._ends
+            allowed, stops = (ends, ()) if ends.any() else (allowed, stops)
         return adjusted(
             raw[len(prompt) + len(output) - 1],
             params,
@@ -186,18 +194,16 @@ class Replay:
         return allowed
 
     def _continues(self, what: StructuredOutputs, output: list[int]) -> np.ndarray:
-        """Tokens that continue one of a language's texts, or only end-of-sequence after a complete one."""
-        eos = self._tokenizer.eos_token_id
-        assert eos is not None
-        text, ended = "".join(self._texts[token] for token in output if token != eos), eos in output
+        """Tokens that continue one of a language's texts, or only an end after a complete one."""
+        text = "".join(self._texts[token] for token in output if not self._ends[token])
         if (what, text) not in self._continued:
             texts = LANGUAGES[what]
             able = [
                 bool(more) and any(known.startswith(text + more) for known in texts) for more in self._texts
             ]
-            able[eos] = text in texts
-            self._continued[what, text] = np.array(able)
-        return np.arange(self._vocab) == eos if ended else self._continued[what, text]
+            self._continued[what, text] = np.where(self._ends, text in texts, able)
+        ended = any(self._ends[token] for token in output)
+        return self._ends if ended else self._continued[what, text]
 
     def _check_logprobs(
         self, output: RequestOutput, completion: CompletionOutput, params: SamplingParams, raw: np.ndarray

@@ -240,6 +240,22 @@ def test_scores_of_a_reranker(make_llm: Callable[..., LLM]) -> None:
         llm.score("q?", "d. " * 1000)
 
 
+def test_scores_do_not_depend_on_the_mode_of_log_probabilities(tmp_path: Path) -> None:
+    folder = write(byte_level(), write_reranker(tmp_path))
+    with on_demand():
+        llm = LLM(folder, progress=False, **OPTIONS, logprobs_mode="processed_logprobs")
+    scoring = scoring_of("q?", "d.", "Be kind.", llm.engine.limits, llm.tokenizer)
+    [task] = scoring.tasks
+    outputs = llm.generate(PROMPTS, task.params, use_tqdm=False)
+    for output, case in zip(outputs, CASES, strict=True):
+        assert scoring.scores([output]) == pytest.approx([case.probability], abs=1e-4)
+    scored = llm.score("q?", ["d.", "e."], use_tqdm=False)
+    assert scored[0].outputs.score != scored[1].outputs.score
+    prompt: Any = task.prompt()
+    bare = scoring_of("q?", "d.", None, llm.engine.limits, llm.tokenizer).tasks[0].prompt()
+    assert scored[0].prompt_token_ids == bare["prompt_token_ids"] != prompt["prompt_token_ids"]  # type: ignore[call-overload,index]
+
+
 @pytest.mark.parametrize("path", ["/v1/score", "/v1/rerank"])
 @pytest.mark.parametrize("kind", [write_embedder, write_reranker])
 def test_scores_over_http(

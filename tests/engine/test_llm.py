@@ -298,7 +298,6 @@ def test_a_stop_tokens_text_is_left_out(llm: LLM) -> None:
 # Bad input.
 
 BAD_PROMPTS: dict[str, tuple[Any, str]] = {
-    "empty text": ("", "must not be empty"),
     "no ids": ({"prompt_token_ids": []}, "must not be empty"),
     "an empty list": ([[]], "must not be empty"),
     "too long": ([[7] * 192], "192 tokens; at most max_model_len - 1 = 191"),

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
-from jengine import InvalidArgument, SamplingParams, StructuredOutputs, Tokenizer, chat_prompt
+from jengine import (
+    Embedder,
+    InvalidArgument,
+    Limits,
+    PoolingParams,
+    RequestOutput,
+    SamplingParams,
+    SequenceLimits,
+    StructuredOutputs,
+    Tokenizer,
+    chat_prompt,
+    scoring_of,
+)
 from jengine.api.prompts import listed, make_requests
+from jengine.core.pooling import PooledStates
 from tests.text.conftest import byte_level
 
 
@@ -66,3 +80,43 @@ def test_a_pydantic_class_is_its_schema() -> None:
     assert SamplingParams(structured_outputs={"json": Answer}).structured_outputs == wanted
     with pytest.raises(InvalidArgument, match="a schema: text, a dict or a pydantic model class"):
         StructuredOutputs(json=int)
+
+
+def test_a_models_prompt_stands_before_texts_that_are_embedded() -> None:
+    """Token ids are embedded as they are."""
+    pooling = PoolingParams(prompt="Query: ")
+    for given in ("a fox", {"prompt": "a fox"}):
+        [request] = make_requests(TOKENIZER, given, None, "a", pooling=pooling)  # type: ignore[arg-type]
+        assert (
+            request.prompt_token_ids == TOKENIZER.encode("Query: a fox") and request.prompt == "Query: a fox"
+        )
+    [request] = make_requests(TOKENIZER, [5, 6], None, "a", pooling=pooling)
+    assert request.prompt_token_ids == [5, 6]
+    with pytest.raises(InvalidArgument, match="must not be empty"):
+        make_requests(TOKENIZER, "", None, "a", pooling=pooling)
+    [request] = make_requests(TOKENIZER, "", None, "a")
+    assert request.prompt_token_ids == TOKENIZER.encode("")
+
+
+def test_a_models_vectors_are_cut_after_they_were_normalized() -> None:
+    states = PooledStates()
+    states.add(0, 1, np.array([3.0, 4.0, 12.0], np.float32))
+    whole = np.array([3.0, 4.0, 12.0]) / 13
+    np.testing.assert_allclose(states.vector(PoolingParams(truncate_dim=2)), whole[:2], rtol=1e-6)
+    np.testing.assert_allclose(states.vector(PoolingParams(dimensions=2)), [0.6, 0.8], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "similarity, expected", [("cosine", 0.6), ("dot", 18.0), ("euclidean", -5.0), ("manhattan", -7.0)]
+)
+def test_similarities(similarity: Any, expected: float) -> None:
+    limits = Limits(
+        sequence=SequenceLimits(max_model_len=8, page_size=1, pages=8),
+        max_num_seqs=1,
+        vocab_size=9,
+        eos_token_ids=(),
+        embedder=Embedder(size=2, similarity=similarity),
+    )
+    a, b = (RequestOutput(request_id="", prompt=None, prompt_token_ids=[], outputs=[]) for _ in "ab")
+    a.embedding, b.embedding = np.array([3.0, 4.0], np.float32), np.array([6.0, 0.0], np.float32)
+    assert scoring_of("a", "b", None, limits, TOKENIZER).score(a, b) == pytest.approx(expected)

@@ -105,6 +105,42 @@ def test_judges_can_say_no() -> None:
         assert not structure.judge("neither this nor that")
 
 
+SHORT = {"regex": "[0-9]{2}"}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"min_tokens": 20},
+        {"allowed_token_ids": [*range(100)], "min_tokens": 3},
+        {"bad_words": ["zzz"], "min_tokens": 9},
+        {"min_tokens": 20, "stop_token_ids": [*range(200, 300)]},
+    ],
+)
+def test_a_complete_structure_ends_the_output(more: dict[str, object], llm: LLM) -> None:
+    """Whatever else is asked for, if nothing may follow it."""
+    assert llm.tokenizer.eos_token_id is not None
+    if "allowed_token_ids" in more:
+        digits = [llm.tokenizer.encode(digit, add_special_tokens=False) for digit in "0123456789"]
+        more = {**more, "allowed_token_ids": [token for digit in digits for token in digit]}
+    params = SamplingParams(temperature=1.0, max_tokens=40, structured_outputs=SHORT, seed=1, **more)  # type: ignore[arg-type]
+    for completion in llm.generate(PROMPT, params.clone(n=4), use_tqdm=False)[0].outputs:
+        assert re.fullmatch("[0-9]{2}", completion.text) and completion.finish_reason == "stop", completion
+
+
+def test_an_incomplete_structure_keeps_to_min_tokens(llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=1.0,
+        seed=1,
+        n=4,
+        min_tokens=12,
+        max_tokens=40,
+        structured_outputs={"regex": "[0-9]{2,40}"},
+    )
+    for completion in llm.generate(PROMPT, params, use_tqdm=False)[0].outputs:
+        assert len(completion.token_ids) > 12, completion
+
+
 def test_preemption_changes_no_output(text_model: Path) -> None:
     """Masks keep their state; the tokens are computed again."""
     patterns = [f"(?:[a-z]{{2,3}}{i}){{12,14}}" for i in range(16)]
@@ -147,7 +183,7 @@ def test_the_tokenizers_end_of_sequence_ends_a_structure(text_model: Path) -> No
     "faulty, why",
     [
         ({"structured_outputs": BEYOND, "seed": 0, "temperature": 5.0}, "llguidance failed"),
-        ({"structured_outputs": {"regex": "[ab]"}, "min_tokens": 3}, "together allow no token"),
+        ({"structured_outputs": {"regex": "[ab]"}, "bad_words": ["a", "b"]}, "together allow no token"),
         (
             {"structured_outputs": {"regex": "[ab]{4}"}, "bad_words": ["a", "b", "ab"]},
             "together allow no token",
@@ -257,7 +293,7 @@ def test_a_slow_mask_ends_its_request_alone(llm: LLM) -> None:
 
 def test_online_the_caller_is_told_and_the_engine_lives(llm: LLM) -> None:
     async def both() -> list[CompletionOutput]:
-        wanted = [SamplingParams(structured_outputs={"regex": "[ab]"}, min_tokens=3), PLAIN]
+        wanted = [SamplingParams(structured_outputs={"regex": "[ab]"}, bad_words=["a", "b"]), PLAIN]
         async with AsyncLLM.over(EngineThread(llm.engine), llm.tokenizer) as online:
             return [
                 [output async for output in online.generate(PROMPT, one, output_kind="final")][-1].outputs[0]

@@ -149,7 +149,7 @@ def calling_with(key: Key) -> Iterator[None]:
 
 
 def test_n_never_fits_a_client() -> None:
-    with pytest.raises(InvalidArgument, match=r"n=6: at most 5, the maximum of concurrent completions"):
+    with pytest.raises(InvalidArgument, match=r"n=6: at most 5, .* client \(max_streams_per_client\)"):
         admission().place(6, of())
 
 

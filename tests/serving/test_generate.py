@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterable
 
+import grpc
 import pytest
 
 import jengine
@@ -243,7 +244,8 @@ def test_tokenize_and_detokenize(mock_server: MockServer, stub: GenerateServiceS
         stub.Detokenize(pb.DetokenizeRequest(token_ids=ids, skip_special_tokens=False)).text
         == "<s>naïve 世界"
     )
-    assert stub.Detokenize(pb.DetokenizeRequest(token_ids=[2**32 - 1])).text == ""
+    with pytest.raises(grpc.RpcError, match=r"token_ids=4294967295: ids must be in \[0, 501\)"):
+        stub.Detokenize(pb.DetokenizeRequest(token_ids=[2**32 - 1]))
     assert not stub.Tokenize(pb.TokenizeRequest(add_special_tokens=False)).token_ids
 
 

@@ -123,9 +123,9 @@ def test_echo_with_log_probabilities(server: MockServer, client: OpenAI) -> None
         assert choice.logprobs.token_logprobs == [None] + [-0.5] * (len(tokens) - 1 + most)
         assert choice.logprobs.top_logprobs is not None and choice.logprobs.top_logprobs[0] is None
         assert choice.logprobs.top_logprobs[1] == {shown[1]: -0.5}
-        assert choice.logprobs.text_offset == [
-            len("".join(choice.logprobs.tokens[:i])) for i in range(len(choice.logprobs.tokens))
-        ]
+        assert choice.logprobs.text_offset is not None and "<s>" not in choice.text
+        for token, at in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
+            assert token == "<s>" or choice.text[at : at + len(token)] == token
         assert choice.text.startswith(TEXT) and (choice.text == TEXT) == (most == 0)
 
 
@@ -333,6 +333,7 @@ def test_tokenize_and_detokenize(server: MockServer, plain: httpx.Client) -> Non
         ("/tokenize", {"messages": HELLO, "add_special_tokens": True}, "add_special_tokens"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [5, 501]}, "tokens"),
         ("/detokenize", {"tokens": [1] * 2000}, "tokens"),
         ("/detokenize", {"tokens": ["x"]}, "tokens[0]"),
     ):

@@ -90,6 +90,18 @@ def test_parameters(server: MockServer, client: OpenAI) -> None:
     assert answer._request_id == "mine"
 
 
+def test_more_inputs_than_a_client_may_have_at_once(server: MockServer, client: OpenAI) -> None:
+    inputs, tokenizer = [f"text {i}" for i in range(11)], server.llm.tokenizer
+    answer = client.embeddings.create(model="mock", input=inputs, encoding_format="float")
+    assert [one.index for one in answer.data] == [*range(11)]
+    for one, text in zip(answer.data, inputs, strict=True):
+        np.testing.assert_allclose(one.embedding, counts(tokenizer.encode(text)), rtol=1e-6)
+    assert answer.usage.prompt_tokens == sum(len(tokenizer.encode(text)) for text in inputs)
+    with pytest.raises(openai.BadRequestError, match=r"input\[0\]|input"):
+        client.embeddings.create(model="mock", input=[*["a"] * 9, "b " * 9000])
+    server.wait_until_idle()
+
+
 @pytest.mark.parametrize(
     "body, param",
     [
@@ -106,7 +118,7 @@ def test_parameters(server: MockServer, client: OpenAI) -> None:
         ({"input": "a", "temperature": 1.0}, "temperature"),
         ({"input": [501]}, "input"),
         ({"input": [5] * 10_001}, "input"),
-        ({"input": ["a"] * 5}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
         ({"input": ""}, "input"),
     ],
 )

@@ -133,7 +133,7 @@ def test_an_effort_that_the_template_does_not_use(plain: httpx.Client) -> None:
 
 
 NO_PROMPTS: list[tuple[Any, str]] = [
-    (None, "prompt"), ("", "prompt"), ([], "prompt"), ([[]], "prompt"), ([1.5], "prompt[0]"),
+    (None, "prompt"), ([], "prompt"), ([[]], "prompt"), ([1.5], "prompt[0]"),
     ({"a": 1}, "prompt"), ([501], "prompt"),
     ([1] * 2000, "prompt"), (["a"] * 300, "prompt"), ([70, "a"], "prompt"), ([True], "prompt[0]"),
 ]  # fmt: skip

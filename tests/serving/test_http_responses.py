@@ -260,13 +260,14 @@ def test_an_engine_that_dies(tokenizer_folder: Path) -> None:
     options: Any = {"server": {"http_port": 0}, "seconds": 0.02, "fail_at": 10}
     with serve_mock(tokenizer_folder, **options) as server:
         found = events(server, input="a long text")
-        assert found[0]["type"] == "response.created" and found[-1]["type"] == "error"
+        assert found[0]["type"] == "response.created" and found[-1]["type"] == "response.failed"
         EVENT.validate_python(found[-1])
 
 
 def test_an_aborted_response(tokenizer_folder: Path) -> None:
     with serve_mock(tokenizer_folder, server={"http_port": 0}, seconds=0.02) as server:
         body: Any = {"input": "abc", "max_output_tokens": 900, "timeout": 0.2}
-        for answer in (post(server, **body).json(), events(server, **body)[-1]["response"]):
-            assert answer["status"] == "failed" and "timeout" in answer["error"]["message"]
-            assert answer["output"][0]["status"] == "incomplete"
+        whole, answer = post(server, **body), events(server, **body)[-1]["response"]
+        assert whole.status_code == 504 and "timeout" in whole.json()["error"]["message"]
+        assert answer["status"] == "failed" and "timeout" in answer["error"]["message"]
+        assert answer["output"][0]["status"] == "incomplete" and answer["usage"]["output_tokens"] > 0

@@ -150,31 +150,33 @@ def test_requests_by_their_tokens_and_times(monkeypatch: pytest.MonkeyPatch) -> 
     left.tokens(output(30.0, 31.0, None, (1, None)))
     left.ended()
     metrics.request_started().ended()  # nothing came
+    gone = metrics.request_started()  # without a stream: its client has left before the answer
+    gone.ended(output(30.0, 30.5, None, (2, "abort"), (1, "abort"), prompt=7))
 
     got = scraped(metrics)
-    assert (got[("prompt_tokens_total",)], got[("generation_tokens_total",)]) == (4 + 6 + 4, 4 + 8 + 1)
-    assert got[("prompt_tokens_cached_total",)] == 2 + 3 + 2
+    assert (got[("prompt_tokens_total",)], got[("generation_tokens_total",)]) == (21, 4 + 8 + 1 + 3)
+    assert got[("prompt_tokens_cached_total",)] == 2 + 3 + 2 + 3
     assert {key[1]: value for key, value in got.items() if key[0] == "request_success_total"} == {
         "length": 2,
         "stop": 1,
-        "abort": 2,
+        "abort": 4,
     }
     sums = {name: (got[(f"{name}_count",)], pytest.approx(got[(f"{name}_sum",)])) for name in LATENCIES}
     assert sums == {
-        "time_to_first_token_seconds": (3, 0.5 + 1 + 1),
-        "inter_token_latency_seconds": (3 + 6, 0.2 + 0.3 + 6 * 1.0),
+        "time_to_first_token_seconds": (4, 0.5 + 1 + 1 + 0.5),
+        "inter_token_latency_seconds": (3 + 6 + 1, 0.2 + 0.3 + 6 * 1.0 + 0.5),
         "e2e_request_latency_seconds": (2, 1 + 5),
-        "request_queue_time_seconds": (3, 3 * 0.25),
-        "request_prompt_tokens": (3, 4 + 6 + 4),
-        "request_prefill_time_seconds": (3, 0.25 + 0.75 + 0.75),
+        "request_queue_time_seconds": (4, 4 * 0.25),
+        "request_prompt_tokens": (4, 21),
+        "request_prefill_time_seconds": (4, 0.25 + 0.75 + 0.75 + 0.25),
         "request_decode_time_seconds": (2, 0.5 + 4.0),
         "request_inference_time_seconds": (2, 0.75 + 4.75),
-        "request_generation_tokens": (4, 4 + 5 + 3 + 1),
+        "request_generation_tokens": (6, 4 + 5 + 3 + 1 + 3),
         "request_time_per_output_token_seconds": (2, 0.5 / 3 + 4.0 / 4),
     }
     assert (
         got[("time_to_first_token_seconds_bucket", "0.25")] == 0
-        and got[("time_to_first_token_seconds_bucket", "0.5")] == 1
+        and got[("time_to_first_token_seconds_bucket", "0.5")] == 2
     )
 
 

@@ -52,7 +52,6 @@ def chat(**fields: Any) -> pb.ChatRequest:
 
 
 BAD = [
-    (generate(text=""), "prompt", "must not be empty"),
     (pb.GenerateRequest(), "prompt", "must not be empty"),
     (generate(token_ids=pb.TokenIds()), "prompt", "must not be empty"),
     (generate(token_ids=pb.TokenIds(ids=[501])), "prompt", "[0, 501)"),

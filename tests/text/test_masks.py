@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jengine.api.prompts import make_requests
 from jengine.base.errors import InvalidArgument, JengineError
 from jengine.core.request import SamplingParams
 from jengine.core.structured_outputs import StructuredOutputs
-from jengine.text.masks import AllowedTokens, BadWords, bad_sequences, make_mask
+from jengine.text.bad_words import bad_sequences
+from jengine.text.masks import AllowedTokens, BadWords, make_mask
 from jengine.text.tokenizer import Tokenizer
 
 
@@ -51,6 +53,34 @@ def test_bad_words_end_where_they_would_be_complete() -> None:
     assert allowed(mask, 40) == everything - {7, 3, 5}
     mask.accept(2)
     assert allowed(mask, 40) == everything - {7, 5}
+
+
+@pytest.mark.parametrize("words", [["\n"], [" \t", "fine"], ["fine", "\u3000"]])
+def test_bad_words_have_tokens(words: list[str], tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidArgument, match=r"bad_words=.*not white space"):
+        bad_sequences(words, tokenizer)
+    with pytest.raises(InvalidArgument, match=r"bad_words=.*not white space"):
+        make_requests(tokenizer, "x", SamplingParams(bad_words=words), "a", masks=False)
+
+
+def test_every_end_waits_for_the_grammar() -> None:
+    """Also one that is a word of the vocabulary, and may be in a string."""
+    import jengine
+
+    tokenizer = Tokenizer.load(Path(jengine.__file__).parent / "demo")
+    [word] = tokenizer.encode(" tree", add_special_tokens=False)
+    assert tokenizer.eos_token_id is not None
+    ends = {tokenizer.eos_token_id, word}
+    tokenizer.model_eos_token_ids = (word, tokenizer.eos_token_id, 10**9)
+    mask = make_mask(SamplingParams(structured_outputs={"regex": '"[a-z ]{2,9}"'}), tokenizer)
+    for token in tokenizer.encode('"abc"', add_special_tokens=False):
+        assert mask is not None and not ends & allowed(mask, tokenizer.vocab_size) and not mask.is_complete()
+        mask.accept(token)
+    assert allowed(mask, tokenizer.vocab_size) == ends and mask.is_complete()
+    mask.accept(word)  # as a draft that is not sampled
+    allowed(mask, tokenizer.vocab_size)
+    mask.rollback(1)
+    assert allowed(mask, tokenizer.vocab_size) == ends
 
 
 def test_bad_words_are_found_with_and_without_a_space(tokenizer: Tokenizer) -> None:

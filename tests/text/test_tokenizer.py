@@ -48,6 +48,17 @@ def test_text_of_one_token_shows_special_tokens(byte_level_folder: Path) -> None
     assert tokenizer.token_text(tokenizer.vocab_size) == "", "an id that only the model's padding has"
 
 
+@pytest.mark.parametrize("folder", ["byte_level_folder", "byte_fallback_folder"])
+@pytest.mark.parametrize("text", ["The fox 😀é中 ends", "你好 </s> x", " two  spaces", "naïve café\n\tIt"])
+def test_bytes_of_tokens_join_to_the_text(folder: str, text: str, request: pytest.FixtureRequest) -> None:
+    tokenizer = Tokenizer.load(request.getfixturevalue(folder))
+    before = tokenizer.encode("The end", add_special_tokens=False)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    joined = b"".join(map(tokenizer.token_bytes, ids)).decode()
+    assert joined == tokenizer.decode([*before, *ids], False).removeprefix(tokenizer.decode(before, False))
+    assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
+
+
 def test_limits_of_the_file_do_not_cut_prompts(byte_level_folder: Path, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(byte_level_folder)
     tokenizer.backend.enable_truncation(3)

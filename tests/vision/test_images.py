@@ -68,7 +68,36 @@ def test_forms(tmp_path: Path) -> None:
     for source in (SMALL, PNG, bytearray(PNG), file, str(file), URL + base64.b64encode(PNG).decode()):
         image = read_image(source, "image")
         assert image.mode == "RGB" and np.array_equal(np.asarray(image), np.asarray(SMALL))
+    second = Image.new("RGB", (4, 4))
+    mpo = encoded(SMALL, "MPO", save_all=True, append_images=[second], quality=100)
+    assert read_image(mpo, "image").size == (8, 6), "a camera's JPEG with a preview"
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn
     assert read_image(encoded(SMALL, "JPEG", exif=exif), "image").size == (6, 8)
     assert read_image(Image.new("RGBA", (3, 3)), "image").getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_modes() -> None:
+    """Shades of 16 bits are not clipped; what is transparent lies upon white."""
+    deep = Image.fromarray(np.array([[0, 32768, 65535]], np.uint16))
+    palette = Image.new("P", (1, 1), 1)
+    palette.putpalette([0, 0, 0, 255, 0, 0])
+    turned = Image.Exif()
+    turned[0x0112] = 3  # a half turn
+    for data, expected in (
+        (encoded(deep), [0, 128, 255]),
+        (encoded(deep, transparency=0), [255, 128, 255]),
+        (encoded(Image.new("LA", (1, 1), (9, 128))), [132]),
+        (encoded(Image.new("L", (1, 1), 7), transparency=7), [255]),
+        (encoded(Image.new("1", (1, 1), 1)), [255]),
+        (encoded(palette), [(255, 0, 0)]),
+        (encoded(palette, transparency=1), [255]),
+        (encoded(palette, "GIF", transparency=1), [255]),
+        (encoded(Image.new("RGBA", (1, 1), (1, 2, 3, 0))), [255]),
+        (encoded(Image.new("CMYK", (1, 1), (0, 255, 255, 0)), "JPEG", quality=100), [(255, 0, 0)]),
+        (encoded(Image.fromarray(np.array([[0, 255]], np.uint8)), "PNG", exif=turned), [255, 0]),
+    ):
+        image = read_image(data, "image")
+        pixels = [one if isinstance(one, tuple) else (one,) * 3 for one in expected]
+        found = [image.getpixel((x, 0)) for x in range(image.width)]
+        assert found == pixels and image.mode == "RGB"

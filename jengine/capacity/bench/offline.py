@@ -26,6 +26,8 @@ def throughput(
     start = time.perf_counter()
     outputs = llm.generate([request.prompt for request in requests], params, use_tqdm=progress)
     seconds = time.perf_counter() - start
+    for output in outputs:
+        output.require_answer()
     prompts = sum(len(output.prompt_token_ids) for output in outputs)
     tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     return {

@@ -15,7 +15,7 @@ from jengine.serving.http.chat_api import Asked
 from jengine.serving.http.chat_request import Chat
 from jengine.serving.http.messages.body import read
 from jengine.serving.http.parts import Parts
-from jengine.serving.http.service import check_finished
+from jengine.serving.requests.endings import Aborts
 
 DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
 DELTAS["call"] = ("input_json_delta", "partial_json")
@@ -25,6 +25,7 @@ class Messages:
     """A ChatApi."""
 
     path = "/v1/messages"
+    aborts: Aborts = "none"
 
     def read(self, given: dict[str, Any]) -> Asked:
         return read(given)
@@ -34,7 +35,6 @@ class Messages:
         return {**own, "request-id": request_id} if own else own
 
     async def whole(self, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned) -> Parts:
-        check_finished(output, "an answer")
         [completion] = output.outputs
         blocks, tokens = blocks_of(chat.read(completion.text)), len(completion.token_ids)
         content = [shown for block in blocks.all if (shown := _whole(block)) is not None]
@@ -87,7 +87,6 @@ class MessagesStream:
     async def end(self) -> None:
         reader, chat = self._reader, self._chat
         assert reader.last is not None and reader.completion is not None
-        check_finished(reader.last, "an answer")
         usage = await _usage(chat, reader.last, reader.blocks, reader.tokens)
         delta = _stop(chat, reader.completion, reader.blocks, reader.tokens)
         await self._send("message_delta", delta=delta, usage=usage)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from openai.types.shared import ErrorObject
+
 from jengine import CompletionOutput, RequestOutput
-from jengine.serving.http.blocks import Block, Blocks
+from jengine.serving.http.blocks import Block, BlockReader, Blocks
 from jengine.serving.http.chat_request import Chat
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -80,14 +82,24 @@ async def ended(
     state: dict[str, Any] = {"status": "completed"}
     if reason == "length":
         state = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-    elif reason in ("abort", "error"):
-        message = f"the request ended without an answer: {completion.stop_reason}"
-        state = {"status": "failed", "error": {"code": "server_error", "message": message}}
-    items = [item(block, "completed") for block in blocks.all]
-    if reason != "stop" and items:
-        items[-1]["status"] = "incomplete"
+    items = _items(blocks, cut=reason != "stop")
     usage = await _usage(chat, output, blocks, tokens)
     return response(chat, request_id, **state, output=items, usage=usage)
+
+
+async def failed(chat: Chat, request_id: str, reader: BlockReader, error: ErrorObject) -> dict[str, Any]:
+    """A response that has failed after it had begun: what was shown of it."""
+    shown = {"code": error.code or "server_error", "message": error.message}
+    usage = None if reader.last is None else await _usage(chat, reader.last, reader.blocks, reader.tokens)
+    items = _items(reader.blocks, cut=True)
+    return response(chat, request_id, status="failed", error=shown, output=items, usage=usage)
+
+
+def _items(blocks: Blocks, cut: bool) -> list[dict[str, Any]]:
+    items = [item(block, "completed") for block in blocks.all]
+    if cut and items:
+        items[-1]["status"] = "incomplete"
+    return items
 
 
 async def _usage(chat: Chat, output: RequestOutput, blocks: Blocks, tokens: int) -> dict[str, Any]:

@@ -13,10 +13,11 @@ from jengine.serving.http.blocks import Block, BlockReader, Step, blocks_of
 from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.chat_api import Asked
 from jengine.serving.http.chat_request import Chat
-from jengine.serving.http.errors import HttpError, OpenAIErrors
+from jengine.serving.http.errors import HttpError
 from jengine.serving.http.parts import Parts
 from jengine.serving.http.responses.body import read
-from jengine.serving.http.responses.objects import TYPES, ended, item, item_id, part, response
+from jengine.serving.http.responses.objects import TYPES, ended, failed, item, item_id, part, response
+from jengine.serving.requests.endings import Aborts
 
 CALL = "function_call_arguments"
 
@@ -25,6 +26,7 @@ class Responses:
     """A ChatApi."""
 
     path = "/v1/responses"
+    aborts: Aborts = "none"
 
     def read(self, given: dict[str, Any]) -> Asked:
         return read(given)
@@ -50,6 +52,7 @@ class ResponseStream:
     def __init__(self, call: HttpCall, chat: Chat, request_id: str) -> None:
         self._call, self._chat, self._id, self._reader = call, chat, request_id, BlockReader(chat)
         self.finished = False
+        call.end_failed = self._fail
 
     async def start(self) -> None:
         for kind in ("created", "in_progress"):
@@ -91,6 +94,11 @@ class ResponseStream:
         completion = self._reader.completion
         return None if completion is None else completion.finish_reason
 
+    async def _fail(self, error: HttpError) -> None:
+        last = await failed(self._chat, self._id, self._reader, error.error)
+        await self._send("response.failed", response=last)
+        await self._call.end_events(b"")
+
     async def end(self) -> None:
         reader = self._reader
         assert reader.last is not None and reader.completion is not None
@@ -108,14 +116,3 @@ class ResponseStream:
     async def _send(self, kind: str, **fields: Any) -> None:
         event = {"type": kind, "sequence_number": self._call.events, **fields}
         await self._call.event([msgspec.json.encode(event)], kind)
-
-
-class ResponsesErrors(OpenAIErrors):
-    """An ErrorForm. A stream ends with an event of its own."""
-
-    async def end(self, call: HttpCall, error: HttpError) -> None:
-        shown = error.error.model_dump()
-        event = {"type": "error", "sequence_number": call.events}
-        event |= {name: shown.get(name) for name in ("code", "message", "param")}
-        await call.event([msgspec.json.encode(event)], "error")
-        await call.end_events(b"")
