@@ -190,8 +190,8 @@ class EngineThread:
     def _add(self, requests: tuple[Request, ...]) -> None:
         try:
             self.engine.add(*requests)
-        except InvalidArgument as error:  # such as an adapter that was unloaded meanwhile
-            self._deliver([Ended(request.request_id, "error", str(error)) for request in requests])
+        except InvalidArgument as error:
+            self._deliver([Ended.of_refused(request.request_id, error) for request in requests])
 
     def _take_orders(self, wait: bool) -> bool:
         while True:

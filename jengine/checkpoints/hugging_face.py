@@ -140,7 +140,11 @@ def _of_whole(fields: Mapping[str, Any], text: Mapping[str, Any], part: TextPart
         found = {"dtype": None, "torch_dtype": None, **found}
     if part.tied is not None:
         own = text.get("tie_word_embeddings")
-        tied = fields.get("tie_word_embeddings", part.tied if own is None else own)
+        default = part.tied
+        version = str(fields.get("transformers_version") or "")
+        if part.tied_before_5 is not None and version.partition(".")[0] in ("", *"01234"):
+            default = part.tied_before_5
+        tied = fields.get("tie_word_embeddings", default if own is None else own)
         found["tie_word_embeddings"] = tied or (
             part.inline and own
         )  # before transformers 5 the latter counted

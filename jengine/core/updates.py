@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from jengine.base.errors import InvalidArgument
 from jengine.core.request import FinishReason
 from jengine.core.weights import FIRST_VERSION, Version
 
+UNLOADED = "unloaded"  # the stop_reason of a request whose adapter has gone
 COUNTERS = (  # numbers of a Load that count since its engine's start
     "preemptions", "compiles_since_start", "report_faults", "prefix_queries", "prefix_hits", "evictions",
     "targets_met", "targets_missed", "targets_rejected", "drafts", "draft_tokens",
@@ -113,6 +115,15 @@ class Ended(NamedTuple):
     request_id: str
     reason: FinishReason
     stop_reason: str | None
+
+    @classmethod
+    def of_refused(cls, request_id: str, error: Exception) -> Ended:
+        """That of a valid request which the engine refuses, since an adapter was unloaded meanwhile, or by a
+        fault.
+        """
+        if isinstance(error, InvalidArgument) and error.field == "lora_request":
+            return cls(request_id, "abort", UNLOADED)
+        return cls(request_id, "error", str(error))
 
 
 Update = TokenUpdate | PromptScores | Pooled | BeamsFound | Ended

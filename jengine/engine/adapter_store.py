@@ -40,8 +40,8 @@ class AdapterStore:
         """See operations.LoadLora."""
         self._check(source.name, load_inplace, evict)
         shapes, rank = self._shapes, self.limits.max_lora_rank
-        # not under the lock: a slow disk delays this adapter alone
         model = shapes.model
+        # not under the lock: a slow disk delays this adapter alone
         weights = read_lora(source, shapes.modules, model.prefix, rank, shapes.fused, model.dtype)
         packed = shapes.pack(weights)
         with self._loading:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import jax
 
+from jengine.base.host_memory import available_memory
 from jengine.core.config import EngineConfig
 from jengine.devices.device_defaults import sizes
-from jengine.devices.host_memory import available_memory
+from jengine.execution.cache_folders import cache_root
 from jengine.execution.compile_children import CompileChildren, children_count
 from jengine.execution.compile_job import Job, Target
 from jengine.execution.kinds import Key
@@ -32,7 +33,7 @@ def make_children(config: EngineConfig, devices: Sequence[jax.Device]) -> Compil
         why = "no description to compile for" if target is None else "too little memory of the host"
         log.warning("%s: this process compiles, which slows its first requests: %s", kind, why)
         return None
-    return CompileChildren(count, target)
+    return CompileChildren(count, target, cache_root(config.cache_dir))
 
 
 class EarlyCompilation:

@@ -176,15 +176,13 @@ class Engine:
     @property
     def load(self) -> Load:
         """Current load. Thread-safe."""
-        first_token_seconds = self._reports.figure(
-            "first_token_seconds", self._outlook.first_token_seconds, None
-        )
+        first_token = self._reports.figure("first_token_seconds", self._outlook.first_token_seconds, None)
         return load_of(
             self.scheduler,
             compiles_since_start=self.compiles_since_start,
             programs_ready=self._count_programs()[0],
             programs=self._count_programs()[1],
-            first_token_seconds=first_token_seconds,
+            first_token_seconds=first_token,
             report_faults=self._reports.faults,
             at_gate=self.gate.held,
             loras=None if self.adapters is None else self.adapters.use,

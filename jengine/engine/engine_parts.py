@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -72,6 +72,8 @@ class Arrivals(Protocol):
     def usable(self) -> list[Any]: ...
 
     def wait(self, timeout: float | None = None) -> bool: ...
+
+    def prefer(self, keys: Sequence[Any]) -> None: ...
 
     def stop(self) -> None: ...
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jengine.engine.engine_parts import Arrivals
@@ -43,6 +43,9 @@ class FirstUse:
     def wait(self, timeout: float | None = None) -> bool:
         """See BackgroundPrograms. Programs that have arrived may not have run yet."""
         return self._programs.wait(timeout)
+
+    def prefer(self, keys: Sequence[Key]) -> None:
+        self._programs.prefer(keys)
 
     def stop(self) -> None:
         self._programs.stop()

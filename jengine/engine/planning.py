@@ -10,7 +10,8 @@ from jengine.engine.page_transfer import PageTransfer
 from jengine.insight.recording.step_recorder import StepRecorder
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
-from jengine.table.ready_programs import ReadyPrograms
+from jengine.table.program_table import VARIANTS
+from jengine.table.ready_programs import Demand, ReadyPrograms, by_demand
 
 BATCH_POLL_SECONDS = 0.005
 
@@ -34,16 +35,30 @@ def next_step(
 
 
 def take_programs(scheduler: Scheduler, programs: Arrivals, taken: int) -> int:
-    """Gives newly ready programs to the scheduler. Returns the number of those that it has.
+    """Gives newly ready programs to the scheduler, and asks for those that its requests need most. Returns
+    the number of those that it has.
 
     Args:
         taken: number of those that it had.
     """
     if (ready := programs.ready) == taken:
         return taken
-    keys = (key for key in programs.usable() if not isinstance(key, str))
-    scheduler.predictor.ready = ReadyPrograms(scheduler.table, keys)
+    table = scheduler.table
+    keys = [key for key in programs.usable() if not isinstance(key, str)]
+    scheduler.predictor.ready = ReadyPrograms(table, keys)
+    if missing := {*table.all_keys()}.difference(keys):
+        programs.prefer(by_demand(table, missing, _demand(scheduler)))
     return ready
+
+
+def _demand(scheduler: Scheduler) -> Demand:
+    """Of the running sequences, and of those that could run beside them."""
+    running, waiting = scheduler.registry.snapshot()
+    soon = [*running, *waiting[: max(scheduler.registry.max_num_seqs - len(running), 0)]]
+    tokens = sum(max(sequence.prompt_len - sequence.num_computed, 0) for sequence in soon)
+    ranks = {sequence.variant_rank for sequence in soon} or {len(VARIANTS) - 1}
+    variants = tuple(VARIANTS[rank] for rank in sorted(ranks))
+    return Demand(len(soon), -(-tokens // scheduler.table.tile_size), variants)
 
 
 def wait_for_work(scheduler: Scheduler, runner: ModelRunner, pages: PageTransfer | None) -> None:

@@ -28,6 +28,8 @@ class Obtained(Protocol):
 
     def obtain(self, keys: Sequence[Key], *, running: Callable[[], bool]) -> Generator[Key]: ...
 
+    def prefer(self, keys: Sequence[Key]) -> None: ...
+
     def __contains__(self, key: Key) -> bool: ...
 
 
@@ -84,6 +86,10 @@ class BackgroundPrograms:
         program is ready."""
         self._ended.wait(timeout)
         return self.complete
+
+    def prefer(self, keys: Sequence[Key]) -> None:
+        """Obtains these first, where other processes compile. Thread-safe."""
+        self._programs.prefer(keys)
 
     def stop(self) -> None:
         """Starts no further program. Returns immediately; may be called repeatedly."""

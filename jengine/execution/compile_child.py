@@ -1,5 +1,5 @@
-"""A process that compiles programs for another one, see compile_children.py. Its argument is the number of an
-open socket.
+"""A process that compiles programs for another one, see compile_children.py. Its arguments are the number
+of an open socket and, for GPUs, the root of the cache that keeps lowered kernels.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import select
 import sys
 import threading
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 PARENT_POLL = 1000  # milliseconds between looks at whether the parent is alive
@@ -23,6 +24,10 @@ def main() -> None:
     from jengine.execution.compile_children import READY  # imports JAX
     from jengine.execution.programs import memory_of  # noqa: F401 (what takes long to import, before READY)
 
+    if len(sys.argv) > 2:
+        from jengine.execution.kernel_objects import keep_lowered
+
+        keep_lowered(Path(sys.argv[2]))
     connection.send_bytes(READY)
     specs = dict[str, Any]()
     while True:

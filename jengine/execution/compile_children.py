@@ -17,9 +17,11 @@ import sys
 import tempfile
 import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 from jengine.devices.device_defaults import CORES
 from jengine.execution.compile_job import Compiled, Job, Target
@@ -71,10 +73,11 @@ class CompileChildren:
     Args:
         count: number of processes.
         target: GPUs to compile for; None: this process's CPU.
+        root: of the cache that keeps lowered kernels; None: they are not kept.
     """
 
-    def __init__(self, count: int, target: Target | None = None) -> None:
-        self.target = target
+    def __init__(self, count: int, target: Target | None = None, root: Path | None = None) -> None:
+        self.target, self._root = target, root
         self._tasks, self._change = deque[_Task](), threading.Condition()
         self._early: dict[tuple[str, Key], _Task] = {}  # by name of the job
         self._children = dict[int, _Child]()  # by thread
@@ -108,6 +111,12 @@ class CompileChildren:
         self._serving = True
         for child in [*self._children.values()]:
             child.step_aside()
+
+    def prefer(self, keys: Sequence[Key]) -> None:
+        """From now on, compiles these first, in this order, and the others in theirs."""
+        order = {key: place for place, key in enumerate(keys)}
+        with self._change:
+            self._tasks = deque(sorted(self._tasks, key=lambda task: order.get(task.key, len(order))))
 
     def close(self) -> None:
         """Ends the processes. May be called repeatedly."""
@@ -181,7 +190,7 @@ class CompileChildren:
         return started
 
     def _start(self) -> _Child:
-        child = _Child(idle=self._serving)
+        child = _Child(self._root, idle=self._serving)
         if self._serving:  # since it was started
             child.step_aside()
         return child
@@ -207,19 +216,21 @@ class _Child:
     """A process that compiles, see compile_child.py.
 
     Args:
+        root: see CompileChildren.
         idle: whether it steps aside from its beginning.
 
     Raises:
         CannotStart: it cannot be started.
     """
 
-    def __init__(self, *, idle: bool) -> None:
+    def __init__(self, root: Path | None, *, idle: bool) -> None:
         ours, theirs = socket.socketpair()
+        words = [str(theirs.fileno()), *([] if root is None else [str(root)])]
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by end)
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", MODULE, str(theirs.fileno())],
+                    [sys.executable, "-P", "-m", MODULE, *words],
                     stdin=subprocess.DEVNULL,
                     stdout=self._output,
                     stderr=self._output,

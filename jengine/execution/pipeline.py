@@ -49,6 +49,11 @@ class StagePrograms:
             self._keys.update(some)
             yield from (key for key in some if key in self)
 
+    def prefer(self, keys: Sequence[Key]) -> None:
+        """See Programs."""
+        for stage in self.stages:
+            stage.prefer(keys)
+
     def __contains__(self, key: Key) -> bool:
         everywhere = kind_of(key).everywhere
         own = [stage for stage in self.stages if everywhere or stage.spec.stage.last]

@@ -123,6 +123,11 @@ class Programs:
             if held:
                 cache.release()
 
+    def prefer(self, keys: Sequence[Key]) -> None:
+        """See CompileChildren. Threads keep their order."""
+        if self._children is not None:
+            self._children.prefer(keys)
+
     def __contains__(self, key: Key) -> bool:
         return key in self._programs
 
@@ -151,13 +156,15 @@ class Programs:
         self, keys: list[Key], cache: ProgramCache | None, progress: Progress, running: Running | None
     ) -> Iterator[Key]:
         """Compiles programs, and saves each as soon as it is compiled. Where other processes do not do it,
-        this one does, unless steps run and the others work.
+        this one does, unless steps run and the others can compile some.
         """
         if self._children is not None and self._children.works:
             yield from self._compile_elsewhere(self._children, keys, cache, progress, running)
-            keys = self._missing(keys)
-            if running is not None and (self._children.works or not running()):
+            missing = self._missing(keys)
+            some = self._children.works and len(missing) < len(keys)
+            if running is not None and (some or not running()):
                 return
+            keys = missing
         retrieved = retrieval_count()
         for built in compile_all(
             self.spec,

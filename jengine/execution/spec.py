@@ -34,9 +34,9 @@ from jengine.parallel.mesh import rank_mesh
 from jengine.table.pages import SWAPS, most_pages, pages_of
 from jengine.table.program_table import ProgramTable, TrunkKey
 from jengine.version import __version__
-from pallas_kernels import max_isa
 from pallas_kernels.fastest import takes
 from pallas_kernels.flashinfer.build import installed_version as flashinfer_version
+from pallas_kernels.max_isa import hidden as hidden_features
 from pallas_kernels.products import cpu_refused
 
 # bytes of pages in transfer between device and host, in each direction; at least those of one call
@@ -418,5 +418,5 @@ def cpu_features() -> str:
     found = next(
         (line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), ""
     ).split()
-    hidden = max_isa.hidden(found)
+    hidden = hidden_features(found)
     return " ".join(feature for feature in found if feature not in hidden)

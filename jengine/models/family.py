@@ -90,6 +90,8 @@ class TextPart:
         tied: the default of the whole model's tie_word_embeddings, which counts for transformers; None: the
             text model's counts.
         inline: in older configurations the text model's fields are the whole model's.
+        tied_before_5: the default in configurations that transformers has written before version 5, if it was
+            another one.
     """
 
     model_types: tuple[str, ...]
@@ -98,6 +100,7 @@ class TextPart:
     why: str = "only text is supported"
     tied: bool | None = False
     inline: bool = False
+    tied_before_5: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ def read_mistral3(hf: Fields) -> dict[str, Any]:
 
 
 MINISTRAL = {"max_position_embeddings": 262144, "rms_norm_eps": 1e-5}
-TEXT = TextPart(("mistral", "ministral3"), tied=True)
+TEXT = TextPart(("mistral", "ministral3"), tied=True, tied_before_5=False)
 FAMILIES = {
     "ministral3": Family("Ministral 3", Ministral3, read_ministral3, MINISTRAL, parts=(QueryScaling,)),
     "mistral": Family(

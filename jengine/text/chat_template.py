@@ -17,8 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.base.gguf_file import is_gguf
 from jengine.base.model_files import read_object, read_text
-from jengine.text.adapted import adapted
 from jengine.text.tekken import generated_template
+from jengine.text.template_adapter import adapt_messages
 from jengine.text.template_traits import Conversation, TemplateTraits, traits_of
 
 MOST_SOURCE = 2**20  # characters of a template
@@ -120,7 +120,7 @@ class ChatTemplate:
             tools: descriptions of tools, as JSON schemas.
             variables: further variables. Those that the template does not mention are ignored, as in vLLM,
                 since clients send the same ones to all models.
-            adapts: whether messages are adapted to what the template shows, see `adapted`.
+            adapts: whether messages are adapted to what the template shows, see `adapt_messages`.
 
         Raises:
             InvalidArgument: the template rejects or cannot render this conversation.
@@ -130,7 +130,7 @@ class ChatTemplate:
         if continue_final_message:
             messages = [*messages[:-1], _with_mark(messages[-1])]
         if adapts:
-            messages = self._in_parts(adapted(messages, self.traits))
+            messages = self._in_parts(adapt_messages(messages, self.traits))
         own = {"tools": tools, "add_generation_prompt": add_generation_prompt}
         text = self._rendered(messages, {**own, **(variables or {})})
         return _up_to_mark(text, messages) if continue_final_message else text

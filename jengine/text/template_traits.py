@@ -168,15 +168,15 @@ def _best_form(render: Render, plain: int) -> tuple[_CallForm, str]:
     Args:
         plain: how often it writes None without calls.
     """
-    best, text, most = _CallForm("null", "object", "any", True, False), "", -1
+    best, text, highest = _CallForm("null", "object", "any", True, False), "", -1
     for results, named in ((True, False), (True, True), (False, False)):
         for forms in product(IDS, ARGUMENTS, NO_CONTENT):
             form = _CallForm(forms[2], forms[1], forms[0], results, named)
             shown = render(form.turn([VALUE], [RESULT]))
-            if shown is None or (score := _score(shown, results, plain)) <= most:
+            if shown is None or (score := _score(shown, results, plain)) <= highest:
                 continue
-            best, text, most = form, shown, score
-        if most == _score(VALUE + NAME + KEY + RESULT, results, 0):
+            best, text, highest = form, shown, score
+        if highest == _score(VALUE + NAME + KEY + RESULT, results, 0):
             break
     return best, text
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import llvmlite.binding as llvm
 
-from pallas_kernels import max_isa
+from pallas_kernels.max_isa import hidden
 
 # Hash of all kernels' sources.
 SOURCE = hashlib.sha256(
@@ -51,7 +51,7 @@ class Target:
 def host() -> Target:
     """The local processor, without the instructions that `max_isa` hides."""
     has = dict(llvm.get_host_cpu_features())
-    features = llvm.FeatureMap({**has, **dict.fromkeys(max_isa.hidden(has), False)})
+    features = llvm.FeatureMap({**has, **dict.fromkeys(hidden(has), False)})
     return Target(llvm.get_process_triple(), llvm.get_host_cpu_name(), features.flatten())
 
 

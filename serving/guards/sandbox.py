@@ -111,7 +111,11 @@ class Sandbox:
         if verdict is None or verdict.until < time.monotonic():
             job = Job("check", "structured_outputs", arguments, sandbox_worker.CPU_SECONDS)
             done = (await self.texts.run(client, folder, job)).done
-            error = InvalidArgument(done.field, done.value or shown_value(what), done.limit) if done.limit else None
+            error = (
+                InvalidArgument(done.field, done.value or shown_value(what), done.limit)
+                if done.limit
+                else None
+            )
             until = math.inf if error is None else time.monotonic() + REFUSAL_SECONDS
             verdict = Verdict(error, done.seconds, until)
             self._verdicts[key] = verdict

@@ -63,7 +63,7 @@ class EmbeddingService(HttpService):
         return with_members(parts.of(head), {"data": array(data)})
 
 
-def _parsed(llm: AsyncLLM, body: Body, prompt: Prompt, size: int) -> ParsedRequest:
+async def _parsed(llm: AsyncLLM, body: Body, prompt: Prompt, size: int) -> ParsedRequest:
     special = body.get("add_special_tokens", True)
     read: Callable[[], Prompt] = lambda: prompt  # noqa: E731
     if isinstance(prompt, str) and not special:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -133,14 +133,14 @@ class HttpService(Service):
         call: HttpCall,
         model: NamedModel,
         first: TrackedRequest,
-        parsed: Sequence[Callable[[], ParsedRequest]],
+        parsed: Sequence[Callable[[], Awaitable[ParsedRequest]]],
         field: str,
     ) -> list[RequestOutput]:
         """The outputs of prompts without generated text. More prompts than the client may have at once are
         answered in portions, one after the other.
 
         Args:
-            parsed: functions that are called when their prompts are queued.
+            parsed: functions that are awaited when their prompts are queued.
             field: the field of the request that holds the prompts.
         """
         outputs: list[RequestOutput] = []
@@ -154,7 +154,8 @@ class HttpService(Service):
                 tracked = self._track_all(first, places, call, stack, start)
                 for make, (one, place) in zip(part, tracked, strict=True):
                     name, begins = one.request_id, one is first
-                    handle = await self._submit(model, make(), "final", call, name, place, first=begins)
+                    request = await make()
+                    handle = await self._submit(model, request, "final", call, name, place, first=begins)
                     answers.append(stack.enter_context(Answer(handle, one)))
                 outputs += [await answer.next() for answer in answers]
         return outputs

@@ -171,7 +171,7 @@ class EngineChild:
             self._refuse([request.request_id for request in requests], error)
 
     def _refuse(self, request_ids: list[str], error: Exception) -> None:
-        self._deliver([Ended(request_id, "error", str(error)) for request_id in request_ids])
+        self._deliver([Ended.of_refused(request_id, error) for request_id in request_ids])
 
     def _answer(self, number: int, answer: Any, error: Exception | None) -> None:
         try:

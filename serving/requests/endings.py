@@ -17,6 +17,7 @@ CODES = {  # by the reason for an abort
     "timeout": grpc.StatusCode.DEADLINE_EXCEEDED,
     "rejected": grpc.StatusCode.DEADLINE_EXCEEDED,  # its targets for latency cannot be met
     "shutdown": grpc.StatusCode.UNAVAILABLE,
+    "unloaded": grpc.StatusCode.NOT_FOUND,  # its adapter
 }
 
 

@@ -214,7 +214,7 @@ def test_timeouts() -> None:
 @pytest.mark.parametrize(
     "prompt, options, field",
     [
-        ("", {}, "prompt"),
+        ([], {}, "prompt"),
         (7, {}, "prompt"),
         ([400], {}, "prompt_token_ids"),
         ([1] * 192, {}, "prompt_token_ids"),

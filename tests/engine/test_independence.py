@@ -20,7 +20,7 @@ PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=LENGTH),
     SamplingParams(temperature=1.0, seed=7, max_tokens=LENGTH),
     SamplingParams(temperature=0.7, top_k=20, top_p=0.9, min_p=0.02, seed=-3, max_tokens=LENGTH),
-    SamplingParams(temperature=1.3, seed=2**64 - 1, max_tokens=LENGTH, logprobs=2),
+    SamplingParams(temperature=1.3, seed=2**64 - 2, max_tokens=LENGTH, logprobs=2),
 ]
 LARGER = {"max_num_seqs": 32, "tile_size": 16, "max_num_batched_tokens": 32 + 32, "num_pages": 400}
 WORK = [

@@ -279,7 +279,7 @@ def test_async_llm_and_adapters(tmp_path: Path) -> None:
             async with llm.submit([5, 6], params, lora_request="a1") as handle:
                 last = [one async for one in handle][-1]
             await unloading
-            assert last.outputs[0].finish_reason == "error"
+            assert (last.outputs[0].finish_reason, last.outputs[0].stop_reason) == ("abort", "unloaded")
             unloading = asyncio.ensure_future(llm.loras.unload("a2"))
             await asyncio.sleep(0)
             with pytest.raises(InvalidArgument, match="lora_request='a2': is not loaded"):

@@ -89,7 +89,7 @@ def test_an_async_engine_scores_too(text_model: Path) -> None:
             scoring = asyncio.create_task(llm.score_tokens(prompts, completions))
             await asyncio.sleep(0)  # it has queued its requests
             await llm.close()
-            with pytest.raises(JengineError, match="scoring has ended with abort: shutdown"):
+            with pytest.raises(JengineError, match="finish_reason 'abort': shutdown"):
                 await scoring
 
     with on_demand(optimized=True):

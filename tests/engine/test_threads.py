@@ -127,7 +127,7 @@ def test_threads_that_leave_or_fail_do_not_disturb_others(llm: LLM) -> None:
                     for _ in llm.stream(WORDS[thread], SamplingParams(temperature=0.0, max_tokens=100)):
                         raise ZeroDivisionError
                 with pytest.raises(InvalidArgument):
-                    llm.generate([WORDS[thread], ""], use_tqdm=False)
+                    llm.generate([WORDS[thread], []], use_tqdm=False)
             return None
         return [ask(llm, thread, i) for i in range(10)]
 

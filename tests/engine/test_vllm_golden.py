@@ -28,6 +28,9 @@ DIFFERENCES: dict[str, dict[str, Any]] = {
     "regex, ignore_eos": {"token_ids": [66, 67, 1, 1, 1, 1], "text": "ab"},
     # vLLM takes a token that is not allowed, and fails then.
     "regex, bad word": {"token_ids": [69, 80, 72, 312, 72, 69, 80, 72, 321], "stop_reason": NOTHING_LEFT},
+    # At the end of a grammar, vLLM allows the tokenizer's end-of-sequence token alone, jengine each.
+    "choice, a second tokenizer": {"token_ids": [332, 351, 417]},
+    "regex with a space at the start": {"token_ids": [35, 332, 351, 417]},
     # vLLM's decoder starts anew at bytes that are no UTF-8, and loses some.
     "bytes that are no text": {"text": " brJckxz������au��s ov��GtxY���"},
 }

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from jengine.execution import compile_children
 from jengine.execution import programs as programs_module
 from jengine.execution.compile_children import NICENESS, CompileChildren, CompileFailed, children_count
 from jengine.execution.compile_job import Compiled, Job
+from jengine.execution.kinds import Key
 from jengine.execution.program_store import unpacked
 from jengine.execution.programs import Programs, compile_one, memory_of, open_cache
 from tests.execution.specs import make_spec
@@ -216,3 +217,22 @@ def test_a_program_of_another_process_is_the_same(compiled: tuple[Compiled, Any]
 
 def test_a_process_refuses_what_it_would_compile_differently(compiled: tuple[Any, Any]) -> None:
     assert "this process cannot compile them" in str(compiled[1])
+
+
+class _Refusing:
+    """Processes that work, but whose programs this one cannot use."""
+
+    works, target = True, None
+
+    def compile(self, job: Job, key: Key) -> Future[Compiled]:
+        result = Future[Compiled]()
+        result.set_exception(CompileFailed("another device"))
+        return result
+
+
+def test_if_no_program_of_other_processes_can_be_used_this_one_compiles() -> None:
+    """Also while steps run: otherwise the engine would keep its first programs for ever."""
+    children: Any = _Refusing()
+    programs = Programs(make_spec(), None, threads=1, progress=False, first=["count"], children=children)
+    assert [*programs.obtain(["allocate"], running=lambda: True)] == ["allocate"]
+    assert "count" in programs and programs.compiled == 2

@@ -39,6 +39,7 @@ ENDINGS = [
     ("abort", "timeout", 504, grpc.StatusCode.DEADLINE_EXCEEDED),
     ("abort", "rejected", 504, grpc.StatusCode.DEADLINE_EXCEEDED),
     ("abort", "shutdown", 503, grpc.StatusCode.UNAVAILABLE),
+    ("abort", "unloaded", 404, grpc.StatusCode.NOT_FOUND),
     ("abort", "paused", 500, None),
     ("abort", None, 500, None),
 ]

@@ -21,7 +21,7 @@ RESULT = "Result of the call:"
 LETTERS = string.ascii_letters + string.digits
 
 
-def adapted(messages: Conversation, traits: TemplateTraits) -> Conversation:
+def adapt_messages(messages: Conversation, traits: TemplateTraits) -> Conversation:
     """The conversation for a template with these traits. A role that it does not show becomes another one,
     and messages that it shows only together are joined.
     """

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jengine.api.chat import chat_prompt
-from jengine.text.adapted import adapted, arguments_of, nine_characters
 from jengine.text.chat_template import ChatTemplate
+from jengine.text.template_adapter import adapt_messages, arguments_of, nine_characters
 from jengine.text.template_traits import TemplateTraits
 from jengine.text.tokenizer import Tokenizer
 from tests.text import tool_templates
@@ -71,28 +71,29 @@ def result(own: str) -> dict[str, Any]:
 def test_instructions(
     traits: TemplateTraits, messages: list[dict[str, Any]], expected: list[tuple[str, str]]
 ) -> None:
-    assert [(message["role"], message["content"]) for message in adapted(messages, traits)] == expected
+    assert [(message["role"], message["content"]) for message in adapt_messages(messages, traits)] == expected
 
 
 def test_images_stay_in_joined_messages() -> None:
     image = {"type": "image"}
     seen = {"role": "user", "content": [image]}
     traits = replace(ANY, system=False, developer=False, several_systems=False, several_developers=False)
-    [message] = adapted([SYSTEM, seen], traits)
+    [message] = adapt_messages([SYSTEM, seen], traits)
     assert message["content"] == [{"type": "text", "text": "S"}, image]
 
 
 def test_ids_of_nine_characters() -> None:
     traits = replace(ANY, ids="nine")
     long, short = "call_0123456789abcdef", "abcdefgh9"
-    first, one, other = adapted([called(long, short), result(short), result(long)], traits)
+    first, one, other = adapt_messages([called(long, short), result(short), result(long)], traits)
     ids = [call["id"] for call in first["tool_calls"]]
     assert ids == [nine_characters(long), short] and one["tool_call_id"] == short
     assert other["tool_call_id"] == ids[0]
-    assert adapted([result(long)], traits)[0]["tool_call_id"] == ids[0], "of a call that is not there"
+    assert adapt_messages([result(long)], traits)[0]["tool_call_id"] == ids[0], "of a call that is not there"
     for odd in (None, 5, [1], {"a": "b"}):  # whatever a client sends
-        said, answer = adapted([{**called("x"), "tool_calls": [{**called("x")["tool_calls"][0], "id": odd}]},
-                                {**result("x"), "tool_call_id": odd}], traits)  # fmt: skip
+        call = {**called("x")["tool_calls"][0], "id": odd}
+        history = [{**called("x"), "tool_calls": [call]}, {**result("x"), "tool_call_id": odd}]
+        said, answer = adapt_messages(history, traits)
         assert len(said["tool_calls"][0]["id"]) == 9
         assert odd is None or answer["tool_call_id"] == said["tool_calls"][0]["id"]
 
@@ -105,7 +106,7 @@ def test_nine_characters_tell_ids_apart(one: str, other: str) -> None:
 
 
 def test_ids_with_the_names() -> None:
-    turns = adapted(
+    turns = adapt_messages(
         [called("x", "y"), result("y"), result("x"), called("z"), result("z")], replace(ANY, ids="named")
     )
     assert [call["id"] for turn in turns for call in turn.get("tool_calls", [])] == [
@@ -122,7 +123,7 @@ def test_ids_with_the_names() -> None:
 
 def test_several_calls_become_several_turns() -> None:
     """Each call is followed by its own result, whatever the order of results."""
-    turns = adapted(
+    turns = adapt_messages(
         [called("x", "y", content="T"), result("y"), result("x"), USER], replace(ANY, several_calls=False)
     )
     assert [turn["role"] for turn in turns] == ["assistant", "tool", "assistant", "tool", "user"]
@@ -192,9 +193,9 @@ def test_a_template_that_rejects_everything_gets_conversations_as_they_are() -> 
 
 def test_what_is_no_call_stays() -> None:
     odd = {"role": "assistant", "content": "x", "tool_calls": [3, {"function": None}]}
-    assert adapted([odd], ANY) == [odd]
-    assert adapted([{**odd, "tool_calls": []}], ANY) == [{"role": "assistant", "content": "x"}]
-    assert adapted([{**odd, "tool_calls": 3}], ANY)[0]["content"] == "x"
+    assert adapt_messages([odd], ANY) == [odd]
+    assert adapt_messages([{**odd, "tool_calls": []}], ANY) == [{"role": "assistant", "content": "x"}]
+    assert adapt_messages([{**odd, "tool_calls": 3}], ANY)[0]["content"] == "x"
 
 
 def test_templates_of_other_roles_get_what_they_were_given() -> None:
