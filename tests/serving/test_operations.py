@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from jengine.serving.grpc.client import Client, Retries, ServerError
+from jengine.serving.grpc.client import Client, ServerError
 from jengine.serving.guards.security import hash_line
 from tests.serving.certificates import Authority
 from tests.serving.leaks import wait_until
 from tests.serving.processes import ServerProcess, free_port, mock_process
 from tests.serving.test_app import Stream
 
-ONCE = Retries(attempts=1)
 OLD, NEW = "o" * 32, "n" * 32
 
 
@@ -105,7 +104,7 @@ def test_sighup_reloads_keys_and_certificates(tokenizer_folder: Path, tmp_path: 
         tls = {"tls_ca": ours.cert, "tls_cert": mine.cert, "tls_key": mine.key}
 
         def answers(key: str) -> bool:
-            with Client(server.address, api_key=key, retries=ONCE, **tls) as client:
+            with Client(server.address, api_key=key, **tls) as client:
                 try:
                     return client.generate([1, 2], max_tokens=2).finished
                 except ServerError as error:
