@@ -33,7 +33,7 @@ def number_in(file: Path) -> int | None:
 
 
 def field_of(file: Path, name: str) -> int | None:
-    """The number after a name, on a line of its own; None if there is none."""
+    """The number after a name at the beginning of a line; None if there is none."""
     _, found, rest = f"\n{text_of(file)}".partition(f"\n{name} ")
     return int(rest.split(maxsplit=1)[0]) if found else None
 

@@ -375,7 +375,7 @@ def _read(kind: Kind, folder: Path, seconds: float) -> BaseException | None:
             kind.read(folder)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # tokenizers panics with an exception of its own
+    except BaseException as error:  # a panic of tokenizers is no Exception
         return error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
