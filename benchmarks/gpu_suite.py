@@ -5,7 +5,7 @@ share of the hardware's limits.
 
 correctness   every kernel against float32; runs first, unless FILE has results for these kernels
 decode        decode attention: bytes a second relative to the device's own copies; equal rows, padding,
-              ragged batches; beside FlashInfer's kernel if it is installed
+              ragged batches
 prefill       prefill attention: operations a second relative to the device's own matrix products;
               other libraries
 experts       products of tokens with their experts' weights: correctness; then relative to the device's
@@ -17,7 +17,6 @@ answers       the demo model: log probabilities compared with float32 on a CPU; 
 engine        a Llama with 8B parameters, random weights: decoding and prefilling relative to the roofline,
               and the host's time
 transformers  the same Llama in transformers
-tune          tunes the kernels within the time limit and updates their tables; another run continues
 
 Each part runs in a separate process for at most 8 minutes. Results go to FILE after each case, by part, with
 those of earlier runs: FILE's own or, if it is new, the repository's. So a run that is killed leaves its
@@ -53,7 +52,7 @@ from benchmarks.machine import facts
 
 PARTS = (
     "correctness", "decode", "prefill", "experts", "products", "programs", "answers", "engine",
-    "transformers", "tune",
+    "transformers",
 )  # fmt: skip
 SHARING = (
     "programs",
@@ -66,7 +65,6 @@ LIMIT, LAST_START = 480, 420
 ENDED = "the part was ended from outside"
 PACKAGES = (
     "jax-cuda13-pjrt", "jax-cuda12-pjrt", "nvidia-cudnn-cu13", "flax", "torch", "transformers", "tokamax",
-    "flashinfer-python",
 )  # fmt: skip
 
 
@@ -77,7 +75,7 @@ def measure(part: str, small: bool, programs: Path | None) -> Iterator[Row]:
     module: Any = importlib.import_module(
         "benchmarks.gpu." + ("transformers_peer" if part == "transformers" else part)
     )
-    more: dict[str, tuple[Any, ...]] = {"programs": (programs,), "tune": ()}
+    more: dict[str, tuple[Any, ...]] = {"programs": (programs,)}
     yield from module.measure(*more.get(part, (small,)))
 
 

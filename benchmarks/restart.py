@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from jengine.engine.engine import Engine
+from jengine.scheduling.requests.images import Images
 from jengine.scheduling.scheduler import Scheduler
 
 
@@ -38,6 +39,8 @@ def restart_scheduler(engine: Engine, **changes: Any) -> None:
     if new.table is old.table:
         new.predictor.ready = ready
     new.registry.adapters = old.registry.adapters  # loaded, and on the devices
-    new.registry.images = old.registry.images.emptied()
+    images = old.registry.images
+    turns, ahead = images._turns is not None, images._ahead
+    new.registry.images = Images(images.rows, images.first, turns=turns, ahead=ahead)
     vars(old).clear()
     vars(old).update(vars(new))

@@ -123,22 +123,15 @@ def device(target: str) -> jax.Device:
     return devices(target, 1)[0]
 
 
-def compile_for(
+def lower_for(
     device: jax.Device, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()
-) -> jax.stages.Compiled:
-    """Compiles a function for the device.
+) -> jax.stages.Lowered:
+    """Lowers a function for the device.
 
     Args:
         args: trees of arrays or abstract arrays.
         donate: positions of donated arguments.
     """
-    return lower_for(device, function, *args, donate=donate).compile()
-
-
-def lower_for(
-    device: jax.Device, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()
-) -> jax.stages.Lowered:
-    """What `compile_for` compiles."""
     whole = NamedSharding(jax.sharding.Mesh([device], ("x",)), PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), args)
     with jax.default_device(device):  # Mosaic uses this device's compute capability for the target
@@ -148,7 +141,8 @@ def lower_for(
 def kernel_facts(
     device: jax.Device, function: Callable[..., Any], *args: Any
 ) -> tuple[list[KernelFacts], jax.stages.Compiled]:
-    """Compiles as `compile_for`. Not thread-safe, since it configures the compiler through the environment.
+    """Compiles what `lower_for` returns. Not thread-safe, since it configures the compiler through the
+    environment.
 
     Returns:
         Facts about each Mosaic kernel, and the program. Kernels that this process has compiled before are

@@ -30,7 +30,7 @@ from pallas_kernels.options import AttentionOptions
 from pallas_kernels.quantized import Pages, Quantized
 from pallas_kernels.refs import body
 from pallas_kernels.support import GPU_OPTIONS
-from pallas_kernels.tuning import BLOCKS, DecodeCase, DecodeChoice
+from pallas_kernels.tuning import BLOCKS
 from pallas_kernels.work_list import QUERIES as QUERIES
 from pallas_kernels.work_list import TILE, WorkList, even_work, lines_of
 
@@ -44,7 +44,6 @@ def paged_attention_decode(
     options: AttentionOptions,
     *,
     work: WorkList | None = None,
-    choice: DecodeChoice | None = None,
     device: jax.Device | None = None,
     operand_in_registers: bool = True,
     interpret: plgpu.InterpretGPUParams | None = None,
@@ -66,7 +65,6 @@ def paged_attention_decode(
         work: a work list for these lengths and kv heads, for this window or a larger one, and for groups of
             at most `work_list.most_rows` rows; None creates one without groups. Many layers can share a list,
             best one that is `shared`.
-        choice: the number of tiles in flight per block, at least 2; None uses `tuning.decode`.
         device: the device that this will run on, for its limits; None: an H100 or H200.
         operand_in_registers: the second product reads its left operand from registers and accumulates in
             place. False goes through shared memory, which is slower but the only form that Pallas interprets.
@@ -78,7 +76,7 @@ def paged_attention_decode(
     """
     options.require(*GPU_OPTIONS)
     rows, heads, head_dim = q.shape
-    kv_heads, page_size = k_pages.shape[1:3]
+    kv_heads = k_pages.shape[1]
     group = heads // kv_heads
     lines = lines_of(group)
     stored = k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype
@@ -89,8 +87,6 @@ def paged_attention_decode(
         raise ValueError(
             f"work.most_rows={work.most_rows}: a product holds {ROWS // lines} rows of {group} queries"
         )
-    case = DecodeCase(str(stored), str(q.dtype), heads, kv_heads, head_dim, page_size, rows)
-    stages = (choice or tuning.decode(case, device)).stages
     pairs = (
         BLOCKS
         if tuning.decode_blocks(str(stored), head_dim, device) > tuning.cores(device)
@@ -109,7 +105,7 @@ def paged_attention_decode(
         part=plgpu.SMEM((*of_pairs, ROWS, COLUMNS), jnp.float32),
         q_full=plgpu.Barrier(num_arrivals=parts, num_barriers=pairs * work.most_rows),
         q=tiled((*of_pairs, ROWS, head_dim), q.dtype),
-        ring=ring_of(q.dtype, k_pages, stages, pairs),
+        ring=ring_of(q.dtype, k_pages, pairs),
     )
 
     out, *_ = plgpu.kernel(

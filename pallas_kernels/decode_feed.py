@@ -81,7 +81,7 @@ class PagesInFlight(NamedTuple):
     v: Slots
 
 
-def ring_of(dtype: jnp.dtype[Any], pages: Pages, stages: int | None, pairs: int) -> PagesInFlight:
+def ring_of(dtype: jnp.dtype[Any], pages: Pages, pairs: int) -> PagesInFlight:
     """Types of shared memory and barriers for keys and values in flight."""
     page_size, head_dim = pages.shape[2:]
     copies = TILE // min(page_size, TILE)
@@ -89,14 +89,14 @@ def ring_of(dtype: jnp.dtype[Any], pages: Pages, stages: int | None, pairs: int)
     eight = scale = None
     if isinstance(pages, Quantized):
         small = head_dim < 256
-        ahead, stages = stages or (4 if small else 2), 2 if small else 1
+        ahead, stages = (4, 2) if small else (2, 1)
         # scales are still read while the next tile's keys are converted
         scale = plgpu.SMEM((*of_pairs, ahead + stages + 1, TILE), jnp.float32)
         eight = tiled((*of_pairs, ahead, TILE, head_dim), pages.values.dtype, min(head_dim, 2 * COLUMNS))
         arrived = plgpu.Barrier(num_arrivals=4 * copies, num_barriers=pairs * ahead)
         copies = 1  # the memory warpgroup writes these tiles itself
     else:
-        stages = stages or max(2, STAGE_BYTES // (2 * TILE * head_dim * dtype.itemsize))
+        stages = max(2, STAGE_BYTES // (2 * TILE * head_dim * dtype.itemsize))
         arrived = plgpu.Barrier(num_arrivals=copies, num_barriers=pairs)
     slots = Slots(
         eight=eight,

@@ -1,11 +1,9 @@
 """Chooses the implementation of a function by device, dtype and shape: a kernel if one supports them,
 otherwise XLA.
 
-`impl` is "auto", "mosaic" (GPU kernels), "llvm" (CPU kernels), "flashinfer" (decode attention with
-FlashInfer's kernel) or "xla". An implementation requested by name is used or rejected, never replaced. "auto"
-uses FlashInfer's kernel if `tune` measured it to be faster. Beside each function there is one that returns
-why the device's kernel does not support some arrays, or None if it does. It accepts arrays, or any objects
-with shapes and dtypes.
+`impl` is "auto", "mosaic" (GPU kernels), "llvm" (CPU kernels) or "xla". An implementation requested by name
+is used or rejected, never replaced. Beside each function there is one that returns why the device's kernel
+does not support some arrays, or None if it does. It accepts arrays, or any objects with shapes and dtypes.
 
 `device` is the device that the function will run on, or a device of a topology to compile for; None is the
 first device of the default backend. Modules of GPU kernels are imported on first use, because importing
@@ -20,7 +18,6 @@ from typing import Any
 import jax
 
 from pallas_kernels import products, tuning, xla
-from pallas_kernels.flashinfer import decode as flashinfer
 from pallas_kernels.options import PLAIN, AttentionOptions
 from pallas_kernels.qkv import Qkv, QkvProduct
 from pallas_kernels.quantized import Pages, Quantized
@@ -40,8 +37,6 @@ from pallas_kernels.support import Impl as Impl
 from pallas_kernels.weights import prepare as prepare_product
 from pallas_kernels.work_list import WorkList, even_work, fixed_work, most_rows
 from pallas_kernels.xla import Queries, Rotation
-
-why_flashinfer_unsupported = flashinfer.why_unsupported
 
 
 def why_decode_unsupported(
@@ -89,12 +84,9 @@ def paged_attention_decode(
         The others, and the result: see `xla.paged_attention_decode`.
 
     Raises:
-        ValueError: impl is "mosaic", "llvm" or "flashinfer", and this kernel does not support the call.
+        ValueError: impl is "mosaic" or "llvm", and this kernel does not support the call.
     """
     where = block_tables, lengths
-    if flashinfer.serves(impl, q, k_pages, v_pages, options, device):
-        k, v = _plain(k_pages), _plain(v_pages)
-        return flashinfer.paged_attention_decode(q, k, v, *where, options, device=device)
     refused = why_decode_unsupported(q, k_pages, v_pages, options, device=device)
     if not kernel_serves(impl, refused, device):
         return xla.paged_attention_decode(q, k_pages, v_pages, *where, options, pages=pages)

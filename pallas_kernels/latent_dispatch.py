@@ -80,7 +80,7 @@ def latent_attention_decode(
         [rows, heads, rank], in q's dtype.
 
     Raises:
-        ValueError: impl is "mosaic", "llvm" or "flashinfer", and this kernel does not support the call.
+        ValueError: impl is "mosaic" or "llvm", and this kernel does not support the call.
     """
     refused = why_latent_decode_unsupported(q, pages, options, rank=rank, device=device)
     where = block_tables, lengths

@@ -47,17 +47,16 @@ class AttentionOptions:
         """The options without arrays. They can be hashed, and be part of a kernel's form."""
         return replace(self, sinks=None, slopes=None)
 
-    def refused(self, *taken: str, by: str = "the kernel") -> str | None:
+    def refused(self, *taken: str) -> str | None:
         """Why an implementation that takes the scale and these options cannot serve these; None if it can.
 
         Args:
-            by: names the implementation in the reason.
         """
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in ("scale", "causal", *taken) and value is not None:
                 given = f"{field.name}={value}" if isinstance(value, int | float) else field.name
-                return f"{given}: {by} has no {WORDS[field.name]}"
+                return f"{given}: the kernel has no {WORDS[field.name]}"
         return None
 
     def require(self, *taken: str) -> None:

@@ -8,10 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.groups import Groups
-from pallas_kernels.rows import Rows
 from pallas_kernels.support import Impl
 from pallas_kernels.weights import stored, weight_of
 
@@ -40,33 +38,3 @@ def grouped_product(
         ValueError: impl is "mosaic" or "llvm", and this kernel does not support the call.
     """
     return weight_of(weight).grouped_product(x, groups, impl=impl, device=device)
-
-
-def why_quantized_product_unsupported(
-    x: Rows, weight: Any, *, device: jax.Device | None = None
-) -> str | None:
-    """Why no kernel for `quantized_product` supports these arrays, or None."""
-    return stored(weight).why_unsupported(x, grouped=False, device=device)
-
-
-def quantized_product(
-    x: Rows,
-    weight: Any,
-    dtype: jax.typing.DTypeLike | None = None,
-    *,
-    impl: Impl = "auto",
-    device: jax.Device | None = None,
-) -> jax.Array:
-    """Multiplies x [rows, in] by a quantized parameter [out, in] on a GPU.
-
-    Args:
-        dtype: dtype of the result; None: x's.
-        impl, device: see `dispatch`.
-
-    Returns:
-        [rows, out].
-
-    Raises:
-        ValueError: impl is "mosaic" and no kernel supports the call, or impl is "llvm".
-    """
-    return stored(weight).on_gpu(x, jnp.dtype(dtype or x.dtype), impl=impl, device=device)

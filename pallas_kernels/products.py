@@ -110,7 +110,11 @@ class StoredWeight(Weight, Protocol):
     def on_gpu(
         self, x: Rows, dtype: jnp.dtype[Any], *, impl: Impl = "auto", device: jax.Device | None = None
     ) -> jax.Array:
-        """`product` by a flat weight, on a GPU; see `product_dispatch.quantized_product`."""
+        """`product` by a flat weight, on a GPU. See `dispatch` for `impl` and `device`.
+
+        Raises:
+            ValueError: impl is "mosaic" and no kernel supports the call, or impl is "llvm".
+        """
 
     def why_unsupported(self, x: Any, *, grouped: bool, device: jax.Device | None = None) -> str | None:
         """Why no GPU's kernel supports a dense or a grouped product with rows x, or None."""

@@ -15,7 +15,7 @@ from pallas_kernels.devices import kernels_refused
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.quantized import Pages, Quantized
 
-Impl = Literal["auto", "mosaic", "llvm", "flashinfer", "xla"]
+Impl = Literal["auto", "mosaic", "llvm", "xla"]
 HOPPER, AMPERE = ("9.0",), ("8.0", "8.6", "8.9")  # compute capabilities; Ada counts as Ampere
 DTYPES = ("bfloat16", "float16")
 STORED = (*DTYPES, "quantized int8", "quantized uint8")
@@ -104,8 +104,6 @@ def kernel_serves(impl: Impl, refused: str | None, device: jax.Device | None) ->
     """
     if impl not in get_args(Impl):
         raise ValueError(f"impl={impl!r}: one of {', '.join(map(repr, get_args(Impl)))}")
-    if impl == "flashinfer":
-        raise ValueError(f"impl={impl!r}: only paged_attention_decode has FlashInfer's kernel")
     if impl not in ("auto", "xla"):
         if refused is None and (impl == "llvm") != on_cpu(device):
             refused = (

@@ -5,12 +5,9 @@ thunks.
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import jax
 
 LINE = re.compile(
     r"^( *)\d+: (k\w+)\s+\[[^\]]*\]\s*(.*?)(?: grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), \d+,"
@@ -58,21 +55,6 @@ def dumped(folder: Path) -> dict[str, tuple[Thunk, ...]]:
         last = Path(str(first).replace(".thunk_sequence.", ".thunk_sequence_after_thunk_passes."))
         found[first.name.split(".")[1]] = parsed((last if last.exists() else first).read_text())
     return found
-
-
-def compiled_with_thunks(
-    lowered: jax.stages.Lowered, options: dict[str, str | bool] | None = None
-) -> tuple[jax.stages.Compiled, tuple[Thunk, ...]]:
-    """Compiles a program. Returns it and its launches.
-
-    Args:
-        lowered: a program lowered for a GPU.
-        options: XLA's options.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        compiled = lowered.compile(compiler_options={**(options or {}), **dumping(Path(folder))})
-        [thunks] = dumped(Path(folder)).values()
-        return compiled, thunks
 
 
 def parsed(text: str) -> tuple[Thunk, ...]:

@@ -32,7 +32,6 @@ from jengine.serving.metrics.metrics_server import MetricsServer, pages_of
 from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
 from jengine.serving.models.memory import BESIDE, MemoryNeed
 from jengine.serving.models.pool import ModelPool, PooledModel
-from jengine.serving.processes.engine_process import EXIT_SECONDS, QUIT_SECONDS
 from jengine.serving.processes.makers import EngineOfServer
 from jengine.serving.processes.signals import stop_signal
 from jengine.serving.processes.supervisor import OnEnd, Supervisor
@@ -46,12 +45,6 @@ if TYPE_CHECKING:
 FLUSH_SECONDS = 1.0  # for last messages, after the last request has ended
 
 log = logging.getLogger("jengine.serving")
-
-
-def longest_stop(config: ServerConfig) -> float:
-    """Maximum seconds from SIGTERM to the end of the process."""
-    lame_duck = config.lame_duck_seconds if config.drain_seconds else 0.0
-    return lame_duck + config.drain_seconds + QUIT_SECONDS + 2 * EXIT_SECONDS + FLUSH_SECONDS
 
 
 class Served(NamedTuple):

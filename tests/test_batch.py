@@ -231,6 +231,7 @@ def test_one_process_at_a_time_may_write(tmp_path: Path) -> None:
     "source, target, message",
     [
         ("missing", "out", "input='.*: cannot be read: No such file"),
+        ("table.csv", "out", "input='.*: must be JSON lines or an OpenAI batch file: convert .csv files"),
         ("here", "here", "must be another file than --input"),
         ("here", "missing/out", "cannot be written: No such file"),
         ("here", ".", "cannot be written: Is a directory"),

@@ -164,7 +164,7 @@ def test_every_field_has_a_flag(made: list[Any]) -> None:
         "tensor_parallel_size": 4, "coordinator": "host:7000", "num_processes": 2, "process_id": 0,
         "generation_config": "vllm", "programs": "compiled",
         "quantization": "int4", "quantization_group_size": 64, "calibration_data": "text",
-        "kv_cache_dtype": "int8", "attention_backend": "mosaic", "warm_up": "all",
+        "kv_cache_dtype": "int8", "warm_up": "all",
         # batch_invariant allows no other
         "record_trace": "trace", "embeddings": True, "stream_interval": 3, "num_scheduler_steps": "1",
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},

@@ -33,12 +33,6 @@ WAYS: tuple[Ways, ...] = (
     {"scale": 0.3, "window": 33, "soft_cap": 20.0},
     {"scale": 0.3, "window": 100, "sinks": True},
 )
-OTHERS: tuple[Ways, ...] = (
-    {"scale": 0.2},
-    {"scale": 0.3, "window": 70},
-    {"scale": 0.3, "sinks": True},
-    {"scale": 0.3, "window": 33, "sinks": True},
-)
 HEAD_DIMS, GROUPS, PAGE_SIZES = (64, 128, 256), (1, 4, 8), (16, 64, 128)
 RANK, POSITION = 512, 64  # channels of latent attention's values, and of positions in its keys
 PROCESSES = 8  # a case takes about 5 s, most of it in Python, which compiles a kernel
@@ -53,7 +47,7 @@ class Case(NamedTuple):
     """One call of one function. Each function uses some of the fields.
 
     Attributes:
-        function: decode, flashinfer, latent, prefill, kv_write or copy_pages.
+        function: decode, latent, prefill, kv_write or copy_pages.
         kind: format of the cache's numbers; None is dtype.
         ways: scale, window, soft cap and sinks for attention; batch_invariant for decode; norm for kv_write.
         size: tokens per tile, or tokens that are written.
@@ -125,9 +119,6 @@ def cases(small: bool) -> list[Case]:
         Case("prefill", s, next(dtypes), k, next(ways), next(tiles))
         for s, k in zip(shaped, kinds, strict=True)
     ]
-    others = [
-        Case("flashinfer", s, next(dtypes), None, OTHERS[i % len(OTHERS)]) for i, s in enumerate(shapes[::2])
-    ]
     latent = [
         Case("latent", Shape(1, h, RANK + POSITION, p), next(dtypes))
         for h, p in product((16, 20, 64, 128), PAGE_SIZES)
@@ -148,7 +139,7 @@ def cases(small: bool) -> list[Case]:
     copy = [Case("copy_pages", Shape(2, 1, d, p), next(dtypes), k) for k, d, p in flat[::2]]
     return [
         case
-        for turn in zip_longest(decode, prefill, write, copy, others, latent)
+        for turn in zip_longest(decode, prefill, write, copy, latent)
         for case in turn
         if case is not None
     ]
@@ -172,10 +163,8 @@ def _row(call: tuple[Case, dispatch.Impl, int]) -> Row:
 
 def check(case: Case, impl: dispatch.Impl, seed: int) -> Row:
     """Runs one case, with inputs from the seed. `measure` uses the case's index as seed."""
-    if case.function == "flashinfer":
-        impl = "flashinfer"
     refused, run = CALLS[case.function](case, impl, seed)
-    if refused is not None and impl in ("mosaic", "flashinfer"):
+    if refused is not None and impl == "mosaic":
         return skipped(str(case), refused)
     worst, relative = run()
     return Row(
@@ -221,8 +210,6 @@ def _decode(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
             paged,
         )
 
-    if impl == "flashinfer":
-        return dispatch.why_flashinfer_unsupported(q, paged.k, paged.v, options), run
     return dispatch.why_decode_unsupported(q, paged.k, paged.v), run
 
 
@@ -292,11 +279,9 @@ def _prefill(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
 def _attention(case: Case, got: jax.Array, want: jax.Array, paged: Paged) -> Comparison:
     """Compares attention's results. The allowed error assumes that weights and results are rounded to dtype,
     and all else is float32.
-
-    FlashInfer's kernel also rounds scaled weights and the results of parts.
     """
     largest = float(jnp.nanmax(jnp.abs(_numbers(paged.v))))
-    rounding = 1.05 * float(jnp.finfo(case.dtype).eps) / 2 * (3 if case.function == "flashinfer" else 1)
+    rounding = 1.05 * float(jnp.finfo(case.dtype).eps) / 2
     return compare(got, want, rounding * (np.abs(np.asarray(want)) + largest) + EXPONENTIALS * largest)
 
 
@@ -383,7 +368,6 @@ def _copy_pages(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
 
 CALLS: dict[str, Callable[[Case, dispatch.Impl, int], Prepared]] = {
     "decode": _decode,
-    "flashinfer": _decode,
     "latent": _latent,
     "prefill": _prefill,
     "kv_write": _kv_write,

@@ -59,8 +59,7 @@ def _ragged(rows: int, longest: int, low: int, high: int) -> Batch:
 
 
 def measure(small: bool) -> Iterator[Row]:
-    """Yields a row for each batch and cache format, followed by FlashInfer's row if its kernel supports the
-    format.
+    """Yields a row for each batch and cache format.
 
     GB/s count only the tokens of live rows. Cases that move few bytes have no goal.
     """
@@ -83,18 +82,12 @@ def _of_kind(
     if refused is not None:
         yield skipped(f"{name} cache", refused)
         return
-    beside = dispatch.why_flashinfer_unsupported(q, k, v)  # type: ignore[arg-type]
-    if beside is not None:
-        yield skipped(f"{name} cache, FlashInfer", beside)
     for batch in cases:
         case, pages = f"{name} cache, {batch.name}", sum(_pages(shape, batch))
         if pages >= k.shape[0]:
             yield skipped(case, f"needs {pages} pages, there is memory for {num_pages}")
             continue
         yield attempt(case, partial(_row, case, shape, k, v, batch, bandwidth, "xla" if small else "mosaic"))
-        if beside is None:
-            other = f"{case}, FlashInfer"
-            yield attempt(other, partial(_row, other, shape, k, v, batch, bandwidth, "flashinfer"), skipped)
 
 
 def _pages(shape: Shape, batch: Batch) -> list[int]:

@@ -15,10 +15,10 @@ import numpy as np
 from benchmarks.gpu.ceilings import Ceilings, ceilings
 from benchmarks.gpu.correctness import compare
 from benchmarks.gpu.rows import FAILED, Row, attempt, skipped
-from pallas_kernels import product_dispatch
 from pallas_kernels.int4 import E2M1, pack, quantize_int4
 from pallas_kernels.quantized import dequantize, quantize
 from pallas_kernels.timing import CHAIN, chained
+from pallas_kernels.weights import stored
 
 GOAL = 0.7
 
@@ -68,7 +68,7 @@ def measure(small: bool) -> Iterator[Row]:
         for rows in load.rows:
             x: Any = jax.ShapeDtypeStruct((rows, load.hidden), jnp.bfloat16)
             one = jax.eval_shape(lambda weights: jax.tree.map(lambda array: array[0], weights), weights)
-            refused = None if small else product_dispatch.why_quantized_product_unsupported(x, one)
+            refused = None if small else stored(one).why_unsupported(x, grouped=False)
             case = f"{kind} weights, {rows} rows"
             yield (
                 skipped(case, refused)
@@ -112,7 +112,10 @@ def _rates(x: jax.Array, weight: Any, seconds: float, most: Ceilings) -> dict[st
 
 def _row(case: str, load: Load, weights: Any, rows: int, most: Ceilings, small: bool) -> Row:
     x = _inputs(load, rows)
-    run = partial(product_dispatch.quantized_product, impl="xla" if small else "mosaic")
+
+    def run(x: jax.Array, weight: Any) -> jax.Array:
+        return stored(weight).on_gpu(x, x.dtype, impl="xla" if small else "mosaic")
+
     first = jax.tree.map(lambda array: array[0], weights)
     error = _error(jax.jit(run)(x, first), x, first)
     values = _rates(x, first, chained(run, x, weights), most) | {"error / allowed": error}

@@ -275,21 +275,6 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
         self.backend.limits.validate(requests[0])
         return PreparedPrompt(requests, StopAutomaton(tuple(requests[0].params.stop)))
 
-    def prepare_chat(
-        self,
-        messages: Conversation,
-        sampling_params: GenerationParams | None = None,
-        **options: Unpack[ChatOptions],
-    ) -> PreparedPrompt:
-        """Like `prepare`, for a conversation; see `chat`.
-
-        Raises:
-            InvalidArgument: a message or option is wrong, or as `prepare`.
-            ModelError: the model has no chat template.
-        """
-        prompt = chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **options)
-        return self.prepare(prompt, sampling_params)
-
     def submit(
         self,
         prompt: Prompt | PreparedPrompt,

@@ -1,6 +1,4 @@
-"""`jengine generate MODEL --input FILE --output FILE`: many requests with one answer per line or row;
-resumable.
-"""
+"""`jengine generate MODEL --input FILE --output FILE`: many requests with one answer per line; resumable."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ from jengine.commands.batch_lines import JsonLines, Line, Source, numbered, read
 from jengine.commands.batch_openai import OpenAiBatch, is_batch_line
 from jengine.commands.batch_order import ordered
 from jengine.commands.batch_records import Record, RecordFormat
-from jengine.commands.batch_tables import BatchTable
 from jengine.commands.flags import engine_fields, flag_values, sampling_fields
 
 if TYPE_CHECKING:
     from jengine import AsyncLLM
 
-FORMATS = ("auto", "jsonl", "openai", "parquet", "csv")
+FORMATS = ("auto", "jsonl", "openai")
+TABLES = (".parquet", ".csv")
 FORMAT = """\
 --input has one of these forms; --output has the same one:
 
@@ -39,10 +37,6 @@ jsonl: a line is a JSON object:
   openai: OpenAI's batch files, with the endpoints of `jengine serve --http-port`; answers are in order of
     completion:
     {"custom_id": ID, "method": "POST", "url": "/v1/chat/completions", "body": {"messages": ...}}
-  parquet, csv: a column prompt, prompt_token_ids or messages (or --prompt-column; lists are JSON in CSV) and
-  an optional column sampling_params (JSON or a struct). All columns are copied in the rows' order, and the
-  columns generated_text, generated_tokens, num_input_tokens, num_generated_tokens, finish_reason and error
-  are added. Until all rows are answered, answers are in OUTPUT.journal.
 
 Requests are not answered in the file's order: out of a few thousand, those with a common prefix run together,
 long ones first. After an interruption, run the command again with the same files: lines that have an answer
@@ -92,7 +86,6 @@ def run(options: argparse.Namespace) -> int:
         open_lines = (line for line in source.lines() if line.key not in answers.done)
         first = next(open_lines, None)
         if first is None:
-            answers.finish()
             failed = (
                 f", {answers.failed} of them with an error: --retry-errors answers these again"
                 if answers.failed
@@ -108,7 +101,6 @@ def run(options: argparse.Namespace) -> int:
         asyncio.run(
             _answer_all(llm, source, ordered(lines) if read_again(options.input) else lines, answers, tally)
         )
-        answers.finish()
         tally.bar.close()
         if total is None:
             total = len(answers.done) + tally.answered + tally.failed
@@ -122,14 +114,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _source(options: argparse.Namespace) -> Source:
-    """The input in the format given by --input-format, the file's name, or its first line."""
+    """The input in the format given by --input-format or by its first line."""
     path, form = options.input, options.input_format or "auto"
-    if form == "auto" and path.suffix in (".parquet", ".csv"):
-        form = path.suffix.removeprefix(".")
-    if form in ("parquet", "csv"):
-        _only_with(options, "openai", ("served_model_name",))
-        return BatchTable(path, form, options.prompt_column, sampling_fields(options))
-    _only_with(options, "parquet or csv", ("prompt_column",))
+    if form == "auto" and path.suffix in TABLES:
+        limit = f"must be JSON lines or an OpenAI batch file: convert {path.suffix} files to JSON lines"
+        raise InvalidArgument("input", str(path), limit)
     raw = numbered(path)
     first = next(raw, None)
     raw = raw if first is None else itertools.chain([first], raw)
@@ -139,14 +128,10 @@ def _source(options: argparse.Namespace) -> Source:
                 name, value, "cannot be given with an OpenAI batch file, whose lines set it in body"
             )
         return OpenAiBatch(path, raw, options.served_model_name or options.model)
-    _only_with(options, "openai", ("served_model_name",))
+    if options.served_model_name is not None:
+        limit = "needs --input of the format openai"
+        raise InvalidArgument("served_model_name", options.served_model_name, limit)
     return JsonLines(path, raw, sampling_fields(options))
-
-
-def _only_with(options: argparse.Namespace, form: str, names: tuple[str, ...]) -> None:
-    for name in names:
-        if getattr(options, name) is not None:
-            raise InvalidArgument(name, getattr(options, name), f"needs --input of the format {form}")
 
 
 async def _answer_all(

@@ -38,9 +38,6 @@ class Output(Protocol):
     def forget_errors(self) -> None:
         """Treats failed lines as unanswered."""
 
-    def finish(self) -> None:
-        """Called when every line has a record."""
-
     def __enter__(self) -> Output: ...
 
     def __exit__(
@@ -64,8 +61,6 @@ class Stdout:
         write("".join(json.dumps(record) + "\n" for record in records))
 
     def forget_errors(self) -> None: ...
-
-    def finish(self) -> None: ...
 
     def __enter__(self) -> Stdout:
         return self
@@ -118,8 +113,6 @@ class OutputFile:
         """Removes records of failed lines, so that these lines are answered again."""
         if self.failed:
             self._drop_errors()
-
-    def finish(self) -> None: ...
 
     def __enter__(self) -> OutputFile:
         return self

@@ -28,7 +28,7 @@ CHAT = tuple(ChatOptions.__annotations__)
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line or row of the input: a request, or an error.
+    """A line of the input: a request, or an error.
 
     Attributes:
         number: from 1.

@@ -49,7 +49,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "--input",
         type=Path,
         metavar="FILE",
-        help="requests: JSON lines, an OpenAI batch file, Parquet or CSV; - reads stdin",
+        help="requests: JSON lines or an OpenAI batch file; - reads stdin",
     )
     files.add_argument(
         "--output",
@@ -60,10 +60,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     files.add_argument(
         "--input-format",
         choices=batch.FORMATS,
-        help="see below; auto uses the file's name and first line (default: auto)",
-    )
-    files.add_argument(
-        "--prompt-column", metavar="NAME", help="the column of prompts in a Parquet or CSV file"
+        help="see below; auto uses the file's first line (default: auto)",
     )
     files.add_argument(
         "--served-model-name",
@@ -87,7 +84,7 @@ def _generate(options: argparse.Namespace) -> int:
             raise InvalidArgument("lora", options.lora, "cannot be given with --input FILE")
         options.output = options.output or STDOUT
         return batch.run(options)
-    for name in ("output", "input_format", "prompt_column", "served_model_name", "retry_errors"):
+    for name in ("output", "input_format", "served_model_name", "retry_errors"):
         if getattr(options, name):
             raise InvalidArgument(name, getattr(options, name), "needs --input FILE")
     _generate_one(options)

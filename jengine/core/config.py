@@ -26,7 +26,6 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["int4", "int4_mixed", "w4a8", "int8", "w8a8", "fp8", "none"]
 CheckpointFormat = Literal["awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "mxfp4", "gguf"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-AttentionBackend = Literal["auto", "mosaic", "flashinfer"]
 BURST_STEPS = 8
 PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size")
 
@@ -64,10 +63,6 @@ class EngineConfig:
             weights; on one device only.
         kv_cache_dtype: number format of the KV cache. int8 and fp8 (e4m3) have a scale for each token and kv
             head; auto: the same as dtype.
-        attention_backend: the implementation of decode attention on a GPU. mosaic: jengine's kernel;
-            flashinfer: FlashInfer's, which needs the extra flashinfer and a Hopper GPU, and supports neither
-            quantized caches nor soft caps; auto: jengine's, or FlashInfer's where `python -m
-            pallas_kernels.tune` measured it to be faster. Prompts always use jengine's.
         embeddings: compile programs for embeddings. By default, only if the model's folder has
             sentence-transformers' files, which say how the model computes embeddings.
         enable_lora: serve LoRA adapters. Steps without adapters run the same programs as without this option;
@@ -215,7 +210,6 @@ class EngineConfig:
     quantization_group_size: int = 128
     calibration_data: str | Path | None = None
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
-    attention_backend: AttentionBackend = "auto"
     embeddings: bool | None = None
     enable_lora: bool = False
     max_loras: int = 1
@@ -350,8 +344,10 @@ class EngineConfig:
         if self.generation_config not in ("auto", "vllm", None):
             raise InvalidArgument("generation_config", self.generation_config, "must be auto, vllm or None")
         for name, kinds in (
-            *(("attention_backend", AttentionBackend), ("policy", Policy), ("strategy", StrategyName)),
-            *(("on_late", OnLate), ("batching", Batching)),
+            ("policy", Policy),
+            ("strategy", StrategyName),
+            ("on_late", OnLate),
+            ("batching", Batching),
         ):
             if getattr(self, name) not in get_args(kinds):
                 raise InvalidArgument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from jengine.core.config import AttentionBackend, CheckpointFormat, Dtype, LogprobsMode, Quantization
+from jengine.core.config import CheckpointFormat, Dtype, LogprobsMode, Quantization
 from jengine.core.scheduling_options import Batching, OnLate, Policy, StrategyName
 from jengine.vllm.engine_options import VllmEngineOptions
 
@@ -22,7 +22,6 @@ class EngineOptions(VllmEngineOptions, total=False):
     quantization_group_size: int
     calibration_data: str | Path | None
     kv_cache_dtype: Literal["auto", "int8", "fp8"]
-    attention_backend: AttentionBackend
     embeddings: bool | None
     enable_lora: bool
     max_loras: int

@@ -29,7 +29,7 @@ from jengine.engine.precision import CACHE_DTYPES, check_formats, choose_dtype, 
 from jengine.engine.program_set import given_programs
 from jengine.execution.batch_invariance import check_batch_invariant
 from jengine.execution.cache_folders import saved_page_counts
-from jengine.execution.kernels import check_attention_backend, decode_refused, kernels_refused
+from jengine.execution.kernels import decode_refused, kernels_refused
 from jengine.execution.memory import device_bytes, pages_that_fit, pages_to_use
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.product_forms import product_forms, with_forms
@@ -209,7 +209,6 @@ def describe(
         num_pages=0,
         **states(config, declared, chosen.max_num_seqs, device.platform),
         kv_cache_dtype=CACHE_DTYPES[config.kv_cache_dtype],
-        attention_backend=config.attention_backend,
         processed_logprobs=config.logprobs_mode == "processed_logprobs",
         lora=config.lora,
     )
@@ -218,8 +217,6 @@ def describe(
     if vision is not None:
         spec = with_images(config, spec, vision)
         table = spec.table
-    for one in with_draft(spec):
-        check_attention_backend(one)
     if spec.num_states:
         _check_stateful(config, spec)
     if config.swap_space:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jengine.core.config import AttentionBackend
 from jengine.execution.batch import AXES, Batch
 from jengine.execution.kv_cache import Place, views
 from jengine.models.cache import CacheGroup
@@ -62,7 +61,6 @@ class PagedAttention:
         group: the cache group of the layers that call `attend`.
         block_table: int32 [slots, width], of this cache group.
         device: a device that programs are compiled for; it determines the kernels.
-        backend: implementation of decode attention, see `EngineConfig`.
         batch_invariant: decode attention cuts sequences at fixed places, so a row's result does not depend on
             other rows.
     """
@@ -76,7 +74,6 @@ class PagedAttention:
         key: TrunkKey,
         page_size: int,
         device: jax.Device,
-        backend: AttentionBackend = "auto",
         batch_invariant: bool = False,
     ) -> None:
         index = jnp.minimum(axis.positions // page_size, block_table.shape[1] - 1)
@@ -86,7 +83,7 @@ class PagedAttention:
         self._row_tables, self._tile_tables = block_table[batch.row_slots], block_table[batch.tile_slots]
         self._row_lengths = jnp.where(batch.row_slots > 0, axis.positions[: key.rows] + 1, 0)
         self._group, self._batch, self._key, self._page_size = group, batch, key, page_size
-        self._device, self._backend, self._batch_invariant = device, backend, batch_invariant
+        self._device, self._batch_invariant = device, batch_invariant
         self._latent, self._until = group.kind == "latent", axis.until
         # Traced and lowered once for all layers with the same static options, part and shapes.
         self._one_layer = jax.jit(self._layer, static_argnames="part")
@@ -163,13 +160,12 @@ class PagedAttention:
     ) -> jax.Array:
         """Attention of rows; rank: of latent attention."""
         where, most = (tables, self._row_lengths), self._key.pages
-        impl, device = self._backend, self._device
         if self._latent:
             return latent_dispatch.latent_attention_decode(
-                q, own[0], *where, options, rank=rank, most_pages=most, work=work, impl=impl, device=device
+                q, own[0], *where, options, rank=rank, most_pages=most, work=work, device=self._device
             )
         return dispatch.paged_attention_decode(
-            q, own[0], own[1], *where, options, pages=most, work=work, impl=impl, device=device
+            q, own[0], own[1], *where, options, pages=most, work=work, device=self._device
         )
 
     def _prefill(

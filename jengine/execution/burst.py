@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jengine.core.config import AttentionBackend
 from jengine.execution.adapters import Stacks
 from jengine.execution.batch import BatchLayout
 from jengine.execution.kv_cache import Cache
@@ -30,7 +29,6 @@ def make_burst(
     layout: BatchLayout,
     page_size: int,
     device: jax.Device,
-    backend: AttentionBackend = "auto",
     adapt: Adapt | None = None,
     adapt_head: Adapt | None = None,
 ) -> Callable[..., BurstOut]:
@@ -40,7 +38,7 @@ def make_burst(
     its token and position from its slot. The loop has a fixed length, so it needs no host.
     """
     run, sample = (
-        make_pass(model, layout.key, page_size, device, backend, adapt),
+        make_pass(model, layout.key, page_size, device, adapt),
         make_sampler(model, key.sampler.variant, adapt=adapt_head),
     )
 

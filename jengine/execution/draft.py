@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jengine.core.config import AttentionBackend
 from jengine.execution.attention import TokenAxis
 from jengine.execution.batch import AXES, ENTRY_WORDS, RESET_WORDS, TURNS, Batch
 from jengine.execution.head_states import noted, read, states_before
@@ -38,12 +37,12 @@ DraftOut = tuple[Cache, SlotState, Sampled]  # the last is int32 [rows, tokens]
 
 
 def make_follow(
-    model: Model, draft: Model, key: TrunkKey, page_size: int, device: jax.Device, backend: AttentionBackend
+    model: Model, draft: Model, key: TrunkKey, page_size: int, device: jax.Device
 ) -> Callable[..., tuple[Cache, SlotState]]:
     """(the draft model's or head's params, cache, slots, batch, states that a head reads) -> (cache with its
     keys and values of the batch, slots with what a head reads later).
     """
-    run, first = _make_pass(draft, key, page_size, device, backend), _first_place(model)
+    run, first = _make_pass(draft, key, page_size, device), _first_place(model)
 
     def follow(
         params: Params, cache: Cache, slots: SlotState, batch: Batch, states: Sequence[jax.Array]
@@ -67,7 +66,7 @@ def _make_pass(draft: Model, *where: Any) -> Callable[..., tuple[Cache, TokenAxi
 
 
 def make_draft(
-    model: Model, draft: Model, key: DraftKey, page_size: int, device: jax.Device, backend: AttentionBackend
+    model: Model, draft: Model, key: DraftKey, page_size: int, device: jax.Device
 ) -> Callable[..., DraftOut]:
     """The function to compile: (the draft model's or head's params, cache, slots, packed, see `pack_drafts`)
     -> (cache, slots, drafts).
@@ -77,7 +76,7 @@ def make_draft(
     length, so it needs no host. Drafts are the likeliest tokens.
     """
     rows, first = key.rows, _first_place(model)
-    run = _make_pass(draft, TrunkKey(rows, 0, key.pages), page_size, device, backend)
+    run = _make_pass(draft, TrunkKey(rows, 0, key.pages), page_size, device)
     choose = make_proposer(draft)
     empty = empty_batch(rows)
 

@@ -8,13 +8,11 @@ from typing import Any
 
 import jax
 
-from jengine.base.errors import InvalidArgument
 from jengine.execution.adapters import prepare as prepare_adapters
 from jengine.execution.kv_cache import views
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.cache import CacheGroup, Queries, paged
 from pallas_kernels import dispatch, latent_dispatch
-from pallas_kernels.flashinfer import decode as flashinfer
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.weights import is_weight
 
@@ -28,43 +26,10 @@ def prepare(spec: ExecutionSpec) -> None:
             continue
         q, (k_pages, _) = _queries(spec, group, 1), _pages(spec, group)
         dispatch.prepare(weights, q, k_pages, ahead=spec.ahead, device=device)
-        flashinfer.prepare(spec.attention_backend, q, k_pages, _options(group), device)
     if spec.adapters is not None:
         prepare_adapters(spec.adapters)
     if spec.drafting is not None:
         prepare(spec.drafting)
-
-
-def check_attention_backend(spec: ExecutionSpec) -> None:
-    """
-    Raises:
-        InvalidArgument: the backend that was asked for cannot serve these programs on their devices; says
-            why.
-    """
-    refused = None
-    if spec.attention_backend == "mosaic":
-        refused = (
-            decode_refused(spec) if spec.mesh.devices.flat[0].platform != "cpu" else "a CPU has other kernels"
-        )
-    elif spec.attention_backend == "flashinfer":
-        refused = _flashinfer_refused(spec)
-    if refused is not None:
-        raise InvalidArgument("attention_backend", spec.attention_backend, refused)
-
-
-def _flashinfer_refused(spec: ExecutionSpec) -> str | None:
-    for group in paged(spec.groups):
-        if _facts(group).rank is not None:
-            return (
-                f"{spec.model.config.family} has latent attention, and FlashInfer's kernel takes keys and"
-                " values"
-            )
-        device = spec.mesh.devices.flat[0]
-        q, pages = _queries(spec, group, 1), _pages(spec, group)
-        refused = dispatch.why_flashinfer_unsupported(q, *pages, _options(group), device=device)
-        if refused is not None:
-            return refused
-    return None
 
 
 def kernels_refused(spec: ExecutionSpec) -> str | None:

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jengine.core.config import AttentionBackend
 from jengine.core.lora import LoraLimits
 from jengine.devices.cpu_threads import cpu_threads
 from jengine.execution.adapters import AdapterShapes, Stacks
@@ -34,8 +33,6 @@ from jengine.parallel.mesh import rank_mesh
 from jengine.table.pages import SWAPS, most_pages, pages_of
 from jengine.table.program_table import ProgramTable, TrunkKey
 from jengine.version import __version__
-from pallas_kernels.fastest import takes
-from pallas_kernels.flashinfer.build import installed_version as flashinfer_version
 from pallas_kernels.max_isa import hidden as hidden_features
 from pallas_kernels.products import cpu_refused
 
@@ -60,7 +57,6 @@ class ExecutionSpec:
         draft_states: those for drafts.
         host_pages: pages of host memory for evicted pages; 0: no host tier and no programs for it.
         product_forms: on a CPU, see `pallas_kernels.products.Forms`.
-        attention_backend: implementation of decode attention, see `EngineConfig`.
         processed_logprobs: whether log probabilities of samples are those of the distribution that they are
             drawn from.
         draft: a model or head that drafts on the device; its one cache group is apart. None: there is none.
@@ -81,7 +77,6 @@ class ExecutionSpec:
     draft_states: int = 0
     host_pages: int = 0
     product_forms: tuple[tuple[str, str], ...] = ()
-    attention_backend: AttentionBackend = "auto"
     processed_logprobs: bool = False
     draft: Model | None = None
     lora: LoraLimits | None = None
@@ -340,8 +335,6 @@ class ExecutionSpec:
             "plugin": "" if device.platform == "cpu" else _plugins(),
             "kernels": cpu_refused() or "llvm" if device.platform == "cpu" else "",
             "product_forms": dict(self.product_forms),
-            "attention_backend": self.attention_backend,
-            "flashinfer": self._flashinfer(device),
             "jengine": __version__,
             "source": source_digest(),
             "model": _facts(self.model),
@@ -362,17 +355,6 @@ class ExecutionSpec:
             "draft_states": self.draft_states,
             "num_pages": self.num_pages,
         }
-
-    def _flashinfer(self, device: jax.Device) -> str:
-        """FlashInfer's version if programs may contain its kernel. Others may be compiled on machines without
-        it.
-        """
-        measured = self.attention_backend == "auto" and takes("flashinfer", None, device.device_kind)
-        return (
-            flashinfer_version() or "not installed"
-            if measured or self.attention_backend == "flashinfer"
-            else ""
-        )
 
     def fingerprint(self) -> str:
         """Hash of the identity, without two entries.

@@ -35,7 +35,6 @@ def make_stage_trunk(spec: ExecutionSpec, key: TrunkKey) -> Callable[..., Any]:
         key,
         spec.page_size,
         spec.mesh.devices.flat[0],
-        spec.attention_backend,
         batch_invariant=spec.table.batch_invariant,
         following=MOST_STATES if spec.draft_states else 0,
         compute=compute,

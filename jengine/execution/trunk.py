@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jengine.core.config import AttentionBackend
 from jengine.execution.adapters import Stacks
 from jengine.execution.attention import PagedAttention, TokenAxis
 from jengine.execution.batch import Batch, BatchLayout
@@ -45,7 +44,6 @@ def make_trunk(
     layout: BatchLayout,
     page_size: int,
     device: jax.Device,
-    backend: AttentionBackend = "auto",
     *,
     passed: int = 0,
     batch_invariant: bool = False,
@@ -65,7 +63,6 @@ def make_trunk(
         adapt: for a trunk with adapters, whose second argument is their stacks.
         sees: whether token ids beyond the vocabulary name rows of a pool, which is the last argument.
         device: a device that it is compiled for; it determines the kernels.
-        backend: implementation of decode attention, see `EngineConfig`.
         batch_invariant: see `PagedAttention`.
         following: see `Recurrence`.
     """
@@ -82,7 +79,7 @@ def make_trunk(
         return hidden, [] if reads is None else [hidden]
 
     how: Any = {"batch_invariant": batch_invariant, "following": following, "compute": hidden_and_states}
-    run = make_pass(model, layout.key, page_size, device, backend, adapt, **how)
+    run = make_pass(model, layout.key, page_size, device, adapt, **how)
 
     def trunk(
         params: Params, stacks: Stacks, cache: Cache, slots: SlotState, packed: jax.Array, *pool: jax.Array
@@ -132,7 +129,6 @@ def make_pass(
     key: TrunkKey,
     page_size: int,
     device: jax.Device,
-    backend: AttentionBackend = "auto",
     adapt: Adapt | None = None,
     *,
     batch_invariant: bool = False,
@@ -166,7 +162,7 @@ def make_pass(
         cache = [list(pool) for pool in cache]
         tables = zip(paged(groups), slots.block_table, strict=True)
         attentions = [
-            PagedAttention(group, table, batch, axis, key, page_size, device, backend, batch_invariant)
+            PagedAttention(group, table, batch, axis, key, page_size, device, batch_invariant)
             for group, table in tables
         ]
         recurrence = None

@@ -28,7 +28,6 @@ from jengine.models.config import ModelConfig
 from jengine.models.config_parts import StoredWeights
 from jengine.models.family import Decoder, Family, Head, TextPart
 from jengine.models.layers import Matrix
-from jengine.models.llama import Llama
 from jengine.models.pieces import Piece
 from jengine.models.stages import Stage, completed
 from jengine.parallel.mesh import rules_of, with_shardings
@@ -191,7 +190,7 @@ class Model:
     @property
     def gives_states(self) -> bool:
         """Whether an EAGLE-3 head may read its layers' inputs: they have none but the residual stream."""
-        return isinstance(self.module, Llama) and type(self.module).through is Llama.through
+        return getattr(self.module, "gives_states", False)
 
     @property
     def reads(self) -> tuple[int, ...] | None:

@@ -5,7 +5,6 @@ sparse MLPs; else as Gemma 4.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -193,13 +192,8 @@ class Gemma3n(Gemma4):
         x = self.embedded(tokens)
         own = self.layer_inputs(tokens, x)
         assert own is not None
-        everywhere, nearby = self.rope.cos_sin(positions), self.local_rope.cos_sin(positions)
         streams = jnp.stack([x, *(_as_large(dense(x, weight), x) for weight in self.each(self.into))])
-        layers: Sequence[Gemma3nLayer] = self.layers  # type: ignore[assignment]
-        for i, layer in enumerate(layers):
-            streams = layer(
-                i, streams, everywhere if self.config.window(i) is None else nearby, attend, own[:, i]
-            )
+        streams = self.through(streams, positions, attend, range(len(self.layers)), inputs=own)
         first, others = streams[0], zip(streams[1:], self.each(self.out_of), strict=True)
         together = sum((_as_large(dense(x, weight), first) for x, weight in others), start=first)
         return self.norm(together * jnp.asarray(1 / len(streams), first.dtype))

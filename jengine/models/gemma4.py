@@ -168,7 +168,7 @@ class Gemma4Layer(nnx.Module):
         self.input = None if inputs is None else LayerInput(config, inputs.size, dtype, name)
 
     def __call__(
-        self, layer: int, x: jax.Array, rotation: Rotation, attend: Attend, own: jax.Array | None
+        self, layer: int, x: jax.Array, rotation: Rotation, attend: Attend, own: jax.Array | None = None
     ) -> jax.Array:
         x = x + self.attention_result_norm(self.attention(layer, self.attention_norm(x), rotation, attend))
         y = self.mlp(self.mlp_norm(x))
@@ -181,6 +181,8 @@ class Gemma4Layer(nnx.Module):
 
 
 class Gemma4(Llama):
+    gives_states = False
+
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
         super().__init__(config, dtype, max_model_len)
         self.rope, self.local_rope = (
@@ -209,28 +211,8 @@ class Gemma4(Llama):
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         x = self.enter(tokens, positions, attend)
-        layers, own = range(len(self.layers)), self.layer_inputs(tokens, x)
-        return self.leave(self._through(x, positions, attend, layers, own))
-
-    def through(
-        self,
-        x: Any,
-        positions: jax.Array,
-        attend: Attend,
-        layers: range,
-        states: dict[int, Any] | None = None,
-    ) -> jax.Array:
-        return self._through(x, positions, attend, layers, None)
-
-    def _through(
-        self, x: jax.Array, positions: jax.Array, attend: Attend, layers: range, own: jax.Array | None
-    ) -> jax.Array:
-        everywhere, nearby = self.rope.cos_sin(positions), self.local_rope.cos_sin(positions)
-        every: Sequence[Gemma4Layer] = self.layers  # type: ignore[assignment]
-        for i in layers:
-            rotation = everywhere if self.config.window(i) is None else nearby
-            x = every[i](i, x, rotation, attend, None if own is None else own[:, i])
-        return x
+        layers, inputs = range(len(self.layers)), self.layer_inputs(tokens, x)
+        return self.leave(self.through(x, positions, attend, layers, inputs=inputs))
 
     def working(self, tokens: int) -> Working:
         inputs = self.config.find(LayerInputs)

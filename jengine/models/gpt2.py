@@ -67,14 +67,7 @@ class Gpt2(nnx.Module):
     def enter(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         return embed(self.embed[...], tokens) + lookup(self.positions[...], positions)
 
-    def through(
-        self,
-        x: Any,
-        positions: jax.Array,
-        attend: Attend,
-        layers: range,
-        states: dict[int, Any] | None = None,
-    ) -> jax.Array:
+    def through(self, x: Any, positions: jax.Array, attend: Attend, layers: range) -> jax.Array:
         return in_order(self, x, attend, layers)
 
     def leave(self, x: jax.Array) -> jax.Array:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 
 from jengine.models.layers import Attend
+from jengine.models.visual import with_deeper_images
 from pallas_kernels.rows import array_of
+from pallas_kernels.xla import Rotation
 
 
 class Layered(Protocol):
@@ -25,31 +28,45 @@ class Layered(Protocol):
     def enter(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         """tokens and positions int32[N] -> [N, hidden], the input of the first layer."""
 
-    def through(
-        self,
-        x: Any,
-        positions: jax.Array,
-        attend: Attend,
-        layers: range,
-        states: dict[int, Any] | None = None,
-    ) -> jax.Array:
+    def through(self, x: Any, positions: jax.Array, attend: Attend, layers: range) -> jax.Array:
         """The input of the first of these layers, [N, hidden] -> the output of the last.
 
         Args:
             positions: int32[N], or int32[3, N] for images in a model with mrope.
-            states: gets the input [N, hidden] of each layer that it has as a key.
         """
 
     def leave(self, x: jax.Array) -> jax.Array:
         """The output of the last layer -> hidden states for `logits`, [N, hidden]: the final norm."""
 
 
-def in_order(decoder: Layered, x: Any, attend: Attend, layers: range) -> jax.Array:
-    """`through` for layers without rotations."""
+def unrotated(layer: int) -> Rotation | None:
+    return None
+
+
+def in_order(
+    decoder: Layered,
+    x: Any,
+    attend: Attend,
+    layers: range,
+    rotation: Callable[[int], Rotation | None] = unrotated,
+    *,
+    states: dict[int, Any] | None = None,
+    inputs: jax.Array | None = None,
+) -> jax.Array:
+    """`through`: calls these layers one after the other.
+
+    Args:
+        rotation: of a layer's queries and keys.
+        states: gets the input [N, hidden] of each layer that it has as a key.
+        inputs: [N, layers, size], a further input of each layer.
+    """
     for i in layers:
-        x = array_of(decoder.layers[i](i, x, None, attend))
-    hidden: jax.Array = x
-    return hidden
+        if states is not None and i in states:
+            x = states[i] = array_of(x)
+        further = () if inputs is None else (inputs[:, i],)
+        x = decoder.layers[i](i, x, rotation(i), attend, *further)
+        x = with_deeper_images(x, attend, i)
+    return array_of(x)
 
 
 def whole_pass(decoder: Layered, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:

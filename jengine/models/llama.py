@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from flax import nnx
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, windows_by_layer_types
-from jengine.models.layered import whole_pass
+from jengine.models.layered import in_order, whole_pass
 from jengine.models.layers import (
     Attend,
     Attention,
@@ -30,8 +30,7 @@ from jengine.models.layers import (
 )
 from jengine.models.pieces import Piece
 from jengine.models.rope import local_rope, rope
-from jengine.models.visual import with_deeper_images
-from pallas_kernels.rows import array_of
+from pallas_kernels.xla import Rotation
 
 
 class Llama(nnx.Module):
@@ -45,6 +44,7 @@ class Llama(nnx.Module):
     head: tuple[str, ...] = ("lm_head",)
     entry: tuple[str, ...] = ("embed",)  # see Layered
     indivisible = ""
+    gives_states = True  # see Model
     # names in the checkpoint
     embed_name, layers_name, norm_name, head_name = "embed_tokens", "layers", "norm", "lm_head"
     attention: type[Attention] = Attention
@@ -106,7 +106,7 @@ class Llama(nnx.Module):
         """
         states: dict[int, Any] = dict.fromkeys(before)
         x = self.enter(tokens, positions, attend)
-        x = self.through(x, positions, attend, range(len(self.layers)), states)
+        x = self.through(x, positions, attend, range(len(self.layers)), states=states)
         states[len(self.layers)] = x
         return self.leave(x), [states[i] for i in before]
 
@@ -122,19 +122,27 @@ class Llama(nnx.Module):
         positions: jax.Array,
         attend: Attend,
         layers: range,
+        *,
         states: dict[int, Any] | None = None,
+        inputs: jax.Array | None = None,
     ) -> jax.Array:
-        attend = self.attending(positions, attend)
+        """Calls these layers; see `Layered` and `in_order`."""
+        attend, rotation = self.attending(positions, attend), self._rotations(positions)
+        return in_order(self, x, attend, layers, rotation, states=states, inputs=inputs)
+
+    def _rotations(self, positions: jax.Array) -> Callable[[int], Rotation | None]:
+        """The rotation of each layer; None: it has none."""
         everywhere = nearby = self.rope.cos_sin(positions)
         if self.local_rope != self.rope:
             nearby = self.local_rope.cos_sin(positions)
-        for i in layers:
-            if states is not None and i in states:
-                x = states[i] = array_of(x)
-            rotation = everywhere if self.config.window(i) is None else nearby
-            x = self.layers[i](i, x, None if i in self.config.rope.unrotated else rotation, attend)
-            x = with_deeper_images(x, attend, i)
-        return array_of(x)
+        config = self.config
+
+        def rotation(layer: int) -> Rotation | None:
+            if layer in config.rope.unrotated:
+                return None
+            return everywhere if config.window(layer) is None else nearby
+
+        return rotation
 
     def leave(self, x: jax.Array) -> jax.Array:
         return self.norm(x)

@@ -110,14 +110,7 @@ class Opt(nnx.Module):
             x = dense(x, self.project_in[...])
         return x + lookup(self.positions[...], positions + OFFSET)
 
-    def through(
-        self,
-        x: Any,
-        positions: jax.Array,
-        attend: Attend,
-        layers: range,
-        states: dict[int, Any] | None = None,
-    ) -> jax.Array:
+    def through(self, x: Any, positions: jax.Array, attend: Attend, layers: range) -> jax.Array:
         return in_order(self, x, attend, layers)
 
     def leave(self, x: jax.Array) -> jax.Array:

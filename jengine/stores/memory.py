@@ -95,13 +95,6 @@ class MemoryStore:
             self._pages.clear()
             self.used = 0
 
-    @property
-    def leased(self) -> int:
-        """Number of pages with a lease."""
-        with self._changed:
-            now = self._clock()
-            return sum(page.until > now for page in self._pages.values())
-
     def _make_room(self, size: int, now: float) -> bool:
         free, evicted = self.most - self.used, list[bytes]()
         for name, page in self._pages.items():

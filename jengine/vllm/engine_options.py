@@ -35,6 +35,7 @@ class VllmEngineOptions(TypedDict, total=False):
     max_seq_len_to_capture: Any
     cudagraph_capture_sizes: Any
     max_cudagraph_capture_size: Any
+    attention_backend: Any
     attention_config: Any
     kernel_config: Any
     moe_backend: Any

@@ -18,7 +18,6 @@ SAME: dict[str, str] = {
         "quantizes on load; `awq`, `gptq` and other formats are accepted for checkpoints that have them"
     ),
     "kv_cache_dtype": "`fp8` is `fp8_e4m3`, with a scale for each token",
-    "attention_backend": "values differ: `auto`, `mosaic`, `flashinfer`",
     "max_model_len": "`4k` is 4,000, `4K` is 4,096, on the command line and in variables",
     "max_num_seqs": "",
     "max_num_batched_tokens": "chunked prefill is always on",
@@ -61,6 +60,7 @@ PROCESSES = "start a process on each machine, with coordinator, num_processes an
 CODE = "code that comes with a model is never run; model families are part of jengine"
 FACTS = "is read from the model's config.json; edit the file in a copy of the folder"
 GRAMMARS = "structured outputs always use llguidance"
+KERNELS = "kernels are chosen by device, dtype and shape"
 STATES = "the number format of recurrent states is fixed"
 ENCODERS = "embeddings of images are not sent to other engines; kv_transfer_config sends pages of prompts"
 OFFLOADING = "swap_space keeps evicted pages in host memory, kv_transfer_config on a disk or elsewhere"
@@ -118,9 +118,10 @@ ENGINE: tuple[Setting, ...] = (
     no_effect("max_seq_len_to_capture", PROGRAMS),
     no_effect("cudagraph_capture_sizes", PROGRAMS),
     no_effect("max_cudagraph_capture_size", PROGRAMS),
-    no_effect("attention_config", "see attention_backend", flags=("-ac",)),
-    no_effect("kernel_config", "kernels are chosen by measurement"),
-    no_effect("moe_backend", "kernels are chosen by measurement", "auto"),
+    no_effect("attention_backend", KERNELS, "auto"),
+    no_effect("attention_config", KERNELS, flags=("-ac",)),
+    no_effect("kernel_config", KERNELS),
+    no_effect("moe_backend", KERNELS, "auto"),
     no_effect("disable_cascade_attn", "there is no cascade attention", False, True),
     no_effect("disable_custom_all_reduce", "XLA performs all-reduces", False),
     no_effect("disable_hybrid_kv_cache_manager", "layers with a window always keep the window only", False),

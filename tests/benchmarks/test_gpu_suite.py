@@ -22,6 +22,7 @@ from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.work import LLAMA, Shape, decode_bytes, prefill_operations
 from pallas_kernels import dispatch, latent_dispatch, product_dispatch, timing
+from pallas_kernels.weights import stored
 
 pytestmark = pytest.mark.usefixtures("quickly")
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
@@ -72,39 +73,11 @@ def test_decode_times_padding_and_ragged_batches_by_the_bytes_of_live_rows(
     monkeypatch.setattr(timing, "SAMPLE", 0.0)
     monkeypatch.setattr(decode, "KINDS", (None,))
     monkeypatch.setattr(decode, "ceilings", lambda small: Ceilings(1e9, 1.0))
-    _, other, *found = list(decode.measure(small=True))
-    assert (other.case, other.outcome) == ("bfloat16 cache, FlashInfer", "skipped") and other.why.startswith(
-        "device=cpu"
-    )
+    _, *found = list(decode.measure(small=True))
     assert [row.outcome for row in found] == 3 * [""] and len({row.case for row in found}) == 3
     alone = next(row for row in found if row.case == "bfloat16 cache, one row of 128 in a bucket of 8")
     moved = 2 * 128 * 2 * 64 * 2 + (1 + 8) * 4 * 64 * 2
     assert alone.values["GB/s"] * alone.values["us"] == pytest.approx(moved / 1e3)
-
-
-def test_flashinfer_stands_beside_each_row_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "KINDS", (None,))
-    monkeypatch.setattr(decode, "ceilings", lambda small: Ceilings(1e12, 1.0))
-    monkeypatch.setattr(dispatch, "why_flashinfer_unsupported", lambda *args, **how: None)
-    monkeypatch.setattr(
-        decode,
-        "large",
-        lambda shape, pages, *kinds: 2 * (jax.ShapeDtypeStruct((pages + 1, 2, 16, 64), jnp.bfloat16),),
-    )
-    asked = []
-
-    def seconds_of(shape: Shape, k: Any, v: Any, batch: decode.Batch, impl: str) -> float:
-        asked.append(impl)
-        if impl == "flashinfer" and batch.lengths[-1] == 0:
-            raise RuntimeError("nvcc cannot compile it")
-        return 1.0
-
-    monkeypatch.setattr(decode, "seconds_of", seconds_of)
-    _, *found = list(decode.measure(small=True))
-    assert asked == 3 * ["xla", "flashinfer"]
-    assert [row.case.endswith(", FlashInfer") for row in found] == 3 * [False, True]
-    # another library's failure is none of ours
-    assert [row.outcome for row in found if row.why] == ["skipped"]
 
 
 def test_what_no_sequence_covers_is_nan() -> None:
@@ -287,19 +260,8 @@ def test_a_chain_feeds_results_back(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cases_meet_every_value_of_every_option() -> None:
     made = correctness.cases(small=False)
     assert len(set(map(str, made))) == len(made)
-    others = [case for case in made if case.function == "flashinfer"]
-    assert {(case.ways.get("window"), "sinks" in case.ways) for case in others} == {
-        (None, False),
-        (None, True),
-        (70, False),
-        (33, True),
-    }
     latent = [case for case in made if case.function == "latent"]
     assert {case.shape.heads for case in latent} == {16, 20, 64, 128} and {case.dtype for case in latent} == {
-        "bfloat16",
-        "float16",
-    }
-    assert {case.shape.head_dim for case in others} == {64, 128, 256} and {case.dtype for case in others} == {
         "bfloat16",
         "float16",
     }
@@ -394,8 +356,11 @@ def test_quantized_products_are_checked_before_they_are_timed(monkeypatch: pytes
     monkeypatch.setattr(products, "chained", lambda *args: 1.0)
     monkeypatch.setattr(products, "ceilings", lambda small: Ceilings(1e9, 1e9))
     assert [row.outcome for row in products.measure(small=True)] == 10 * ["ok"]
-    product = product_dispatch.quantized_product
     monkeypatch.setattr(
-        product_dispatch, "quantized_product", lambda *args, **how: product(*args, **how) * 1.05
+        products,
+        "stored",
+        lambda weight: SimpleNamespace(
+            on_gpu=lambda *args, **how: stored(weight).on_gpu(*args, **how) * 1.05
+        ),
     )
     assert [row.outcome for row in products.measure(small=True)] == 10 * ["failed"]

@@ -31,8 +31,8 @@ from jengine.table.program_table import TrunkKey
 from pallas_kernels import ahead_of_time, tuning
 from pallas_kernels.four_bits import FourBits
 from pallas_kernels.groups import GRID
-from pallas_kernels.thunks import compiled_with_thunks
 from pallas_kernels.weights import is_weight
+from tests.compiling import compiled_with_thunks
 from tests.execution.specs import draft_config, partial_sums, temporaries_bound
 from tests.extras import compiler_for_gpus
 from tests.golden.weights import VARIANTS
@@ -318,7 +318,7 @@ def check_latent_on_hopper() -> None:
         "dtype": "bfloat16",
     }
     model = {**DEEPSEEK_V3, **sizes, "num_hidden_layers": 3, "first_k_dense_replace": 3, **LONG}
-    spec = described("h200", model=model, max_model_len=8192, attention_backend="mosaic")
+    spec = described("h200", model=model, max_model_len=8192)
     assert decode_refused(spec) is None and "head_dim=576" in str(kernels_refused(spec))
     rows, mixed = (
         [key for key in spec.table.trunks() if bool(key.tiles) == tiles] for tiles in (False, True)

@@ -36,7 +36,7 @@ from kernel_facts import (
 )
 
 from pallas_kernels import dispatch
-from pallas_kernels.ahead_of_time import KernelFacts, compile_for, device, kernel_facts
+from pallas_kernels.ahead_of_time import KernelFacts, device, kernel_facts, lower_for
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.qkv import QkvProduct
 from tests.extras import compiler_for_gpus
@@ -268,7 +268,7 @@ def test_a_step_updates_its_cache_in_place_in_its_kernels(kind: str, layers: int
         jax.ShapeDtypeStruct((rows, 64), jnp.float32),
     )
     args = [[cache, cache] for _ in range(layers)], q, tables, numbers, (angles, angles)
-    compiled = compile_for(h200, step, *args, donate=(0,))
+    compiled = lower_for(h200, step, *args, donate=(0,)).compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     cache_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert memory is not None and text is not None

@@ -14,7 +14,7 @@ from pallas_kernels import devices, product_dispatch, products
 from pallas_kernels.groups import grouped
 from pallas_kernels.int4 import Int4, pack
 from pallas_kernels.quantized import quantize
-from pallas_kernels.weights import product
+from pallas_kernels.weights import product, stored
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 AMPERE: Any = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
@@ -22,8 +22,8 @@ AMPERE: Any = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0
 
 def test_what_the_grouped_product_takes_and_why_not() -> None:
     x, weight = jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((2, 32, 2, 64), jnp.bfloat16)
-    for stored in weight, quantize(weight, "int8"), quantize(weight, "float8_e4m3fn"):
-        assert product_dispatch.why_grouped_product_unsupported(x, stored, device=HOPPER) is None
+    for experts in weight, quantize(weight, "int8"), quantize(weight, "float8_e4m3fn"):
+        assert product_dispatch.why_grouped_product_unsupported(x, experts, device=HOPPER) is None
     refusals: list[tuple[Any, Any, str]] = [
         ((x, weight), AMPERE, "device=NVIDIA A100: the kernel is for GPUs of compute capability 9.0"),
         ((x.astype(jnp.float32), weight), HOPPER, "dtype=float32: the kernel takes bfloat16 and float16"),
@@ -48,11 +48,11 @@ def four_bits(*shape: int, **how: Any) -> Int4:
 
 def test_what_quantized_products_take_and_why_not() -> None:
     x, weight = jnp.zeros((8, 192), jnp.bfloat16), four_bits(64, 192)
-    assert product_dispatch.why_quantized_product_unsupported(x, weight, device=HOPPER) is None
+    assert stored(weight).why_unsupported(x, grouped=False, device=HOPPER) is None
     experts = four_bits(3, 32, 2, 96)
     assert product_dispatch.why_grouped_product_unsupported(x, experts, device=HOPPER) is None
     eight_bits = quantize(jnp.zeros((64, 192)), "int8")
-    assert product_dispatch.why_quantized_product_unsupported(x, eight_bits, device=HOPPER) is None
+    assert stored(eight_bits).why_unsupported(x, grouped=False, device=HOPPER) is None
     halves = four_bits(64, 192, parts=2)
     refusals: list[tuple[Any, Any, Any, str]] = [
         (x, weight, AMPERE, "device=NVIDIA A100: the kernel is for GPUs of compute capability 9.0"),
@@ -73,17 +73,15 @@ def test_what_quantized_products_take_and_why_not() -> None:
         ),
         (x[:, :96], quantize(jnp.zeros((64, 96)), "int8"), HOPPER, "in=96: the kernel takes multiples of 64"),
     ]
-    for *arrays, device, reason in refusals:
-        assert product_dispatch.why_quantized_product_unsupported(*arrays, device=device) == reason
+    for rows, refused, device, reason in refusals:
+        assert stored(refused).why_unsupported(rows, grouped=False, device=device) == reason
     assert (
         product_dispatch.why_grouped_product_unsupported(x, experts[:, :24], device=HOPPER)
         == "out=48: the kernel takes multiples of 64"
     )
     with pytest.raises(ValueError, match=r"impl='mosaic': device=.*compute capability 9\.0"):
-        product_dispatch.quantized_product(x, weight, impl="mosaic")
-    np.testing.assert_array_equal(
-        product_dispatch.quantized_product(x, weight, jnp.float32), np.zeros((8, 64))
-    )
+        stored(weight).on_gpu(x, x.dtype, impl="mosaic")
+    np.testing.assert_array_equal(stored(weight).on_gpu(x, jnp.dtype("float32")), np.zeros((8, 64)))
 
 
 def test_quantized_weights_are_read_as_they_lie_where_programs_are_traced_for_hopper(

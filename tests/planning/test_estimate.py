@@ -128,25 +128,6 @@ def test_latent_decode_reads_a_token_once_and_multiplies_for_64_rows(
     )
 
 
-XQA = """
-ENTRY %main (q: bf16[2,8,128]) -> bf16[2,8,128] {
-  %q = bf16[2,8,128]{2,1,0} parameter(0)
-  %k = bf16[100,4,64,128]{3,2,1,0} parameter(1)
-  %v = bf16[100,4,64,128]{3,2,1,0} parameter(2)
-  %tables = s32[2,64]{1,0} parameter(3)
-  ROOT %one = (bf16[2,8,128]{2,1,0}, s32[8]{0}, u8[9999]{0}) custom-call(%q, %k, %v, %tables), custom_call_target="flashinfer_xqa_00"
-}
-"""
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-def test_flashinfers_kernel_reads_what_live_rows_have(rows: int) -> None:
-    found = estimate(parse(HEAD + XQA), Step(rows, 1000), DEVICE, launches=1, assumed=EXACT)
-    assert found.bytes == rows * 1000 * 2 * 4 * 128 * 2 + 2 * 2 * 8 * 128 * 2
-    parts = 100 // (2 * 4)  # of the device's multiprocessors; 4096 tokens would do for 16
-    assert found.seconds["cache"] == pytest.approx(found.bytes / (parts * 4 * rows * 1e10))
-
-
 PREFILL = """
 %address_computation (p0: bf16[136,32,128], p1: bf16[100,8,64,128], p2: bf16[100,8,64,128], p3: s32[2,16]) -> bf16[2,64,32,128] {
   %p0 = bf16[136,32,128]{2,1,0} parameter(0)

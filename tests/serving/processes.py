@@ -20,6 +20,9 @@ import grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from jengine.serving.app import FLUSH_SECONDS
+from jengine.serving.config import ServerConfig
+from jengine.serving.processes.engine_process import EXIT_SECONDS, QUIT_SECONDS
 from tests.serving.leaks import alive, wait_until
 
 # What `jengine serve` does, around an engine that is no model's.
@@ -183,3 +186,9 @@ def wait_for_server(address: str) -> None:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return int(taken.getsockname()[1])
+
+
+def longest_stop(config: ServerConfig) -> float:
+    """Maximum seconds from SIGTERM to the end of a server's process."""
+    lame_duck = config.lame_duck_seconds if config.drain_seconds else 0.0
+    return lame_duck + config.drain_seconds + QUIT_SECONDS + 2 * EXIT_SECONDS + FLUSH_SECONDS

@@ -35,7 +35,7 @@ OTHER: dict[str, Any] = {
     "chat_template": "chat.jinja", "generation_config": "vllm",
     "dtype": "bfloat16", "quantization": "int4", "quantization_group_size": 32,
     "calibration_data": "text.txt", "kv_cache_dtype": "fp8",
-    "attention_backend": "mosaic", "embeddings": True, "max_model_len": 99, "max_num_seqs": 4,
+    "embeddings": True, "max_model_len": 99, "max_num_seqs": 4,
     "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB",
     "enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4,
     "enable_expert_parallel": True,

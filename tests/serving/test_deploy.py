@@ -16,11 +16,11 @@ from prometheus_client import generate_latest
 from prometheus_client.registry import CollectorRegistry
 
 from jengine import StepTotals, cli
-from jengine.serving.app import longest_stop
 from jengine.serving.config import ServerConfig, resolve_config
 from jengine.serving.metrics.metrics_server import pages_of
 from jengine.serving.metrics.server_metrics import PrometheusMetrics
 from jengine.serving.processes.mock_engine import MockEngine
+from tests.serving.processes import longest_stop
 
 DEPLOY = Path(__file__).parent.parent.parent / "serving" / "deploy"
 

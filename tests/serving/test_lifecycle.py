@@ -18,12 +18,12 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 
 from jengine import EngineDead
-from jengine.serving.app import Served, ServerApp, longest_stop
+from jengine.serving.app import Served, ServerApp
 from jengine.serving.calls.errors import DETAILS_KEY, reported
 from jengine.serving.config import ServerConfig
 from jengine.serving.grpc.client import Client, Retries
 from tests.serving.leaks import alive, wait_until
-from tests.serving.processes import CODE, HealthWatch, mock_process, process
+from tests.serving.processes import CODE, HealthWatch, longest_stop, mock_process, process
 from tests.serving.streams import Stream
 
 ONCE = Retries(attempts=1)

@@ -17,6 +17,7 @@ from jengine import (
     JengineError,
     SamplingParams,
     Tokenizer,
+    chat_prompt,
 )
 from jengine.serving.processes.mock_engine import MockEngine
 from jengine.text import stop_strings
@@ -176,7 +177,11 @@ def test_text_that_cannot_fit_is_not_tokenized(
         ):
             llm.submit("a" * (1023 * per_token + 1))
         with pytest.raises(InvalidArgument, match="at least 2047 tokens"):
-            llm.prepare_chat([{"role": "user", "content": "é" * (1023 * per_token - 8)}])
+            chat_prompt(
+                llm.tokenizer,
+                [{"role": "user", "content": "é" * (1023 * per_token - 8)}],
+                max_model_len=llm.max_model_len,
+            )
         assert not encoded
         with pytest.raises(InvalidArgument, match="tokens; at most max_model_len - 1"):
             llm.submit("a" * (1023 * per_token))  # which might fit

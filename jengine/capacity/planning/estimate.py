@@ -13,7 +13,6 @@ from typing import Literal
 
 from jengine.capacity.planning.hlo import Array, HloProgram, Instruction
 from jengine.devices.device_spec import DeviceSpec
-from pallas_kernels.flashinfer import decode as xqa
 from pallas_kernels.groups import out_per_block
 from pallas_kernels.work_list import LEAST, QUERIES, TILE, most_rows
 
@@ -193,8 +192,6 @@ def _work(
             2 * math.sqrt(left.size * right.size * out.size),
             DTYPES.get(left.dtype, "bfloat16"),
         )
-    if one.target.startswith(xqa.NAME):
-        return _xqa([operand.results[0] for operand in operands], step, device, assumed)
     if "mosaic" in one.target:
         kernel = one.source.split("/")[-2]
         return _mosaic(kernel, one, [operand.results[0] for operand in operands], step, device, met, assumed)
@@ -245,19 +242,6 @@ def _mosaic(
     if kernel == "int4_product":
         return _four_bits(operands, one.results[0], device, met, assumed)
     return _Work("activations", one.bytes + sum(array.bytes for array in operands))
-
-
-def _xqa(operands: list[Array], step: Step, device: DeviceSpec, assumed: Assumptions) -> _Work:
-    """Of FlashInfer's decode kernel: each row's parts are as many as those of all rows, padding included,
-    have blocks for.
-    """
-    queries, pages, tables = operands[0], operands[1], operands[3]
-    (rows, _, _), (_, kv_heads, page_size, _) = queries.shape, pages.shape
-    live = min(step.rows, rows)
-    parts = xqa.parts(rows, kv_heads, tables.shape[1] * page_size, device.cores)
-    drawn = min(parts * kv_heads * live, 2 * device.cores) * assumed.block_bandwidth
-    size = live * step.context * _token_bytes(operands) + 2 * queries.bytes
-    return _Work("cache", size, 4.0 * queries.size * step.context * live / rows, DTYPES[queries.dtype], drawn)
 
 
 def _decode(operands: list[Array], step: Step, assumed: Assumptions) -> _Work:

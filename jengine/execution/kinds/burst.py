@@ -37,7 +37,6 @@ class Burst(Kind[BurstKey]):
             layout,
             spec.page_size,
             spec.mesh.devices.flat[0],
-            spec.attention_backend,
             adapter_of(spec, key.trunk),
             head_adapter_of(spec) if key.trunk.adapted else None,
         )

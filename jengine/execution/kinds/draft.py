@@ -23,8 +23,8 @@ class Draft(Kind[DraftKey]):
 
     def program(self, spec: ExecutionSpec, key: DraftKey) -> Program:
         assert spec.drafting is not None and spec.draft is not None
-        device, backend = spec.mesh.devices.flat[0], spec.attention_backend
-        draft = make_draft(spec.model, spec.draft, key, spec.page_size, device, backend)
+        device = spec.mesh.devices.flat[0]
+        draft = make_draft(spec.model, spec.draft, key, spec.page_size, device)
         packed = ints(spec, draft_words(key, spec.page_size))
         args = spec.drafting.leaves, spec.cache, spec.slots, packed
         out = partitions(spec.cache), partitions(spec.slots), PartitionSpec()

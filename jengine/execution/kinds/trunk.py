@@ -33,13 +33,12 @@ class Trunk(Kind[TrunkKey]):
             spec.layout(key),
             spec.page_size,
             device,
-            spec.attention_backend,
             passed=spec.table.passed_tiles(key.tiles) * spec.table.tile_size,
             batch_invariant=invariant,
             following=MOST_STATES if spec.draft_states else 0,
             follow=None
             if spec.draft is None
-            else make_follow(spec.model, spec.draft, key, spec.page_size, device, spec.attention_backend),
+            else make_follow(spec.model, spec.draft, key, spec.page_size, device),
             reads=None if spec.draft is None else spec.draft.reads,
             adapt=adapter_of(spec, key),
             sees=spec.images is not None,

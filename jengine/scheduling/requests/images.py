@@ -81,10 +81,6 @@ class Images:
         self._clock = count(1)
         self.encoded = self.reused = 0
 
-    def emptied(self) -> Images:
-        """The same with an empty pool and without requests."""
-        return Images(self.rows, self.first, turns=self._turns is not None, ahead=self._ahead)
-
     def came(self, sequence: Sequence) -> None:
         """A request was added."""
         self._waiting += sequence.images is not None

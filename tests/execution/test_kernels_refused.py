@@ -1,0 +1,59 @@
+"""Which models attention's kernels cannot serve on a GPU, and the tables that these get."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jengine.checkpoints.hugging_face import model_config
+from jengine.core.config import EngineConfig
+from jengine.engine.shapes import describe
+from jengine.execution.kernels import decode_refused
+from jengine.execution.spec import ExecutionSpec
+from jengine.parallel.mesh import make_mesh
+from pallas_kernels import ahead_of_time
+from tests.extras import compiler_for_gpus
+from tests.golden.weights import VARIANTS
+
+SMALL = {"head_dim": 64, "hidden_size": 128, "num_attention_heads": 8, "dtype": "bfloat16"}
+LLAMA = {**VARIANTS["llama_gqa"], **SMALL}
+BLOOM = {**VARIANTS["bloom"], "hidden_size": 384, "dtype": "bfloat16"}
+GEMMA4 = {**VARIANTS["gemma4_text"], "dtype": "bfloat16"}
+
+
+@pytest.fixture
+def h200() -> Any:
+    compiler_for_gpus()
+    return ahead_of_time.devices("h200", 1)
+
+
+def described(devices: Any, model: dict[str, Any], **options: Any) -> ExecutionSpec:
+    small = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 72, "page_size": 16}
+    config = EngineConfig.of("MODEL", {**small, **options})
+    return describe(config, model_config(model), make_mesh(1, devices), Path())
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "reason"),
+    [
+        (LLAMA, {"dtype": "float32"}, "dtype=float32: the kernel takes bfloat16 and float16"),
+        (BLOOM, {}, "slopes: the kernel has no ALiBi"),
+        # heads of two sizes
+        (GEMMA4, {}, "head_dim=32: the kernel takes 64, 128, 256"),
+        (GEMMA4, {"kv_cache_dtype": "int8"}, "head_dim=32: the kernel takes 64, 128, 256"),
+    ],
+)
+def test_without_a_kernel_tables_have_buckets_of_pages(
+    h200: Any, model: dict[str, Any], options: dict[str, Any], reason: str
+) -> None:
+    """Before there is a number of pages."""
+    spec = described(h200, model, **options)
+    assert decode_refused(spec) == reason and spec.table.page_buckets == (16,)
+    assert spec.table.paged_rows
+
+
+def test_with_kernels_rows_have_none(h200: Any) -> None:
+    spec = described(h200, LLAMA)
+    assert decode_refused(spec) is None and spec.table.page_buckets == (0,)
