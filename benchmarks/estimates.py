@@ -38,7 +38,7 @@ from jengine.execution.sources import source_digest
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
 from jengine.table.program_table import SamplerKey, TrunkKey
-from pallas_kernels import ahead_of_time
+from pallas_kernels.compilation import ahead_of_time
 from tools.make_model import COMMON, SHAPES
 
 LLAMA_70B = {

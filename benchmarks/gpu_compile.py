@@ -37,7 +37,7 @@ from jengine.execution.programs import UNTUNED, gpu_options, lower, program_keys
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
 from jengine.table.program_table import ProgramTable, SamplerKey, ScoreKey, TrunkKey
-from pallas_kernels import ahead_of_time, lowered
+from pallas_kernels.compilation import ahead_of_time, lowered
 
 TARGET, PAGES = "h200", 1000
 KEPT = ROOT / ".cache" / "gpu_compile"

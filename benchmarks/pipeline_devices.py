@@ -21,8 +21,8 @@ from jengine.engine.start import start_engine
 from jengine.execution.pipeline import Pipeline
 from jengine.execution.worker import Worker
 from jengine.table.program_table import TrunkKey
-from pallas_kernels.cpu import native
-from pallas_kernels.cpu.calls import call, register
+from pallas_kernels.llvm import native
+from pallas_kernels.llvm.calls import call, register
 
 # One thread, since XLA adds one for each further device to the pool that the programs of all devices share,
 # and a program that runs alone would use all of them.
@@ -34,7 +34,7 @@ OPTIONS = {
     "warm_up": "all",
     "cpu_threads": 1,
 }
-# a kernel; see pallas_kernels.cpu.calls
+# a kernel; see pallas_kernels.llvm.calls
 ASLEEP = """
 declare i32 @usleep(i32)
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.cpu import native
-from pallas_kernels.cpu.calls import call, register
-from pallas_kernels.cpu.code import LINE, Code, share
-from pallas_kernels.cpu.types import I32, I64, PTR, vector
+from pallas_kernels.llvm import native
+from pallas_kernels.llvm.calls import call, register
+from pallas_kernels.llvm.code import LINE, Code, share
+from pallas_kernels.llvm.types import I32, I64, PTR, vector
 
 LINES = 4  # cache lines read at once
 AHEAD = 8192  # prefetch distance in bytes

@@ -24,9 +24,9 @@ import numpy as np
 from benchmarks.machine import made_model, save
 from benchmarks.steps import PAGE_SIZE, Model, Step, least
 from jengine.models.config import ModelConfig
-from pallas_kernels import dispatch
-from pallas_kernels.cpu import team
-from pallas_kernels.options import AttentionOptions
+from pallas_kernels.attention import dispatch
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.llvm import team
 
 Clock = Callable[[], float]
 MOST = 8

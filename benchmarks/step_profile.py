@@ -30,10 +30,10 @@ import jax.numpy as jnp
 from benchmarks.machine import add, made_model
 from benchmarks.reading import reader
 from benchmarks.steps import Model, Step, least
-from pallas_kernels.cpu.team import threads
-from pallas_kernels.products import form_key
-from pallas_kernels.quantized import quantize
-from pallas_kernels.weights import product, stored
+from pallas_kernels.llvm.team import threads
+from pallas_kernels.products.weight import form_key
+from pallas_kernels.products.weights import product, stored
+from pallas_kernels.quantization.quantized import quantize
 
 FORMATS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},

@@ -6,7 +6,7 @@ import pytest
 
 from jengine.base.errors import InvalidArgument
 from jengine.devices.device_spec import custom_device, device_spec, known_devices, parse_rate
-from pallas_kernels.ahead_of_time import targets
+from pallas_kernels.compilation.ahead_of_time import targets
 
 
 def test_every_sheet_is_complete() -> None:

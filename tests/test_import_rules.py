@@ -26,6 +26,18 @@ MAX_OBJECT_LINES = 450  # of a class with its bases, without docstrings
 MAX_CHAIN = 3  # classes from the most derived to the last base of ours
 # packages of packages, among which there is no circle either
 ROOFS = ("jengine.serving", "jengine.insight", "jengine.capacity")
+# of pallas_kernels, from the lowest: a folder imports from those before it
+KERNEL_FOLDERS = (
+    "mosaic",
+    "llvm",
+    "quantization",
+    "elementwise",
+    "cache",
+    "attention",
+    "products",
+    "recurrence",
+    "compilation",
+)
 # users of the library, as others are, that come with it
 COMMANDS = (
     "jengine.cli",
@@ -205,6 +217,21 @@ def test_no_import_cycle() -> None:
     assert cycle(imports_of(modules), modules) == []
 
 
+def test_folders_of_kernels_import_downwards() -> None:
+    levels = {f"pallas_kernels.{folder}": level for level, folder in enumerate(KERNEL_FOLDERS)}
+    folders = {path.parent.name for path in (ROOT / "pallas_kernels").glob("*/__init__.py")}
+    assert folders == {*KERNEL_FOLDERS}
+
+    def level(module: str) -> int:
+        """Files beside the folders are below them, except for the last one."""
+        if module == "pallas_kernels.registration":
+            return len(levels)
+        return levels.get(".".join(module.split(".")[:2]), -1)
+
+    found = [found for found in imports_of(sources()) if inside(found.importer, "pallas_kernels")]
+    assert [str(found) for found in found if level(found.target) > level(found.importer)] == []
+
+
 @pytest.mark.parametrize(
     "module, source",
     [
@@ -214,7 +241,7 @@ def test_no_import_cycle() -> None:
         ("jengine.execution.batch", "from jengine.scheduling.pages.blocks import BlockManager"),
         ("jengine.capacity.simulation.replay", "def f():\n    from jengine.execution import memory"),
         ("jengine.models.llama", "from jengine.execution.trunk import Trunk"),
-        ("pallas_kernels.xla", "from jengine.core.config import EngineConfig"),
+        ("pallas_kernels.attention.xla", "from jengine.core.config import EngineConfig"),
         ("jengine.serving.grpc.server", "from jengine.engine.engine import Engine"),
         ("jengine.serving.grpc.server", "import jengine.engine.engine"),
         ("jengine.engine.engine", "from jengine import SamplingParams"),
@@ -249,16 +276,13 @@ def test_cycles_are_found() -> None:
     assert cycle(imports_of(modules), modules) == []
     modules["jengine.a"] = "def lazily():\n    import jengine.b.x"
     assert cycle(imports_of(modules), modules) == ["jengine.a", "jengine.b", "jengine.a"]
-    kernels = {
-        "pallas_kernels.cpu.a": "from pallas_kernels.b import f",
-        "pallas_kernels.b": "from pallas_kernels.cpu import c",
-    }
-    assert cycle(imports_of(kernels), kernels | {"pallas_kernels.cpu.c": ""}) == []
-    kernels["pallas_kernels.b"] = "from pallas_kernels.cpu import a"
-    assert cycle(imports_of(kernels), kernels) == [
-        "pallas_kernels.b",
-        "pallas_kernels.cpu.a",
-        "pallas_kernels.b",
+    modules = {"pallas_kernels.a.x": "from pallas_kernels.b.y import f", "pallas_kernels.b.y": ""}
+    assert cycle(imports_of(modules), modules) == []
+    modules["pallas_kernels.b.y"] = "from pallas_kernels.a import x"
+    assert cycle(imports_of(modules), modules) == [
+        "pallas_kernels.a.x",
+        "pallas_kernels.b.y",
+        "pallas_kernels.a.x",
     ]
 
 

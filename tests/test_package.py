@@ -102,7 +102,7 @@ def test_the_sdist_holds_sources_alone(sdist: Path) -> None:
     data = {
         "jengine/demo/model.safetensors",
         "jengine/serving/protos/jengine/v1/generate.proto",
-        "pallas_kernels/targets/h200.txtpb",
+        "pallas_kernels/compilation/targets/h200.txtpb",
     }
     data.add("jengine/serving/playground/static/index.html")
     assert data <= names

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from jengine.models.whole_sequences import WholeSequences
-from pallas_kernels import dispatch, reference, xla
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.qkv import HeadNorm, Qkv, QkvProduct
-from pallas_kernels.quantized import Quantized, dequantize, movable, quantize
+from pallas_kernels.attention import dispatch, reference, xla
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.cache import xla as cache_xla
+from pallas_kernels.cache.qkv import HeadNorm, Qkv, QkvProduct
+from pallas_kernels.quantization.quantized import Quantized, dequantize, movable, quantize
 from tests.kernels.interpreted import more_scales, options_of
 
 pytestmark = pytest.mark.usefixtures("quickly")
@@ -240,7 +241,7 @@ def test_a_product_is_split_and_normed(offset):
     product = QkvProduct(
         jnp.asarray(rows, jnp.float32), 3, HeadNorm(*jnp.asarray(weights, jnp.float32), 1e-3, offset)
     )
-    (decoding, prompts), (k_pages, v_pages) = xla.kv_write(k, v, product, *where, rows=1)
+    (decoding, prompts), (k_pages, v_pages) = cache_xla.kv_write(k, v, product, *where, rows=1)
     normed = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-3)
     q, keys = (
         normed[:, :, :3].reshape(3, 6, 8) * (weights[0] + offset),

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.products import form_key, forms_of
-from pallas_kernels.quantized import Quantized, dequantize, quantize
-from pallas_kernels.weights import product, stored
+from pallas_kernels.products.weight import form_key, forms_of
+from pallas_kernels.products.weights import product, stored
+from pallas_kernels.quantization.quantized import Quantized, dequantize, quantize
 
 KINDS = {"int8": 0.5 / 127, "float8_e4m3fn": 1 / 16}  # error of a number over its row's largest, at most
 

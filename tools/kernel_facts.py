@@ -15,21 +15,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import ampere, dispatch
-from pallas_kernels.ahead_of_time import KernelFacts, device, kernel_facts
-from pallas_kernels.attention_decode import paged_attention_decode
-from pallas_kernels.attention_prefill import paged_attention_prefill
-from pallas_kernels.copy_pages import copy_pages
-from pallas_kernels.grouped_product import grouped_product
-from pallas_kernels.groups import grouped, one_group
-from pallas_kernels.int4 import pack
-from pallas_kernels.int4_product import grouped_int4_product, int4_product
-from pallas_kernels.kv_write import kv_write
-from pallas_kernels.latent_decode import latent_attention_decode
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.qkv import HeadNorm, QkvProduct
-from pallas_kernels.quantize_rows import Norm, quantize_rows
-from pallas_kernels.quantized import Pages, movable, quantize
+from pallas_kernels.attention import ampere, dispatch
+from pallas_kernels.attention.hopper.decode import paged_attention_decode
+from pallas_kernels.attention.hopper.latent import latent_attention_decode
+from pallas_kernels.attention.hopper.prefill import paged_attention_prefill
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.cache.hopper_copy import copy_pages
+from pallas_kernels.cache.hopper_write import kv_write
+from pallas_kernels.cache.qkv import HeadNorm, QkvProduct
+from pallas_kernels.compilation.ahead_of_time import KernelFacts, device, kernel_facts
+from pallas_kernels.products.groups import grouped, one_group
+from pallas_kernels.products.hopper.grouped_product import grouped_product
+from pallas_kernels.products.hopper.int4_product import grouped_int4_product, int4_product
+from pallas_kernels.products.hopper.quantize_rows import Norm, quantize_rows
+from pallas_kernels.quantization.int4 import pack
+from pallas_kernels.quantization.quantized import Pages, movable, quantize
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments, jax.ShapeDtypeStruct
 ALL = {"window": 1024, "soft_cap": 30.0}

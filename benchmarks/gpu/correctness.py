@@ -19,11 +19,14 @@ import numpy as np
 from benchmarks.gpu.inputs import KINDS, Paged, checked
 from benchmarks.gpu.rows import FAILED, Row, attempt, skipped
 from benchmarks.gpu.work import Shape
-from pallas_kernels import dispatch, latent_dispatch, reference
+from pallas_kernels.attention import dispatch, reference
+from pallas_kernels.attention import latent as latent_dispatch
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.cache import dispatch as cache_dispatch
+from pallas_kernels.cache.qkv import HeadNorm, QkvProduct
 from pallas_kernels.devices import skip_cuda_check
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.qkv import HeadNorm, QkvProduct
-from pallas_kernels.quantized import Pages, Quantized, dequantize
+from pallas_kernels.quantization.quantized import Pages, Quantized, dequantize
+from pallas_kernels.targets import Impl
 
 Ways = dict[str, Any]
 WAYS: tuple[Ways, ...] = (
@@ -147,7 +150,7 @@ def cases(small: bool) -> list[Case]:
 
 def measure(small: bool) -> Iterator[Row]:
     """Yields a row per case: kernels on a GPU, XLA's implementations elsewhere."""
-    impl: dispatch.Impl = "xla" if small else "mosaic"
+    impl: Impl = "xla" if small else "mosaic"
     calls = [(case, impl, i) for i, case in enumerate(cases(small))]
     if small:
         yield from map(_row, calls)
@@ -157,11 +160,11 @@ def measure(small: bool) -> Iterator[Row]:
         yield from pool.map(_row, calls)
 
 
-def _row(call: tuple[Case, dispatch.Impl, int]) -> Row:
+def _row(call: tuple[Case, Impl, int]) -> Row:
     return attempt(str(call[0]), partial(check, *call))
 
 
-def check(case: Case, impl: dispatch.Impl, seed: int) -> Row:
+def check(case: Case, impl: Impl, seed: int) -> Row:
     """Runs one case, with inputs from the seed. `measure` uses the case's index as seed."""
     refused, run = CALLS[case.function](case, impl, seed)
     if refused is not None and impl == "mosaic":
@@ -178,7 +181,7 @@ def check(case: Case, impl: dispatch.Impl, seed: int) -> Row:
 Prepared = tuple[str | None, Callable[[], Comparison]]
 
 
-def _decode(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
+def _decode(case: Case, impl: Impl, seed: int) -> Prepared:
     page = case.shape.page_size
     lengths = [1, page - 1, 0, page, page + 1, case.longest, 129]
     paged = checked(lengths, case.shape, case.dtype, case.kind, seed)
@@ -213,7 +216,7 @@ def _decode(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
     return dispatch.why_decode_unsupported(q, paged.k, paged.v), run
 
 
-def _latent(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
+def _latent(case: Case, impl: Impl, seed: int) -> Prepared:
     page, rank = case.shape.page_size, case.shape.head_dim - POSITION
     lengths = [1, page - 1, 0, page, page + 1, case.longest, 129]
     paged = checked(lengths, case.shape, case.dtype, None, seed)
@@ -243,7 +246,7 @@ def _options(case: Case) -> AttentionOptions:
     return AttentionOptions(**given | {"sinks": sinks})
 
 
-def _prefill(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
+def _prefill(case: Case, impl: Impl, seed: int) -> Prepared:
     """Tests a full first tile, a chunk that starts within a page, padding, two tiles of one token, and later
     tiles.
 
@@ -285,7 +288,7 @@ def _attention(case: Case, got: jax.Array, want: jax.Array, paged: Paged) -> Com
     return compare(got, want, rounding * (np.abs(np.asarray(want)) + largest) + EXPONENTIALS * largest)
 
 
-def _kv_write(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
+def _kv_write(case: Case, impl: Impl, seed: int) -> Prepared:
     rng, shape = np.random.default_rng(seed), case.shape
     num_pages = 2 + -(-case.size // shape.page_size)
     places = rng.permutation(np.arange(shape.page_size, num_pages * shape.page_size))[: case.size]
@@ -316,7 +319,7 @@ def _kv_write(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
 
     def run() -> Comparison:
         rows = {"rows": case.size // 2}
-        got_q, got = jax.jit(partial(dispatch.kv_write, impl=impl, **rows))(*args, rotation=rotation)
+        got_q, got = jax.jit(partial(cache_dispatch.kv_write, impl=impl, **rows))(*args, rotation=rotation)
         want_q, want = _truth(reference.kv_write, **rows)(*args, rotation=rotation)
         q, wanted = (np.concatenate(parts).astype(np.float32)[real] for parts in (got_q, want_q))
         turned = compare(q, wanted, 1.01 * np.abs(wanted) * float(jnp.finfo(case.dtype).eps) + 1e-6)
@@ -326,7 +329,7 @@ def _kv_write(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
         )
         return worst_of([turned, *written])
 
-    return dispatch.why_kv_write_unsupported(old, old, qkv), run
+    return cache_dispatch.why_kv_write_unsupported(old, old, qkv), run
 
 
 def _written(case: Case, got: Pages, want: Pages, places: Any, untouched: np.ndarray) -> Comparison:
@@ -345,7 +348,7 @@ def _written(case: Case, got: Pages, want: Pages, places: Any, untouched: np.nda
     return worst_of([compare(here, there, np.zeros_like(there) if exact else 1.01 * step + 1e-6), *kept])
 
 
-def _copy_pages(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
+def _copy_pages(case: Case, impl: Impl, seed: int) -> Prepared:
     paged = checked([100, 0, 300, 7], case.shape, case.dtype, case.kind, seed)
     order = 1 + np.random.default_rng(seed).permutation(paged.k.shape[0] - 1)
     copies = min(5, len(order) // 2)
@@ -357,16 +360,16 @@ def _copy_pages(case: Case, impl: dispatch.Impl, seed: int) -> Prepared:
 
     def run() -> Comparison:
         got, want = (
-            jax.jit(partial(dispatch.copy_pages, impl=impl))(*args),
+            jax.jit(partial(cache_dispatch.copy_pages, impl=impl))(*args),
             jax.jit(reference.copy_pages)(*args),
         )
         pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
         return worst_of(_same(now, then, all_but_null) for now, then in pairs)
 
-    return dispatch.why_copy_pages_unsupported(paged.k, paged.v), run
+    return cache_dispatch.why_copy_pages_unsupported(paged.k, paged.v), run
 
 
-CALLS: dict[str, Callable[[Case, dispatch.Impl, int], Prepared]] = {
+CALLS: dict[str, Callable[[Case, Impl, int], Prepared]] = {
     "decode": _decode,
     "latent": _latent,
     "prefill": _prefill,

@@ -14,10 +14,11 @@ from benchmarks.gpu.ceilings import ceilings
 from benchmarks.gpu.inputs import KINDS, free_bytes, large, page_bytes
 from benchmarks.gpu.rows import Row, attempt, skipped
 from benchmarks.gpu.work import LLAMA, SMALL, Shape, decode_bytes
-from pallas_kernels import dispatch
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.quantized import Pages, Quantized
-from pallas_kernels.timing import block_tables, chained, one_long
+from pallas_kernels.attention import dispatch
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.compilation.timing import block_tables, chained, one_long
+from pallas_kernels.quantization.quantized import Pages, Quantized
+from pallas_kernels.targets import Impl
 
 GOAL = 0.85
 FILLS = 1 << 27  # calls that move fewer bytes have no goal; an H200 takes about 30 us for these
@@ -104,9 +105,7 @@ def _refused(q: Any, k: Pages, v: Pages) -> str | None:
     )
 
 
-def _row(
-    case: str, shape: Shape, k: Pages, v: Pages, batch: Batch, bandwidth: float, impl: dispatch.Impl
-) -> Row:
+def _row(case: str, shape: Shape, k: Pages, v: Pages, batch: Batch, bandwidth: float, impl: Impl) -> Row:
     seconds = seconds_of(shape, k, v, batch, impl)
     eight_bits = isinstance(k, Quantized)
     moved = decode_bytes(shape, batch.lengths, 1 if eight_bits else 2, 4 if eight_bits else 0)
@@ -115,7 +114,7 @@ def _row(
     return Row(case, {"us": 1e6 * seconds, "GB/s": rate / 1e9, "share": rate / bandwidth}, goal)
 
 
-def seconds_of(shape: Shape, k: Pages, v: Pages, batch: Batch, impl: dispatch.Impl) -> float:
+def seconds_of(shape: Shape, k: Pages, v: Pages, batch: Batch, impl: Impl) -> float:
     """Seconds per call. Each call reads other pages."""
     q = jax.random.normal(jax.random.key(1), (len(batch.lengths), shape.heads, shape.head_dim), jnp.bfloat16)
     tables = jnp.asarray(block_tables(k.shape[0], _pages(shape, batch)))

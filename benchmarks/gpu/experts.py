@@ -16,13 +16,13 @@ from benchmarks.gpu.ceilings import Ceilings, ceilings
 from benchmarks.gpu.correctness import compare
 from benchmarks.gpu.inputs import KINDS as STORED
 from benchmarks.gpu.rows import FAILED, Row, attempt, skipped
-from pallas_kernels import product_dispatch
-from pallas_kernels.dispatch import Impl
-from pallas_kernels.groups import grouped
-from pallas_kernels.int4 import quantize_int4
-from pallas_kernels.quantized import quantize
-from pallas_kernels.timing import CHAIN, chained
-from pallas_kernels.weights import stored
+from pallas_kernels.compilation.timing import CHAIN, chained
+from pallas_kernels.products import dispatch as product_dispatch
+from pallas_kernels.products.groups import grouped
+from pallas_kernels.products.weights import stored
+from pallas_kernels.quantization.int4 import quantize_int4
+from pallas_kernels.quantization.quantized import quantize
+from pallas_kernels.targets import Impl
 
 KINDS = (*STORED, "int4")
 GOAL = 0.7

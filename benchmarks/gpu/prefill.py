@@ -19,9 +19,9 @@ from benchmarks.gpu.inputs import KINDS, large
 from benchmarks.gpu.prefill_peers import PEERS
 from benchmarks.gpu.rows import SKIPPED, Row, attempt, skipped
 from benchmarks.gpu.work import LLAMA, SMALL, Shape, prefill_operations
-from pallas_kernels import dispatch
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.timing import CHAIN, block_tables, chained
+from pallas_kernels.attention import dispatch
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.compilation.timing import CHAIN, block_tables, chained
 
 GOAL = 0.65
 CHUNKS = 512, 1024, 2048, 4096, 8192  # tokens per prompt, all in one call

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.gpu.work import Shape
-from pallas_kernels.timing import chained, median
+from pallas_kernels.compilation.timing import chained, median
 
 
 def cudnn(shape: Shape, sequences: int, tokens: int) -> float:

@@ -15,10 +15,10 @@ import numpy as np
 from benchmarks.gpu.ceilings import Ceilings, ceilings
 from benchmarks.gpu.correctness import compare
 from benchmarks.gpu.rows import FAILED, Row, attempt, skipped
-from pallas_kernels.int4 import E2M1, pack, quantize_int4
-from pallas_kernels.quantized import dequantize, quantize
-from pallas_kernels.timing import CHAIN, chained
-from pallas_kernels.weights import stored
+from pallas_kernels.compilation.timing import CHAIN, chained
+from pallas_kernels.products.weights import stored
+from pallas_kernels.quantization.int4 import E2M1, pack, quantize_int4
+from pallas_kernels.quantization.quantized import dequantize, quantize
 
 GOAL = 0.7
 

@@ -19,13 +19,13 @@ import numpy as np
 from jax import lax
 
 from jengine.checkpoints.quantization import fitted
-from pallas_kernels.gptq import gptq
-from pallas_kernels.groups import Groups
-from pallas_kernels.hadamard import gain, transform
-from pallas_kernels.int4 import Int4, pack
-from pallas_kernels.products import Weight
-from pallas_kernels.rows import Rows, array_of
-from pallas_kernels.weights import product, weight_of
+from pallas_kernels.products.groups import Groups
+from pallas_kernels.products.rows import Rows, array_of
+from pallas_kernels.products.weight import Weight
+from pallas_kernels.products.weights import product, weight_of
+from pallas_kernels.quantization.gptq import gptq
+from pallas_kernels.quantization.hadamard import gain, transform
+from pallas_kernels.quantization.int4 import Int4, pack
 
 # An expert is fitted to its own rows and, as if it had them too, to PRIOR rows of all experts and to PRIOR
 # uncorrelated rows of the same variance. Measured: squared errors of outputs relative to rounding to nearest,

@@ -27,10 +27,10 @@ from jengine.models import Model, Params, build
 from jengine.models.config import ModelConfig
 from jengine.models.layers import Attend
 from jengine.text.tokenizer import Tokenizer
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
-from pallas_kernels.weights import is_weight, stored
-from pallas_kernels.xla import Rotation, rotate
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.cache.qkv import Qkv, QkvProduct, QueriesOnly
+from pallas_kernels.elementwise.rotary import Rotation, rotate_by_xla
+from pallas_kernels.products.weights import is_weight, stored
 
 FORMATS = "int4", "w4a8"  # of weights that are calibrated
 LENGTH, SEQUENCES = 512, 64  # tokens per sequence; maximum sequences
@@ -138,9 +138,9 @@ def _attend(count: int) -> Attend:
             q = qkv.q
         else:
             q, k, v = qkv.split()
-            k = k if rotation is None else rotate(k, rotation)
+            k = k if rotation is None else rotate_by_xla(k, rotation)
             written[options.window] = k, v
-        q = q if rotation is None else rotate(q, rotation)
+        q = q if rotation is None else rotate_by_xla(q, rotation)
         q, k, v = (x.reshape(count, -1, *x.shape[1:]) for x in (q, *written[options.window]))
         y: jax.Array = _attention(q, k, v, options)
         return y.reshape(-1, *y.shape[2:])

@@ -18,7 +18,7 @@ import numpy as np
 
 from jengine.base.errors import ModelError
 from jengine.base.model_files import check_regular
-from pallas_kernels.weights import is_weight
+from pallas_kernels.products.weights import is_weight
 
 BATCH = 64 * 2**20  # bytes; the parameter that fills a batch may be larger
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.weights import stored
+from pallas_kernels.products.weights import stored
 
 Parameter = Any  # as programs take it: an array, or the numbers and scales of a quantized one
 Target = Any  # its abstract form, with shardings

@@ -12,8 +12,8 @@ from typing import Any
 
 from jengine.base.errors import ModelError
 from jengine.models.config_parts import StoredWeights
-from pallas_kernels.int4 import GROUPS
-from pallas_kernels.quantized import GROUP
+from pallas_kernels.quantization.int4 import GROUPS
+from pallas_kernels.quantization.quantized import GROUP
 
 METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
 # of compressed-tensors

@@ -16,7 +16,7 @@ import numpy as np
 from jengine.base.errors import ModelError
 from jengine.checkpoints.quantization_config import config_groups
 from jengine.checkpoints.stored import GroupedValues, StoredTensor, Tensor, dense
-from pallas_kernels.int4 import E2M1
+from pallas_kernels.quantization.int4 import E2M1
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each field of a word
 ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale")  # settings for quantized activations

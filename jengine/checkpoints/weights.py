@@ -32,9 +32,9 @@ from jengine.checkpoints.stored import GroupedValues, StoredTensor, Tensor, dens
 from jengine.models import DRAFT_HEADS, Model, Params, build
 from jengine.models.family import TextPart
 from jengine.models.pieces import Piece
-from pallas_kernels.host_memory import zeros
-from pallas_kernels.products import QuantizedWeight
-from pallas_kernels.weights import is_weight, quantized
+from pallas_kernels.products.weight import QuantizedWeight
+from pallas_kernels.products.weights import is_weight, quantized
+from pallas_kernels.quantization.host_memory import zeros
 
 log = logging.getLogger("jengine")
 

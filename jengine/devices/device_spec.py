@@ -12,7 +12,7 @@ from typing import Any
 
 from jengine.base.checks import parse_bytes
 from jengine.base.errors import InvalidArgument
-from pallas_kernels.ahead_of_time import description, targets
+from pallas_kernels.compilation.ahead_of_time import description, targets
 
 MIB = 1 << 20
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}

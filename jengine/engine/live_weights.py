@@ -25,7 +25,7 @@ from jengine.execution.device_state import DeviceState
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import Model
 from jengine.models.pieces import Piece
-from pallas_kernels.weights import is_weight
+from pallas_kernels.products.weights import is_weight
 
 
 class NewWeights(NamedTuple):

@@ -16,7 +16,7 @@ from jengine.core.config import EngineConfig
 from jengine.execution.program_folder import write_private
 from jengine.execution.spec import cpu_features
 from jengine.models.config import ModelConfig
-from pallas_kernels.weights import product
+from pallas_kernels.products.weights import product
 
 CACHE_DTYPES = {"auto": None, "int8": "int8", "fp8": "float8_e4m3fn"}
 BFLOAT16_SINCE, FP8_SINCE = 8.0, 8.9  # compute capabilities: Ampere, Ada

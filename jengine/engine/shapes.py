@@ -40,8 +40,8 @@ from jengine.parallel.collectives import TENSOR
 from jengine.parallel.link import SingleProcess
 from jengine.table.program_table import ProgramTable
 from jengine.vision.family import Vision
-from pallas_kernels.products import cpu_refused
-from pallas_kernels.support import DTYPES, HOPPER, capability
+from pallas_kernels.devices import cpu_refused
+from pallas_kernels.targets import DTYPES, HOPPER, capability
 
 log = logging.getLogger("jengine")
 SNAPSHOTS = 4  # running sequences per snapshot

@@ -19,9 +19,9 @@ from jengine.models import Model, Params
 from jengine.models.adapters import LoraWeights, Module, Site, sites
 from jengine.parallel.collectives import TENSOR
 from jengine.parallel.mesh import partition
-from pallas_kernels.adapted import Adapted, Stack, columns_of
-from pallas_kernels.products import Forms
-from pallas_kernels.weights import is_weight, stored, weight_of
+from pallas_kernels.products.adapted import Adapted, Stack, columns_of
+from pallas_kernels.products.weight import Forms
+from pallas_kernels.products.weights import is_weight, stored, weight_of
 
 HEADER = 64  # bytes before an adapter's numbers: the place to write them to; keeps these aligned
 

@@ -9,11 +9,16 @@ from jengine.execution.batch import AXES, Batch
 from jengine.execution.kv_cache import Place, views
 from jengine.models.cache import CacheGroup
 from jengine.table.program_table import TrunkKey
-from pallas_kernels import dispatch, latent_dispatch, xla
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
-from pallas_kernels.work_list import WorkList
-from pallas_kernels.xla import Queries, Rotation
+from pallas_kernels.attention import dispatch
+from pallas_kernels.attention import latent as latent_dispatch
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.attention.work_list import WorkList
+from pallas_kernels.cache import dispatch as cache_dispatch
+from pallas_kernels.cache import xla as cache_xla
+from pallas_kernels.cache.qkv import Qkv, QkvProduct, QueriesOnly
+from pallas_kernels.cache.xla import Queries
+from pallas_kernels.elementwise import rotary
+from pallas_kernels.elementwise.rotary import Rotation
 
 
 class TokenAxis:
@@ -138,14 +143,14 @@ class PagedAttention:
         """
         rows, pages = self._key.rows, self._pages
         if isinstance(qkv, QueriesOnly):
-            q = qkv.q if rotation is None else dispatch.rotate(qkv.q, rotation, device=self._device)
+            q = qkv.q if rotation is None else rotary.rotate(qkv.q, rotation, device=self._device)
             return (q[:rows], q[rows:]), own
         if self._latent:
             assert isinstance(qkv, Qkv) and rotation is None
             queries = qkv.q[:rows], qkv.q[rows:]
-            return queries, (xla.page_write(own[0], qkv.k, self._of_part(pages, part), self._offsets),)
+            return queries, (cache_xla.page_write(own[0], qkv.k, self._of_part(pages, part), self._offsets),)
         where = self._of_part(pages, part), self._offsets
-        return dispatch.kv_write(
+        return cache_dispatch.kv_write(
             own[0], own[1], qkv, *where, rows=rows, rotation=rotation, device=self._device
         )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from jengine.base.errors import InvalidArgument
 from jengine.execution.spec import ExecutionSpec
-from pallas_kernels.cpu.kinds import INPUTS
-from pallas_kernels.products import cpu_refused
+from pallas_kernels.devices import cpu_refused
+from pallas_kernels.llvm.kinds import INPUTS
 
 DETERMINISTIC: dict[str, str | bool] = {
     "xla_gpu_exclude_nondeterministic_ops": True

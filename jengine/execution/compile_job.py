@@ -45,14 +45,14 @@ class Target:
     memory: int
 
     def devices(self) -> list[jax.Device]:
-        from pallas_kernels import ahead_of_time  # imports Mosaic
+        from pallas_kernels.compilation import ahead_of_time  # imports Mosaic
 
         return ahead_of_time.devices(self.name, self.count, self.memory)
 
     @classmethod
     def of(cls, devices: Sequence[jax.Device]) -> Target | None:
         """That of GPUs that are present; None: programs for them cannot be compiled without them."""
-        from pallas_kernels import ahead_of_time  # imports Mosaic
+        from pallas_kernels.compilation import ahead_of_time  # imports Mosaic
 
         name = ahead_of_time.target_of(devices[0])
         limit = (devices[0].memory_stats() or {}).get("bytes_limit")

@@ -26,7 +26,7 @@ from jengine.execution.program_folder import (
     write_private,
 )
 from jengine.execution.sources import source_digest
-from pallas_kernels import lowered
+from pallas_kernels.compilation import lowered
 
 HASH = 32  # bytes at the beginning of a file
 log = logging.getLogger("jengine")
@@ -68,7 +68,7 @@ class KernelObjects:
 
 def keep_kernels(root: Path) -> None:
     """Keeps a CPU's kernels of this process in the cache."""
-    from pallas_kernels.cpu import native
+    from pallas_kernels.llvm import native
 
     native.keep_objects(KernelObjects(_folder(root, "llvmlite")))
 

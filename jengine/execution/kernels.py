@@ -12,9 +12,11 @@ from jengine.execution.adapters import prepare as prepare_adapters
 from jengine.execution.kv_cache import views
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.cache import CacheGroup, Queries, paged
-from pallas_kernels import dispatch, latent_dispatch
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.weights import is_weight
+from pallas_kernels import registration
+from pallas_kernels.attention import dispatch
+from pallas_kernels.attention import latent as latent_dispatch
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.products.weights import is_weight
 
 
 def prepare(spec: ExecutionSpec) -> None:
@@ -25,7 +27,7 @@ def prepare(spec: ExecutionSpec) -> None:
         if not group.layers:  # other stages have them
             continue
         q, (k_pages, _) = _queries(spec, group, 1), _pages(spec, group)
-        dispatch.prepare(weights, q, k_pages, ahead=spec.ahead, device=device)
+        registration.prepare(weights, q, k_pages, ahead=spec.ahead, device=device)
     if spec.adapters is not None:
         prepare_adapters(spec.adapters)
     if spec.drafting is not None:

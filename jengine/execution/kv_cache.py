@@ -18,8 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jengine.models.cache import CacheGroup, PageArray, places
 from jengine.parallel.collectives import TENSOR
 from jengine.table.pages import SWAPS
-from pallas_kernels import dispatch, xla
-from pallas_kernels.quantized import LARGEST, Pages, Quantized, movable, quantize
+from pallas_kernels.cache import dispatch as cache_dispatch
+from pallas_kernels.cache import xla as cache_xla
+from pallas_kernels.quantization.quantized import LARGEST, Pages, Quantized, movable, quantize
 
 # arrays [pages, ...] for one layer of each group of a pool, such as keys and values
 Place = tuple[Pages, ...]
@@ -101,8 +102,8 @@ def make_copy(device: jax.Device) -> Callable[[Cache, jax.Array, jax.Array], Cac
 
     def copied(place: Place, sources: jax.Array, targets: jax.Array) -> Place:
         if len(place) == 2:
-            return dispatch.copy_pages(*place, sources, targets, device=device)
-        return tuple(xla.copied(pages, sources, targets) for pages in place)
+            return cache_dispatch.copy_pages(*place, sources, targets, device=device)
+        return tuple(cache_xla.copied(pages, sources, targets) for pages in place)
 
     def copy(cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
         return [[copied(place, sources, targets) for place in cache[SHARED]], *cache[SHARED + 1 :]]

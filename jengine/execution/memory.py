@@ -21,11 +21,11 @@ from jengine.execution.recurrence import ROWS_BYTES
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.cache import CacheGroup, PageArray, paged
 from jengine.table.program_table import TrunkKey
-from pallas_kernels.delta_rule import chunk_size
+from pallas_kernels.attention.work_list import PARTS, QUERIES, lines_of, most_rows
 from pallas_kernels.devices import skip_cuda_check
-from pallas_kernels.tuning import BLOCKS, CORES
-from pallas_kernels.weights import is_weight, stored
-from pallas_kernels.work_list import PARTS, QUERIES, lines_of, most_rows
+from pallas_kernels.products.weights import is_weight, stored
+from pallas_kernels.recurrence.delta_rule import chunk_size
+from pallas_kernels.targets import BLOCKS, CORES
 
 CPU_DEFAULT = 1 << 30  # bytes
 PROGRAM_SHARE = 20  # the inverse of the share left to programs, for temporaries and code

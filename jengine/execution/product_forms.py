@@ -18,8 +18,8 @@ import jax
 from jengine.execution.program_folder import write_private
 from jengine.execution.spec import ExecutionSpec, cpu_features
 from pallas_kernels.devices import cpu_refused
-from pallas_kernels.products import forms_of
-from pallas_kernels.weights import is_weight, stored
+from pallas_kernels.products.weight import forms_of
+from pallas_kernels.products.weights import is_weight, stored
 
 
 def with_forms(spec: ExecutionSpec, forms: Mapping[str, str]) -> ExecutionSpec:
@@ -30,7 +30,7 @@ def product_forms(spec: ExecutionSpec, root: Path) -> dict[str, str]:
     """The form of each product by `form_key`; empty if the device is not a CPU."""
     if spec.mesh.devices.flat[0].platform != "cpu" or cpu_refused() is not None:
         return {}
-    from pallas_kernels.cpu import choice
+    from pallas_kernels.products import choice
 
     weights = [stored(leaf) for leaf in jax.tree.leaves(spec.params, is_leaf=is_weight)]
     adapters = {str(spec.model.dtype)} if spec.stacks else set()
@@ -55,7 +55,7 @@ def product_forms(spec: ExecutionSpec, root: Path) -> dict[str, str]:
 
 def _facts() -> list[Any]:
     """Everything that may affect a measurement."""
-    from pallas_kernels.cpu import native, team
+    from pallas_kernels.llvm import native, team
 
     return [
         cpu_features(),

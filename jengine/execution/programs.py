@@ -36,8 +36,8 @@ from jengine.execution.quick_call import QuickCall
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import shard_mapped
 from jengine.table.ready_programs import by_use, first_needed
+from pallas_kernels.compilation.lowered import reused
 from pallas_kernels.devices import batch_invariant
-from pallas_kernels.lowered import reused
 
 log = logging.getLogger("jengine")
 CompilerOptions = dict[str, str | bool | int]  # XLA's

@@ -14,7 +14,7 @@ from jax import lax
 from jengine.execution.attention import TokenAxis
 from jengine.execution.batch import Batch
 from jengine.table.program_table import TrunkKey
-from pallas_kernels import delta_rule
+from pallas_kernels.recurrence import delta_rule
 
 ROWS_BYTES = 32 << 20  # bytes of states processed at once, which limits what rows need beside the cache
 

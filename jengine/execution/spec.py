@@ -33,8 +33,8 @@ from jengine.parallel.mesh import rank_mesh
 from jengine.table.pages import SWAPS, most_pages, pages_of
 from jengine.table.program_table import ProgramTable, TrunkKey
 from jengine.version import __version__
-from pallas_kernels.max_isa import hidden as hidden_features
-from pallas_kernels.products import cpu_refused
+from pallas_kernels.devices import cpu_refused
+from pallas_kernels.llvm.max_isa import hidden as hidden_features
 
 # bytes of pages in transfer between device and host, in each direction; at least those of one call
 STAGING = 256 << 20
@@ -56,7 +56,7 @@ class ExecutionSpec:
             has none.
         draft_states: those for drafts.
         host_pages: pages of host memory for evicted pages; 0: no host tier and no programs for it.
-        product_forms: on a CPU, see `pallas_kernels.products.Forms`.
+        product_forms: on a CPU, see `pallas_kernels.products.weight.Forms`.
         processed_logprobs: whether log probabilities of samples are those of the distribution that they are
             drawn from.
         draft: a model or head that drafts on the device; its one cache group is apart. None: there is none.

@@ -20,9 +20,9 @@ from jengine.execution.slots import SlotState, updated
 from jengine.models import Model, Params
 from jengine.models.cache import CacheGroup, homes, paged
 from jengine.table.program_table import TrunkKey
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
-from pallas_kernels.xla import Rotation
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.cache.qkv import Qkv, QkvProduct, QueriesOnly
+from pallas_kernels.elementwise.rotary import Rotation
 
 
 class ToSample(NamedTuple):

@@ -31,11 +31,11 @@ from jengine.models.layers import Matrix
 from jengine.models.pieces import Piece
 from jengine.models.stages import Stage, completed
 from jengine.parallel.mesh import rules_of, with_shardings
-from pallas_kernels.hadamard import block_of
-from pallas_kernels.int4 import KINDS, TILE, pack, quantize_int4
-from pallas_kernels.products import Forms
-from pallas_kernels.quantized import Quantized, quantize
-from pallas_kernels.weights import is_weight, stored
+from pallas_kernels.products.weight import Forms
+from pallas_kernels.products.weights import is_weight, stored
+from pallas_kernels.quantization.hadamard import block_of
+from pallas_kernels.quantization.int4 import KINDS, TILE, pack, quantize_int4
+from pallas_kernels.quantization.quantized import Quantized, quantize
 
 QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations are quantized to this dtype too
     "int8": ("int8", False),

@@ -14,7 +14,7 @@ from jengine.base.errors import InvalidArgument
 from jengine.models.layers import Axes
 from jengine.models.moe import MixtureOfExperts
 from jengine.models.pieces import Piece
-from pallas_kernels.weights import is_weight
+from pallas_kernels.products.weights import is_weight
 
 if TYPE_CHECKING:
     from jengine.models import Model

@@ -18,9 +18,9 @@ from jengine.models.gpt_neox import GptNeoXAttention
 from jengine.models.layers import Attend, Layer, LayerNorm, Mlp
 from jengine.models.llama import Llama
 from jengine.parallel.collectives import shard_index
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
-from pallas_kernels.xla import Rotation
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.cache.qkv import Qkv, QkvProduct, QueriesOnly
+from pallas_kernels.elementwise.rotary import Rotation
 
 
 class BloomAttention(GptNeoXAttention):

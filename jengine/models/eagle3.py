@@ -29,7 +29,7 @@ from jengine.models.layers import (
 )
 from jengine.models.llama import Llama
 from jengine.models.pieces import Piece
-from pallas_kernels.rows import Sum, array_of
+from pallas_kernels.products.rows import Sum, array_of
 
 STATES = 3  # of the model, if a configuration does not name their layers
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator")

@@ -30,10 +30,10 @@ from jengine.models.hf_config import (
 from jengine.models.layers import Attend, GatedMlp, Matrix, RMSNorm, dense, exact_matrix, matrix, param
 from jengine.models.pieces import Piece
 from jengine.parallel.collectives import all_reduce
-from pallas_kernels.activations import gated
-from pallas_kernels.products import Weight
-from pallas_kernels.rows import Rows
-from pallas_kernels.xla import Rotation
+from pallas_kernels.elementwise.activations import gated
+from pallas_kernels.elementwise.rotary import Rotation
+from pallas_kernels.products.rows import Rows
+from pallas_kernels.products.weight import Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

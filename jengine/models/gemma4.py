@@ -46,11 +46,11 @@ from jengine.models.llama import Llama
 from jengine.models.moe import Experts, MixtureOfExperts, has_experts
 from jengine.models.pieces import EVERY, Part, Piece, apart, qkv_parts
 from jengine.models.rope import local_rope, rope
-from pallas_kernels.activations import ACTIVATIONS
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.qkv import Qkv, QueriesOnly
-from pallas_kernels.rows import Rows
-from pallas_kernels.xla import Rotation
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.cache.qkv import Qkv, QueriesOnly
+from pallas_kernels.elementwise.activations import ACTIVATIONS
+from pallas_kernels.elementwise.rotary import Rotation
+from pallas_kernels.products.rows import Rows
 
 
 class Gemma4Attention(Attention):

@@ -14,8 +14,8 @@ from jengine.models.config_parts import OutputHead
 from jengine.models.family import Family, Fields
 from jengine.models.layers import Attend, Block, Layer, Mixer
 from jengine.models.llama import Llama, read_llama
-from pallas_kernels.rows import Sum, array_of
-from pallas_kernels.xla import Rotation
+from pallas_kernels.elementwise.rotary import Rotation
+from pallas_kernels.products.rows import Sum, array_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from jengine.models.config import ModelConfig
 from jengine.models.config_parts import RopeScaling, Rotary
 from jengine.models.family import Fields
 from jengine.models.rope import rope as rope_of
-from pallas_kernels.activations import ACTIVATIONS
+from pallas_kernels.elementwise.activations import ACTIVATIONS
 
 ROPE_OPTIONS = (
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale",

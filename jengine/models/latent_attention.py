@@ -21,11 +21,11 @@ from jengine.models.cache import TOKENS, CacheEntry, PageArray, Queries
 from jengine.models.config import ModelConfig
 from jengine.models.layers import Attend, Matrix, RMSNorm, dense, matrix, param, row_parallel_dense
 from jengine.models.pieces import EVERY, Piece
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.cache.qkv import Qkv
 from pallas_kernels.devices import traced_batch_invariant, traced_for_cpu
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.qkv import Qkv
-from pallas_kernels.weights import product
-from pallas_kernels.xla import Rotation, rotate
+from pallas_kernels.elementwise.rotary import Rotation, rotate_by_xla
+from pallas_kernels.products.weights import product
 
 NORM_EPS = 1e-6  # for compressed queries and cached vectors, independent of the model's eps
 
@@ -110,8 +110,8 @@ class MultiHeadLatentAttention(nnx.Module):
         cached = dense(x, self.kv_down[...])
         keys, values = jnp.split(self.kv_up[...], [latent.key_dim], axis=1)
         q_latent = _by_head(q[..., : latent.key_dim], jnp.swapaxes(keys, 1, 2))
-        q = jnp.concatenate([q_latent, rotate(q[..., latent.key_dim :], rotation)], axis=-1)
-        k_rotated = rotate(cached[:, None, latent.rank :], rotation)
+        q = jnp.concatenate([q_latent, rotate_by_xla(q[..., latent.key_dim :], rotation)], axis=-1)
+        k_rotated = rotate_by_xla(cached[:, None, latent.rank :], rotation)
         k = jnp.concatenate([self.kv_norm(cached[:, : latent.rank])[:, None], k_rotated], axis=-1)
         options = AttentionOptions(self.config.attention_scale)
         y = attend(layer, Qkv(q, k, k[..., : latent.rank]), None, options)

@@ -9,8 +9,8 @@ import jax
 
 from jengine.models.layers import Attend
 from jengine.models.visual import with_deeper_images
-from pallas_kernels.rows import array_of
-from pallas_kernels.xla import Rotation
+from pallas_kernels.elementwise.rotary import Rotation
+from pallas_kernels.products.rows import array_of
 
 
 class Layered(Protocol):

@@ -15,13 +15,14 @@ from jengine.models.config import ModelConfig
 from jengine.models.facts import Working
 from jengine.models.pieces import EVERY, Part, Piece, apart, by_heads, qkv_parts, whole
 from jengine.parallel.collectives import all_reduce, shard_index, shards
-from pallas_kernels.activations import ACTIVATIONS
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.products import Weight
-from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly, rms_norm
-from pallas_kernels.rows import Gated, Normed, Rows, Sum, array_of
-from pallas_kernels.weights import weight_of
-from pallas_kernels.xla import Rotation
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.cache.qkv import Qkv, QkvProduct, QueriesOnly
+from pallas_kernels.elementwise.activations import ACTIVATIONS
+from pallas_kernels.elementwise.norm import rms_norm
+from pallas_kernels.elementwise.rotary import Rotation
+from pallas_kernels.products.rows import Gated, Normed, Rows, Sum, array_of
+from pallas_kernels.products.weight import Weight
+from pallas_kernels.products.weights import weight_of
 
 Block = Callable[[jax.Array], jax.Array]  # a module [N, hidden] -> [N, hidden]
 Axes = tuple[str | None, ...]  # a logical name per axis; parallel/mesh.py defines which are sharded
@@ -61,7 +62,7 @@ class Recur(Attend, Protocol):
     def recur(
         self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array | None
     ) -> jax.Array:
-        """The gated delta rule or, without a rate, linear attention; see pallas_kernels/delta_rule.py.
+        """The gated delta rule or, without a rate, linear attention; see `pallas_kernels.recurrence`.
 
         q and k [N, key heads, key_dim], v [N, heads, value_dim], decay and rate [N, heads], all float32 ->
         [N, heads, value_dim]. Value head h uses key head h // (heads / key heads).

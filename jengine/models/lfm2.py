@@ -28,7 +28,7 @@ from jengine.models.llama import Llama
 from jengine.models.pieces import EVERY, Piece, apart
 from jengine.models.qwen3 import Qwen3Attention
 from jengine.models.recurrent import LinearAttention, state_entry
-from pallas_kernels.xla import Rotation
+from pallas_kernels.elementwise.rotary import Rotation
 
 
 class Lfm2Attention(Qwen3Attention):

@@ -36,9 +36,9 @@ from jengine.models.moe import Experts, MixtureOfExperts
 from jengine.models.pieces import EVERY, Piece
 from jengine.models.recurrent import LinearAttention, state_entry
 from jengine.parallel.collectives import all_reduce, shard_index
-from pallas_kernels.activations import ACTIVATIONS
-from pallas_kernels.rows import Sum, array_of
-from pallas_kernels.xla import Rotation
+from pallas_kernels.elementwise.activations import ACTIVATIONS
+from pallas_kernels.elementwise.rotary import Rotation
+from pallas_kernels.products.rows import Sum, array_of
 
 EPSILON = 1e-6  # of the norm over all heads
 FULL, LINEAR = "full_attention", "linear_attention"

@@ -30,7 +30,7 @@ from jengine.models.layers import (
 )
 from jengine.models.pieces import Piece
 from jengine.models.rope import local_rope, rope
-from pallas_kernels.xla import Rotation
+from pallas_kernels.elementwise.rotary import Rotation
 
 
 class Llama(nnx.Module):

@@ -21,9 +21,9 @@ from jengine.models.layers import Attend, Block, GatedMlp, Layer, RMSNorm, dense
 from jengine.models.llama import Llama
 from jengine.models.moe import Experts, MixtureOfExperts, has_experts
 from jengine.models.pieces import EVERY, Piece
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
-from pallas_kernels.xla import Rotation
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.cache.qkv import Qkv, QkvProduct, QueriesOnly
+from pallas_kernels.elementwise.rotary import Rotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

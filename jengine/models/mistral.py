@@ -13,9 +13,9 @@ from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import decoder, rope_fields, window_everywhere
 from jengine.models.layers import Attend
 from jengine.models.llama import Llama
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
-from pallas_kernels.xla import Rotation
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.cache.qkv import Qkv, QkvProduct, QueriesOnly
+from pallas_kernels.elementwise.rotary import Rotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,12 +21,12 @@ from jengine.models.llama import Llama
 from jengine.models.pieces import EVERY, Piece
 from jengine.models.qwen3 import Qwen3
 from jengine.parallel.collectives import DATA, TENSOR, all_reduce, gather_rows, reduce_scatter, shard_index
-from pallas_kernels.activations import gated
 from pallas_kernels.devices import traced_for
-from pallas_kernels.groups import counted, grouped
-from pallas_kernels.product_dispatch import grouped_product, why_grouped_product_unsupported
-from pallas_kernels.product_support import why_sizes_unsupported
-from pallas_kernels.products import Weight
+from pallas_kernels.elementwise.activations import gated
+from pallas_kernels.products.dispatch import grouped_product, why_grouped_product_unsupported
+from pallas_kernels.products.groups import counted, grouped
+from pallas_kernels.products.support import why_sizes_unsupported
+from pallas_kernels.products.weight import Weight
 
 MAX_EXPERTS = 4096
 MAX_BLOCK = 64  # maximum rows per block

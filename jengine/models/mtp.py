@@ -19,7 +19,7 @@ from jengine.models.llama import Llama
 from jengine.models.moe import MixtureOfExperts
 from jengine.models.pieces import Piece
 from jengine.models.recurrent import LinearAttention
-from pallas_kernels.rows import array_of
+from pallas_kernels.products.rows import array_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

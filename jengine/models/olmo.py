@@ -25,7 +25,7 @@ from jengine.models.llama import Llama
 from jengine.models.pieces import apart, qkv_parts
 from jengine.models.residuals import ResultNormLayer
 from jengine.parallel.collectives import all_reduce
-from pallas_kernels.qkv import Qkv, QkvProduct
+from pallas_kernels.cache.qkv import Qkv, QkvProduct
 
 
 class OlmoAttention(Attention):

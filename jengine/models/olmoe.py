@@ -15,7 +15,7 @@ from jengine.models.layers import Block
 from jengine.models.llama import Llama
 from jengine.models.moe import Experts, MixtureOfExperts
 from jengine.models.olmo import OlmoAttention
-from pallas_kernels.qkv import Qkv, QkvProduct
+from pallas_kernels.cache.qkv import Qkv, QkvProduct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,8 @@ from jengine.models.layers import (
     vocabulary,
 )
 from jengine.models.pieces import Piece
-from pallas_kernels.rows import Sum, array_of
-from pallas_kernels.xla import Rotation
+from pallas_kernels.elementwise.rotary import Rotation
+from pallas_kernels.products.rows import Sum, array_of
 
 OFFSET = 2  # rows of the position table before position 0
 

@@ -12,7 +12,7 @@ from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder
 from jengine.models.layers import Attention, RMSNorm
 from jengine.models.llama import Llama, qwen_windows
-from pallas_kernels.qkv import HeadNorm, QkvProduct
+from pallas_kernels.cache.qkv import HeadNorm, QkvProduct
 
 
 class Qwen3Attention(Attention):

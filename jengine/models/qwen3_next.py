@@ -37,7 +37,7 @@ from jengine.models.pieces import EVERY, Part, Piece, heads, qkv_parts
 from jengine.models.qwen3 import Qwen3Attention
 from jengine.models.recurrent import LinearAttention, state_entry
 from jengine.parallel.collectives import all_reduce
-from pallas_kernels.xla import Rotation
+from pallas_kernels.elementwise.rotary import Rotation
 
 EPSILON = 1e-6  # for the norms of queries and keys
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import jax
 
 from jengine.models.layers import Attend, Attention, Block, Layer, normed
-from pallas_kernels.rows import Sum, array_of
-from pallas_kernels.xla import Rotation
+from pallas_kernels.elementwise.rotary import Rotation
+from pallas_kernels.products.rows import Sum, array_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jengine.models.config import ModelConfig
 from jengine.models.config_parts import RopeScaling
-from pallas_kernels.xla import Rotation
+from pallas_kernels.elementwise.rotary import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Rope:
     axes: tuple[int, ...] = ()  # for each frequency: which number of a position it turns with
 
     def cos_sin(self, positions: jax.Array) -> Rotation:
-        """cos and sin for positions int32[N], or int32[axes, N], for `pallas_kernels.xla.rotate`."""
+        """cos and sin for positions int32[N], or int32[axes, N], for `rotate`."""
         places = positions[:, None] if positions.ndim == 1 else positions[jnp.array(self.axes)].T
         angles = places.astype(jnp.float32) * jnp.array(self.frequencies, jnp.float32)
         return jnp.cos(angles) * self.magnitude, jnp.sin(angles) * self.magnitude

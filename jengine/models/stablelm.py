@@ -17,7 +17,7 @@ from jengine.models.layers import Attention, Layer, LayerNorm, param
 from jengine.models.llama import Llama
 from jengine.models.pieces import Piece, heads, qkv_parts
 from jengine.models.residuals import ParallelLayer, ParallelResidual
-from pallas_kernels.qkv import Qkv, QkvProduct
+from pallas_kernels.cache.qkv import Qkv, QkvProduct
 
 
 class HeadLayerNorms(Attention):

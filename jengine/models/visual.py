@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jengine.models.layers import Attend
-from pallas_kernels.rows import Sum
+from pallas_kernels.products.rows import Sum
 
 
 def with_deeper_images(x: jax.Array | Sum, attend: Attend, layer: int) -> jax.Array | Sum:

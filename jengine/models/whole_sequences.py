@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
-from pallas_kernels.xla import Rotation, rotate
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.cache.qkv import Qkv, QkvProduct, QueriesOnly
+from pallas_kernels.elementwise.rotary import Rotation, rotate_by_xla
 
 
 class WholeSequences:
@@ -38,11 +38,11 @@ class WholeSequences:
         options: AttentionOptions,
     ) -> jax.Array:
         if isinstance(qkv, QueriesOnly):
-            q = qkv.q if rotation is None else rotate(qkv.q, rotation)
+            q = qkv.q if rotation is None else rotate_by_xla(qkv.q, rotation)
         else:
             q, k, v = qkv.split()
             if rotation is not None:
-                q, k = rotate(q, rotation), rotate(k, rotation)
+                q, k = rotate_by_xla(q, rotation), rotate_by_xla(k, rotation)
             self._kept[layer] = k, v
         k, v = (array.reshape(self._rows, -1, *array.shape[1:]) for array in self._kept[layer])
         grouped = q.reshape(self._rows, k.shape[1], k.shape[2], -1, q.shape[-1])

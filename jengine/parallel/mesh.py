@@ -12,7 +12,7 @@ from jengine.base.errors import InvalidArgument
 from jengine.parallel.collectives import DATA, TENSOR, Axes
 from jengine.parallel.layout import Layout
 from pallas_kernels.devices import visible_devices
-from pallas_kernels.weights import is_weight, stored
+from pallas_kernels.products.weights import is_weight, stored
 
 Rules = dict[str, Axes]  # the mesh axes that a logical axis lies over; other axes are whole on each device
 RULES: Rules = {"kv_heads": TENSOR, "heads": TENSOR, "ffn": TENSOR, "vocab": TENSOR}

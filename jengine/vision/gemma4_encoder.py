@@ -15,8 +15,8 @@ from jengine.models.layers import exact_matrix, param, unit
 from jengine.models.pieces import Piece
 from jengine.models.rope import Rope
 from jengine.vision.parts import Attention, Linear, RMSNorm, within_segments
-from pallas_kernels.activations import ACTIVATIONS
-from pallas_kernels.xla import Rotation, rotate
+from pallas_kernels.elementwise.activations import ACTIVATIONS
+from pallas_kernels.elementwise.rotary import Rotation, rotate_by_xla
 
 BOUNDS = "input_min", "input_max", "output_min", "output_max"
 
@@ -78,7 +78,7 @@ class Block(nnx.Module):
         def turned(x: jax.Array) -> jax.Array:
             """The first half of a head's channels turns with the column, the second with the row."""
             halves = zip(jnp.split(x, 2, axis=-1), rotations, strict=True)
-            return jnp.concatenate([rotate(half, rotation) for half, rotation in halves], axis=-1)
+            return jnp.concatenate([rotate_by_xla(half, rotation) for half, rotation in halves], axis=-1)
 
         q = self.q(x).reshape(len(x), self.heads, -1)
         k, v = (part(x).reshape(len(x), self.kv_heads, -1) for part in (self.k, self.v))

@@ -13,8 +13,8 @@ from jax import lax
 from jengine.models.layers import dense, exact_matrix, param, value
 from jengine.models.pieces import Piece
 from jengine.models.rope import Rope
-from pallas_kernels.qkv import rms_norm
-from pallas_kernels.xla import Rotation
+from pallas_kernels.elementwise.norm import rms_norm
+from pallas_kernels.elementwise.rotary import Rotation
 
 QUERIES = 256  # whose scores are computed at once
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # q, k, v [N, heads, dim] -> as q

@@ -19,8 +19,8 @@ from jengine.vision.parts import (
 )
 from jengine.vision.qwen import Preparation
 from jengine.vision.qwen_encoder import THETA, Merger, SelfAttention
-from pallas_kernels.activations import ACTIVATIONS
-from pallas_kernels.xla import Rotation
+from pallas_kernels.elementwise.activations import ACTIVATIONS
+from pallas_kernels.elementwise.rotary import Rotation
 
 EPSILON = 1e-6
 WINDOWS = 2**16  # more than an image has

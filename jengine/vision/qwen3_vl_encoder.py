@@ -16,8 +16,8 @@ from jengine.models.pieces import Piece
 from jengine.vision.parts import Attention, LayerNorm, Linear, axial_rotation, within_segments
 from jengine.vision.qwen import Preparation
 from jengine.vision.qwen_encoder import THETA, Merger, SelfAttention
-from pallas_kernels.activations import ACTIVATIONS
-from pallas_kernels.xla import Rotation
+from pallas_kernels.elementwise.activations import ACTIVATIONS
+from pallas_kernels.elementwise.rotary import Rotation
 
 EPSILON = 1e-6
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jengine.vision.parts import Attention, LayerNorm, Linear, RMSNorm
-from pallas_kernels.activations import ACTIVATIONS
-from pallas_kernels.xla import Rotation, rotate
+from pallas_kernels.elementwise.activations import ACTIVATIONS
+from pallas_kernels.elementwise.rotary import Rotation, rotate_by_xla
 
 THETA = 10000.0  # of rotary embedding
 
@@ -21,7 +21,7 @@ class SelfAttention(nnx.Module):
 
     def __call__(self, x: jax.Array, rotation: Rotation, attend: Attention) -> jax.Array:
         q, k, v = jnp.unstack(self.qkv(x).reshape(len(x), 3, self.heads, -1), axis=1)
-        return self.proj(attend(rotate(q, rotation), rotate(k, rotation), v).reshape(x.shape))
+        return self.proj(attend(rotate_by_xla(q, rotation), rotate_by_xla(k, rotation), v).reshape(x.shape))
 
 
 class Merger(nnx.Module):

@@ -12,7 +12,7 @@ from flax import nnx
 from jengine.models.layers import exact_matrix
 from jengine.models.pieces import Piece
 from jengine.vision.parts import Attention, LayerNorm, Linear, within_frames
-from pallas_kernels.activations import ACTIVATIONS
+from pallas_kernels.elementwise.activations import ACTIVATIONS
 
 
 class Block(nnx.Module):

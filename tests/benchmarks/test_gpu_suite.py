@@ -21,8 +21,11 @@ from benchmarks.gpu import correctness, decode, experts, inputs, prefill, produc
 from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.work import LLAMA, Shape, decode_bytes, prefill_operations
-from pallas_kernels import dispatch, latent_dispatch, product_dispatch, timing
-from pallas_kernels.weights import stored
+from pallas_kernels.attention import dispatch
+from pallas_kernels.attention import latent as latent_dispatch
+from pallas_kernels.compilation import timing
+from pallas_kernels.products import dispatch as product_dispatch
+from pallas_kernels.products.weights import stored
 
 pytestmark = pytest.mark.usefixtures("quickly")
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")

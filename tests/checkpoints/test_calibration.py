@@ -21,12 +21,12 @@ from jengine.engine.shapes import describe
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
 from jengine.text.tokenizer import Tokenizer
-from pallas_kernels.gptq import DAMPING, gptq
-from pallas_kernels.groups import grouped
-from pallas_kernels.hadamard import transform
-from pallas_kernels.int4 import Int4, pack, quantize_int4
-from pallas_kernels.quantized import Quantized, dequantize
-from pallas_kernels.weights import is_weight, product
+from pallas_kernels.products.groups import grouped
+from pallas_kernels.products.weights import is_weight, product
+from pallas_kernels.quantization.gptq import DAMPING, gptq
+from pallas_kernels.quantization.hadamard import transform
+from pallas_kernels.quantization.int4 import Int4, pack, quantize_int4
+from pallas_kernels.quantization.quantized import Quantized, dequantize
 from tests.checkpoints.test_quantized_conversion import VARIANT, declared, restored, same
 from tests.golden.weights import max_model_len, write_model
 from tests.models.test_quantization import logits

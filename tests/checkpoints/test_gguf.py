@@ -20,9 +20,9 @@ from jengine.checkpoints.hugging_face import model_config
 from jengine.models import Params, build
 from jengine.models.rope import rope
 from jengine.parallel.mesh import make_mesh
-from pallas_kernels.int4 import Int4
-from pallas_kernels.quantized import Quantized, dequantize
-from pallas_kernels.weights import is_weight
+from pallas_kernels.products.weights import is_weight
+from pallas_kernels.quantization.int4 import Int4
+from pallas_kernels.quantization.quantized import Quantized, dequantize
 from tests.checkpoints.gguf_models import write_gguf
 from tests.golden.weights import VARIANTS, Golden
 from tests.models.test_quantization import logits

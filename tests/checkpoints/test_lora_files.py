@@ -18,7 +18,7 @@ from jengine.execution.adapters import HEADER, AdapterShapes, write
 from jengine.models import Model, build
 from jengine.models.adapters import LoraWeights, sites
 from jengine.parallel.mesh import make_mesh
-from pallas_kernels.adapted import columns_of
+from pallas_kernels.products.adapted import columns_of
 from tests.golden.loras import Lora, lora, write_lora
 from tests.golden.variants import VARIANTS
 

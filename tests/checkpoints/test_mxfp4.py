@@ -18,9 +18,9 @@ from jengine.checkpoints import load, read_config
 from jengine.checkpoints.hugging_face import model_config
 from jengine.models import Params, build
 from jengine.parallel.mesh import make_mesh
-from pallas_kernels.int4 import Int4
-from pallas_kernels.quantized import dequantize
-from pallas_kernels.weights import is_weight
+from pallas_kernels.products.weights import is_weight
+from pallas_kernels.quantization.int4 import Int4
+from pallas_kernels.quantization.quantized import dequantize
 from tests.golden.weights import VARIANTS, weights
 from tests.models.test_quantization import logits
 

@@ -20,9 +20,9 @@ from jengine.models.config import ModelConfig
 from jengine.models.config_parts import Converted, StoredWeights
 from jengine.parallel.mesh import make_mesh
 from jengine.serving.processes.engines import model_engine
-from pallas_kernels.int4 import Int4
-from pallas_kernels.quantized import Quantized
-from pallas_kernels.weights import is_weight
+from pallas_kernels.products.weights import is_weight
+from pallas_kernels.quantization.int4 import Int4
+from pallas_kernels.quantization.quantized import Quantized
 from tests.batch_mocks import make_tokenizer
 from tests.engine.running import SMALL
 from tests.golden.weights import write_model

@@ -19,9 +19,9 @@ from jengine.engine.shapes import describe
 from jengine.models import Params, build
 from jengine.models.config_parts import StoredWeights
 from jengine.parallel.mesh import make_mesh
-from pallas_kernels.int4 import Int4
-from pallas_kernels.quantized import Quantized, dequantize
-from pallas_kernels.weights import is_weight
+from pallas_kernels.products.weights import is_weight
+from pallas_kernels.quantization.int4 import Int4
+from pallas_kernels.quantization.quantized import Quantized, dequantize
 from tests.checkpoints.quantized_models import (
     VARIANT,
     Quantizer,

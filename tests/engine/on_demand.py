@@ -43,7 +43,8 @@ from tests.compiling import QUICK
 from tests.engine.running import Estimates
 
 NAME = "program"  # in its folder
-IMPORTED = re.compile(r"^\s*from pallas_kernels\.(?!cpu\b)(\w+) import", re.MULTILINE)
+CPU_KERNELS = "llvm/*.*", "*/cpu/*.*", "*/cpu.py"
+IMPORTED = re.compile(r"^\s*from pallas_kernels\.([\w.]+) import", re.MULTILINE)
 MOST_READY = 64  # a process has 65,530 memory maps, and a program needs hundreds
 
 
@@ -137,10 +138,10 @@ def kernels_digest() -> str:
 
 
 def kernel_sources(folder: Path) -> list[Path]:
-    """The files of pallas_kernels/cpu, and the other modules of pallas_kernels that they import."""
-    own = [file for file in (folder / "cpu").iterdir() if file.is_file()]
-    imported = {name for file in own for name in IMPORTED.findall(file.read_text())}
-    return sorted({*own, *(folder / f"{name}.py" for name in imported)})
+    """The files of kernels for CPUs, and the other modules of pallas_kernels that they import."""
+    kernels = {file for pattern in CPU_KERNELS for file in folder.glob(pattern)}
+    imported = {name.replace(".", "/") for file in kernels for name in IMPORTED.findall(file.read_text())}
+    return sorted(kernels | {file for name in imported if (file := folder / f"{name}.py").exists()})
 
 
 def _store(digest: str) -> ProgramStore:

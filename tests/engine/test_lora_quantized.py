@@ -19,11 +19,11 @@ from jengine.core.request import MAX_LOGPROBS, SamplingParams
 from jengine.engine.engine import Engine
 from jengine.models import Params, build
 from jengine.parallel.mesh import make_mesh
-from pallas_kernels.groups import Groups
-from pallas_kernels.plain import Plain
-from pallas_kernels.products import Weight
-from pallas_kernels.rows import Rows, array_of
-from pallas_kernels.weights import is_weight, stored
+from pallas_kernels.products.groups import Groups
+from pallas_kernels.products.plain import Plain
+from pallas_kernels.products.rows import Rows, array_of
+from pallas_kernels.products.weight import Weight
+from pallas_kernels.products.weights import is_weight, stored
 from tests.engine.loras import TARGETS, load, prompts, run_adapted
 from tests.engine.test_lora import LORA
 from tests.golden.loras import SETTINGS, lora, write_merged

@@ -104,7 +104,11 @@ def engine(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) -
     variant, form, options = request.param
     with pytest.MonkeyPatch.context() as patch:
         if form == "xla":
-            for module in ("pallas_kernels.products", "jengine.execution.spec", "jengine.engine.shapes"):
+            for module in (
+                "pallas_kernels.devices",
+                "jengine.execution.spec",
+                "jengine.engine.shapes",
+            ):
                 patch.setattr(f"{module}.cpu_refused", lambda: "XLA's form is wanted")
         # what is patched must last until all is compiled
         engine: Engine = make_engine(variant, whole=form == "xla", speculative_config="none", **options)

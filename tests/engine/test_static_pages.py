@@ -60,7 +60,7 @@ def test_no_loop_of_unknown_length(
     without kernels.
     """
     spec = make_engine().runner.spec  # type: ignore[attr-defined]
-    monkeypatch.setattr("pallas_kernels.products.cpu_refused", lambda: "XLA's form is wanted")
+    monkeypatch.setattr("pallas_kernels.devices.cpu_refused", lambda: "XLA's form is wanted")
     static = dataclasses.replace(spec, table=dataclasses.replace(spec.table, page_buckets=(4, 12)))
 
     def loops(of: object, key: TrunkKey) -> tuple[int, int]:

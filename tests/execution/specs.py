@@ -18,8 +18,8 @@ from jengine.models.config import ModelConfig
 from jengine.parallel.layout import Layout
 from jengine.parallel.mesh import make_mesh, stage_meshes
 from jengine.table.program_table import ProgramTable
-from pallas_kernels.grouped_product import splits_of
-from pallas_kernels.tuning import CORES
+from pallas_kernels.products.hopper.grouped_product import splits_of
+from pallas_kernels.targets import CORES
 from tests.golden.weights import VARIANTS
 
 

@@ -30,8 +30,8 @@ from jengine.parallel.collectives import TENSOR, all_reduce
 from jengine.parallel.mesh import make_mesh
 from jengine.scheduling.step_plan import Span, StepPlan
 from jengine.table.program_table import ProgramTable, TrunkKey
-from pallas_kernels.cpu import choice
 from pallas_kernels.devices import batch_invariant
+from pallas_kernels.products import choice
 from tests.execution.test_sampler import GREEDY_ROW, Row, stacked
 from tests.golden.weights import VARIANTS
 

@@ -10,7 +10,7 @@ from jengine.execution.compile_job import Job, Target
 from jengine.execution.program_store import XZ
 from jengine.parallel.mesh import make_mesh
 from jengine.table.program_table import SamplerKey
-from pallas_kernels import ahead_of_time
+from pallas_kernels.compilation import ahead_of_time
 from tests.execution.test_gpu_programs import described
 from tests.extras import compiler_for_gpus
 

@@ -28,10 +28,11 @@ from jengine.models.moe import MixtureOfExperts
 from jengine.parallel.mesh import make_mesh
 from jengine.table.pages import SWAPS
 from jengine.table.program_table import TrunkKey
-from pallas_kernels import ahead_of_time, tuning
-from pallas_kernels.four_bits import FourBits
-from pallas_kernels.groups import GRID
-from pallas_kernels.weights import is_weight
+from pallas_kernels.attention import work_list
+from pallas_kernels.compilation import ahead_of_time
+from pallas_kernels.products.four_bits import FourBits
+from pallas_kernels.products.groups import GRID
+from pallas_kernels.products.weights import is_weight
 from tests.compiling import compiled_with_thunks
 from tests.execution.specs import draft_config, partial_sums, temporaries_bound
 from tests.extras import compiler_for_gpus
@@ -276,7 +277,7 @@ def check_layer(model: dict[str, Any], keys: list[TrunkKey], more: int) -> None:
         assert program.launches == 1
         # rows of a sequence read its pages together: a part that ends at a border has eight rows' results
         slots = {one.results[1].shape[0] for one, _, _ in program.program.kernels() if DECODE in one.source}
-        borders = tuning.decode_blocks("bfloat16", HEADS["head_dim"], None) - 1
+        borders = work_list.decode_blocks("bfloat16", HEADS["head_dim"], None) - 1
         assert slots == {8 * borders + 8 * HEADS["num_key_value_heads"]}
         assert third - second <= KERNELS[program.key] + more, kernels[second:third]
 

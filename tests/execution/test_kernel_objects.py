@@ -15,7 +15,7 @@ from jengine.execution import kernel_objects
 from jengine.execution.cache_folders import STALE, kernel_folders
 from jengine.execution.kernel_objects import HASH, KernelObjects, keep_kernels
 
-native = pytest.importorskip("pallas_kernels.cpu.native")
+native = pytest.importorskip("pallas_kernels.llvm.native")
 SEVEN = "define i64 @answer() {\n  ret i64 7\n}\n"
 
 

@@ -13,7 +13,7 @@ from jengine.engine.shapes import describe
 from jengine.execution.kernels import decode_refused
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
-from pallas_kernels import ahead_of_time
+from pallas_kernels.compilation import ahead_of_time
 from tests.extras import compiler_for_gpus
 from tests.golden.weights import VARIANTS
 

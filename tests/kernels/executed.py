@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.ahead_of_time import device, lower_for
+from pallas_kernels.compilation.ahead_of_time import device, lower_for
 from tests.kernels.interpreted import Runner
 from tools.ptx_machine.emulate import Emulation, Run
 from tools.ptx_machine.findings import Finding

@@ -18,8 +18,8 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.quantized import Quantized
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.quantization.quantized import Quantized
 from tests.compiling import quickly_compiled
 from tests.kernels import semaphores_model
 

@@ -57,7 +57,7 @@ SEMAPHORES = Semaphores()  # one, since programs that have been traced refer to 
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Interprets `pallas_kernels.semaphores`. In the end all semaphores must be zero."""
+    """Interprets `pallas_kernels.mosaic.semaphores`. In the end all semaphores must be zero."""
     SEMAPHORES.counts.clear()
     SEMAPHORES.clocks.clear()
 

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.adapted import Adapted, Stack
-from pallas_kernels.groups import grouped
-from pallas_kernels.int4 import quantize_int4
-from pallas_kernels.quantized import quantize
-from pallas_kernels.weights import weight_of
+from pallas_kernels.products.adapted import Adapted, Stack
+from pallas_kernels.products.groups import grouped
+from pallas_kernels.products.weights import weight_of
+from pallas_kernels.quantization.int4 import quantize_int4
+from pallas_kernels.quantization.quantized import quantize
 
 ROWS, PLACES, COLUMNS, INPUTS = 5, 3, 16, 128
 OUTS = 4, 6  # [4, 6, inputs], in parts of the second axis: 2 of the first, 3 of the second, 1 of the first

@@ -35,10 +35,11 @@ from kernel_facts import (
     prefill,
 )
 
-from pallas_kernels import dispatch
-from pallas_kernels.ahead_of_time import KernelFacts, device, kernel_facts, lower_for
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.qkv import QkvProduct
+from pallas_kernels.attention import dispatch
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.cache import dispatch as cache_dispatch
+from pallas_kernels.cache.qkv import QkvProduct
+from pallas_kernels.compilation.ahead_of_time import KernelFacts, device, kernel_facts, lower_for
 from tests.extras import compiler_for_gpus
 
 compiler_for_gpus()
@@ -255,9 +256,11 @@ def test_a_step_updates_its_cache_in_place_in_its_kernels(kind: str, layers: int
         where = tables[jnp.arange(rows), last // 64], last % 64
         kernel: Any = {"impl": "mosaic", "device": h200}
         for layer, (k, v) in enumerate(caches):
-            k, v = dispatch.copy_pages(k, v, lengths, lengths + rows, **kernel)
+            k, v = cache_dispatch.copy_pages(k, v, lengths, lengths + rows, **kernel)
             product = QkvProduct(qkv, 4)
-            (q, _), (k, v) = dispatch.kv_write(k, v, product, *where, rows=rows, rotation=rotation, **kernel)
+            (q, _), (k, v) = cache_dispatch.kv_write(
+                k, v, product, *where, rows=rows, rotation=rotation, **kernel
+            )
             caches[layer] = k, v
             got = dispatch.paged_attention_decode(q, k, v, tables, lengths, AttentionOptions(0.1), **kernel)
             qkv = qkv.at[:, :, :4].add(got.reshape(rows, kv_heads, 4, 128))

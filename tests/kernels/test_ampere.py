@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from kernel_facts import AMPERE, AMPERE_CASES, AMPERE_THREADS, facts_elsewhere
 
-from pallas_kernels import reference
-from pallas_kernels.ampere import (
+from pallas_kernels.attention import reference
+from pallas_kernels.attention.ampere import (
     BLOCKS_TO_FILL,
     SPLIT_TOKENS,
     default_splits,

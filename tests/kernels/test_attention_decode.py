@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 from kernel_facts import CASES
 
-from pallas_kernels import reference, tuning
-from pallas_kernels.attention_decode import paged_attention_decode
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.quantized import dequantize, movable, quantize
-from pallas_kernels.work_list import even_work, fixed_work, most_rows
+from pallas_kernels import targets
+from pallas_kernels.attention import reference
+from pallas_kernels.attention.hopper.decode import paged_attention_decode
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.attention.work_list import even_work, fixed_work, most_rows
+from pallas_kernels.quantization.quantized import dequantize, movable, quantize
 from tests.kernels.interpreted import (
     INTERPRETED,
     RACES,
@@ -296,5 +297,5 @@ def test_the_grid_does_not_depend_on_the_row_bucket() -> None:
         for function, args in (CASES["head dim 128"], CASES["head dim 128, 256 rows"])
     )
     grids = re.findall(r"\bgrid=(\(.*?\))", few)
-    assert grids == [f"({tuning.CORES},)"]  # two pairs of warpgroups a block
+    assert grids == [f"({targets.CORES},)"]  # two pairs of warpgroups a block
     assert grids == re.findall(r"\bgrid=(\(.*?\))", many)

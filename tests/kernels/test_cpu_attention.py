@@ -14,15 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import dispatch, reference
-from pallas_kernels.cpu import attention, calls, native, team
-from pallas_kernels.cpu.attention import paged_attention_decode, paged_attention_prefill
-from pallas_kernels.cpu.attention_blocks import BYTES, power_of_two
-from pallas_kernels.cpu.attention_form import form
-from pallas_kernels.cpu.attention_kernel import source
-from pallas_kernels.cpu.code import Code
-from pallas_kernels.cpu.types import F32, I64, LANES, PTR, vector
-from pallas_kernels.options import AttentionOptions
+from pallas_kernels.attention import dispatch, reference
+from pallas_kernels.attention.cpu import attention
+from pallas_kernels.attention.cpu.attention import paged_attention_decode, paged_attention_prefill
+from pallas_kernels.attention.cpu.blocks import BYTES
+from pallas_kernels.attention.cpu.form import form
+from pallas_kernels.attention.cpu.kernel import source
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.llvm import calls, native, team
+from pallas_kernels.llvm.code import Code
+from pallas_kernels.llvm.math import power_of_two
+from pallas_kernels.llvm.types import F32, I64, LANES, PTR, vector
 from tests.kernels.interpreted import Cache, cache, only_what_is_seen, options_of
 from tests.kernels.test_attention_decode import BOTH, CAP, PLAIN, SINKS, WINDOW, Ways, eight_bits
 from tests.kernels.test_masked import SETS, X86, runs_here

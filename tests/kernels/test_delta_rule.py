@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import delta_rule
+from pallas_kernels.recurrence import delta_rule
 
 HEADS, KEY, VALUE = 3, 16, 8
 

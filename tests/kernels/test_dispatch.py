@@ -12,12 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import ampere, attention_decode, attention_prefill, dispatch, tuning, xla
-from pallas_kernels.cpu import attention
-from pallas_kernels.dispatch import paged_attention_decode, why_decode_unsupported
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.qkv import Qkv, QkvProduct
-from pallas_kernels.quantized import movable, quantize
+from pallas_kernels.attention import ampere, dispatch, work_list, xla
+from pallas_kernels.attention.cpu import attention
+from pallas_kernels.attention.dispatch import paged_attention_decode, why_decode_unsupported
+from pallas_kernels.attention.hopper import decode as attention_decode
+from pallas_kernels.attention.hopper import prefill as attention_prefill
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.cache import dispatch as cache_dispatch
+from pallas_kernels.cache import xla as cache_xla
+from pallas_kernels.cache.qkv import Qkv, QkvProduct
+from pallas_kernels.quantization.quantized import movable, quantize
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 AMPERE: Any = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
@@ -106,7 +110,7 @@ def test_a_cpu_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(run(impl=impl), want)
     with pytest.raises(ValueError, match="impl='llvm': device=NVIDIA H200: Mosaic's kernels are for GPUs"):
         run(impl="llvm", device=HOPPER)
-    monkeypatch.setattr("pallas_kernels.products.cpu_refused", lambda: "llvmlite is not installed")
+    monkeypatch.setattr("pallas_kernels.devices.cpu_refused", lambda: "llvmlite is not installed")
     np.testing.assert_array_equal(run(), run(impl="xla"))
     with pytest.raises(ValueError, match="impl='llvm': llvmlite is not installed"):
         run(impl="llvm")
@@ -119,14 +123,15 @@ def test_xla_takes_what_it_was_given(impl: Any) -> None:
     rotation = jnp.full((2, 32), 0.5), jnp.full((2, 32), 0.1)
     prefill: Any = (q[:, None], k, v, jnp.asarray(TABLES), jnp.array([4, 0]), jnp.array([1, 1]))
     ways: Any = {"options": replace(OPTIONS, soft_cap=4.0), "pages": 2}
-    calls: list[tuple[str, Any, Any]] = [
-        ("paged_attention_prefill", prefill, ways),
-        ("kv_write", (k, v, *new), {"rows": 1, "rotation": rotation}),
-        ("copy_pages", (k, v, jnp.array([1]), jnp.array([4])), {}),
+    written = {"rows": 1, "rotation": rotation}
+    calls: list[tuple[Any, Any, Any, Any]] = [
+        (dispatch.paged_attention_prefill, xla.paged_attention_prefill, prefill, ways),
+        (cache_dispatch.kv_write, cache_xla.kv_write, (k, v, *new), written),
+        (cache_dispatch.copy_pages, cache_xla.copy_pages, (k, v, jnp.array([1]), jnp.array([4])), {}),
     ]
-    for name, args, how in calls:
-        want = getattr(xla, name)(*args, **how)
-        jax.tree.map(np.testing.assert_array_equal, getattr(dispatch, name)(*args, **how, impl=impl), want)
+    for chosen, by_xla, args, options in calls:
+        want = by_xla(*args, **options)
+        jax.tree.map(np.testing.assert_array_equal, chosen(*args, **options, impl=impl), want)
 
 
 def test_a_choice_that_cannot_be_met_is_an_error() -> None:
@@ -137,8 +142,8 @@ def test_a_choice_that_cannot_be_met_is_an_error() -> None:
     q, k, v = arrays()
     where = jnp.zeros(2, jnp.int32), jnp.zeros(2, jnp.int32)
     calls: list[tuple[Any, Any]] = [
-        (partial(dispatch.kv_write, rows=2), (k, v, Qkv(q, q[:, :2], q[:, :2]), *where)),
-        (dispatch.copy_pages, (k, v, *where)),
+        (partial(cache_dispatch.kv_write, rows=2), (k, v, Qkv(q, q[:, :2], q[:, :2]), *where)),
+        (cache_dispatch.copy_pages, (k, v, *where)),
     ]
     for function, args in calls:
         with pytest.raises(ValueError, match="impl='mosaic': device=cpu"):
@@ -153,15 +158,15 @@ def test_what_the_writing_kernel_takes() -> None:
     q, k, v = arrays()
     new = Qkv(q, q[:, :2], q[:, :2])
     half = QkvProduct(jnp.zeros((2, 2, 6, 64), jnp.float16), 4)
-    assert dispatch.why_kv_write_unsupported(k, v, new, device=HOPPER) is None
+    assert cache_dispatch.why_kv_write_unsupported(k, v, new, device=HOPPER) is None
     assert (
-        dispatch.why_kv_write_unsupported(*(x.astype(jnp.float16) for x in (k, v)), half, device=HOPPER)
+        cache_dispatch.why_kv_write_unsupported(*(x.astype(jnp.float16) for x in (k, v)), half, device=HOPPER)
         is None
     )
     int8, fp8 = movable(quantize(k, "int8")), movable(quantize(v, "float8_e4m3fn"))
     for pages in (int8, fp8):
-        assert dispatch.why_kv_write_unsupported(pages, pages, new, device=HOPPER) is None
-        assert dispatch.why_copy_pages_unsupported(pages, pages, device=HOPPER) is None
+        assert cache_dispatch.why_kv_write_unsupported(pages, pages, new, device=HOPPER) is None
+        assert cache_dispatch.why_copy_pages_unsupported(pages, pages, device=HOPPER) is None
     refusals: list[tuple[Any, str]] = [
         ((k, v, new._replace(q=q.astype(jnp.float32))), "qkv=float32: the kernel takes bfloat16 and float16"),
         ((k, v, half), "qkv=float16: the kernel takes the cache's dtype, bfloat16"),
@@ -170,7 +175,7 @@ def test_what_the_writing_kernel_takes() -> None:
         ((k[..., :32], v[..., :32], new), "head_dim=32"),
     ]
     for args, reason in refusals:
-        assert str(dispatch.why_kv_write_unsupported(*args, device=HOPPER)).startswith(reason)
+        assert str(cache_dispatch.why_kv_write_unsupported(*args, device=HOPPER)).startswith(reason)
 
 
 @pytest.mark.parametrize("impl", ["auto", "mosaic"])
@@ -204,7 +209,7 @@ def test_work_lists_are_for_hopper_and_as_batch_invariance_asks() -> None:
         for fixed in (False, True)
     )
     assert even is not None and fixed is not None
-    assert even.blocks == fixed.blocks == tuning.decode_blocks(str(k.dtype), k.shape[-1], HOPPER)
+    assert even.blocks == fixed.blocks == work_list.decode_blocks(str(k.dtype), k.shape[-1], HOPPER)
     assert len(even.joins) == even.blocks and len(fixed.joins) == len(lengths) * k.shape[1]
     assert even.most_rows == fixed.most_rows == 1
 
@@ -244,7 +249,7 @@ def test_ampere_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(
         why_decode_unsupported(q, *(quantize(pages, "int8") for pages in (k, v)), device=AMPERE)
     ).startswith("k_pages=int8")
-    assert str(dispatch.why_kv_write_unsupported(k, v, Qkv(q, k[0], v[0]), device=AMPERE)).startswith(
+    assert str(cache_dispatch.why_kv_write_unsupported(k, v, Qkv(q, k[0], v[0]), device=AMPERE)).startswith(
         "device=NVIDIA A100"
     )
     given: list[str] = []

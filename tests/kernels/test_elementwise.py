@@ -15,10 +15,13 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import activations, dispatch, xla
-from pallas_kernels.activations import gated
-from pallas_kernels.cpu import calls, elementwise, native
-from pallas_kernels.qkv import QkvProduct, rms_norm
+from pallas_kernels.cache import dispatch as cache_dispatch
+from pallas_kernels.cache.qkv import QkvProduct
+from pallas_kernels.elementwise import activations, rotary
+from pallas_kernels.elementwise import cpu as elementwise
+from pallas_kernels.elementwise.activations import gated
+from pallas_kernels.elementwise.norm import rms_norm
+from pallas_kernels.llvm import calls, native
 from tests.kernels.interpreted import normal
 from tests.kernels.test_masked import SETS, X86, runs_here
 
@@ -82,7 +85,9 @@ def test_the_cache_gets_the_keys_of_a_product() -> None:
     rows, angles = normal((3, 2, 4, 32), 0), rotation(3, 16)
     pages, where = jnp.zeros((4, 2, 4, 32)), (jnp.arange(1, 4), jnp.arange(3))
     write = jax.jit(
-        lambda rows: dispatch.kv_write(pages, pages, QkvProduct(rows, 2), *where, rows=2, rotation=angles)
+        lambda rows: cache_dispatch.kv_write(
+            pages, pages, QkvProduct(rows, 2), *where, rows=2, rotation=angles
+        )
     ).lower(rows)
     assert "jengine_rotate_qkv" in write.as_text()
     (decoding, prompts), (keys, values) = write.compile()(rows)
@@ -97,7 +102,7 @@ def test_rotations_that_no_kernel_takes_are_xla_s() -> None:
     for dtype, dim, pairs in ("float16", 64, 32), ("float32", 16, 8), ("float32", 40, 16):
         assert elementwise.why_no_rotation(dtype, dim, pairs) is not None
         x, angles = normal((3, 2, dim), 0, dtype), rotation(3, pairs)
-        np.testing.assert_array_equal(dispatch.rotate(x, angles), xla.rotate(x, angles))
+        np.testing.assert_array_equal(rotary.rotate(x, angles), rotary.rotate_by_xla(x, angles))
     assert elementwise.why_no_rotation("bfloat16", 64, 32) is None
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ahead_of_time import device, lower_for
+from pallas_kernels.compilation.ahead_of_time import device, lower_for
 from tests.extras import compiler_for_gpus
 from tests.kernels.test_ahead_of_time import half_moved
 from tools.ptx_machine.emulate import Emulation

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.grouped_product import grouped_product, splits_of
-from pallas_kernels.groups import GRID, Groups, block_rows, grouped, one_group, out_per_block
-from pallas_kernels.quantized import GROUP, Quantized, dequantize, quantize
+from pallas_kernels.products.groups import GRID, Groups, block_rows, grouped, one_group, out_per_block
+from pallas_kernels.products.hopper.grouped_product import grouped_product, splits_of
+from pallas_kernels.quantization.quantized import GROUP, Quantized, dequantize, quantize
 from tests.kernels.interpreted import INTERPRETED, RACES, Runner, interpret, largest_error
 
 

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import products
-from pallas_kernels.cpu import calls, native
-from pallas_kernels.cpu import products as cpu_products
-from pallas_kernels.cpu.formats import processor
-from pallas_kernels.cpu.int4 import int4_module
-from pallas_kernels.cpu.kinds import INPUTS
-from pallas_kernels.int4 import (
+from pallas_kernels.llvm import calls, native
+from pallas_kernels.llvm.formats import processor
+from pallas_kernels.llvm.kinds import INPUTS
+from pallas_kernels.products.cpu import products as cpu_products
+from pallas_kernels.products.cpu.int4 import int4_module
+from pallas_kernels.products.weight import form_key, forms_of
+from pallas_kernels.products.weights import prepare, product, stored
+from pallas_kernels.quantization.int4 import (
     E2M1,
     GROUPS,
     HIGHEST,
@@ -32,9 +33,7 @@ from pallas_kernels.int4 import (
     quantize_int4,
     words,
 )
-from pallas_kernels.products import form_key, forms_of
-from pallas_kernels.quantized import dequantize
-from pallas_kernels.weights import prepare, product, stored
+from pallas_kernels.quantization.quantized import dequantize
 from tests.kernels.interpreted import normal
 from tests.kernels.test_masked import SETS, runs_here
 
@@ -303,7 +302,7 @@ def test_a_gpu_gets_xlas_form() -> None:
 
 
 def test_without_llvmlite_xla_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "cpu_refused", lambda: "llvmlite is not installed")
+    monkeypatch.setattr("pallas_kernels.devices.cpu_refused", lambda: "llvmlite is not installed")
     weight, wide = packed(4, 64, 64, offset=False)
     lowered = jax.jit(product).lower(jnp.ones((1, 64)), weight)
     assert "jengine" not in lowered.as_text()

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.cpu import calls, native
-from pallas_kernels.cpu import products as cpu_products
-from pallas_kernels.cpu.int4_bytes import int4_bytes_module
-from pallas_kernels.cpu.kinds import INPUTS
-from pallas_kernels.groups import grouped
-from pallas_kernels.hadamard import block_of, transform
-from pallas_kernels.int4 import GROUPS, HIGHEST, LOWEST, Int4, pack, quantize_int4, wide
-from pallas_kernels.products import form_key, forms_of
-from pallas_kernels.quantized import dequantize, quantize
-from pallas_kernels.weights import product, stored
+from pallas_kernels.llvm import calls, native
+from pallas_kernels.llvm.kinds import INPUTS
+from pallas_kernels.products.cpu import products as cpu_products
+from pallas_kernels.products.cpu.int4_bytes import int4_bytes_module
+from pallas_kernels.products.groups import grouped
+from pallas_kernels.products.weight import form_key, forms_of
+from pallas_kernels.products.weights import product, stored
+from pallas_kernels.quantization.hadamard import block_of, transform
+from pallas_kernels.quantization.int4 import GROUPS, HIGHEST, LOWEST, Int4, pack, quantize_int4, wide
+from pallas_kernels.quantization.quantized import dequantize, quantize
 from tests.kernels.interpreted import normal
 from tests.kernels.test_masked import SETS, runs_here
 

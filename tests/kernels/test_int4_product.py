@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from jax.experimental.mosaic import gpu as mgpu
 
-from pallas_kernels.groups import Groups, grouped
-from pallas_kernels.int4 import E2M1, KINDS, SCALES, TILE, WORDS, Int4, pack
-from pallas_kernels.int4_product import grouped_int4_product, int4_product, splits_of
-from pallas_kernels.int4_registers import SCALE_TILING, STEP, WORD_TILING, factor, numbers
+from pallas_kernels.products.groups import Groups, grouped
+from pallas_kernels.products.hopper.int4_product import grouped_int4_product, int4_product, splits_of
+from pallas_kernels.products.hopper.int4_registers import SCALE_TILING, STEP, WORD_TILING, factor, numbers
+from pallas_kernels.quantization.int4 import E2M1, KINDS, SCALES, TILE, WORDS, Int4, pack
 from tests.kernels.interpreted import INTERPRETED, RACES, Runner, interpret, largest_error
 from tests.kernels.test_int4 import packed
 

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import reference, tuning
-from pallas_kernels.latent_decode import head_blocks, latent_attention_decode
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.work_list import even_work, fixed_work
+from pallas_kernels import targets
+from pallas_kernels.attention import reference
+from pallas_kernels.attention.hopper.latent import head_blocks, latent_attention_decode
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.attention.work_list import even_work, fixed_work
 from tests.kernels.interpreted import INTERPRETED, Runner, cache, largest_error
 from tests.kernels.semaphores_model import at_once
 
@@ -112,4 +113,4 @@ def test_the_grid_does_not_depend_on_the_row_bucket() -> None:
         attend = partial(latent_attention_decode, options=AttentionOptions(0.1), rank=128)
         return re.findall(r"\bgrid=(\(.*?\))", str(jax.make_jaxpr(attend)(q, pages, tables, lengths)))
 
-    assert grids(8) == grids(256) == [f"({tuning.CORES},)"]
+    assert grids(8) == grids(256) == [f"({targets.CORES},)"]

@@ -10,15 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dispatch, latent_decode, tuning
-from pallas_kernels.latent_dispatch import (
+from pallas_kernels import targets
+from pallas_kernels.attention import dispatch
+from pallas_kernels.attention.hopper import latent as latent_decode
+from pallas_kernels.attention.latent import (
     latent_attention_decode,
     latent_attention_prefill,
     latent_decode_work,
     why_latent_decode_unsupported,
 )
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.quantized import movable, quantize
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.quantization.quantized import movable, quantize
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 AMPERE: Any = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
@@ -121,7 +123,7 @@ def test_a_work_list_has_a_pair_for_each_64_heads() -> None:
     lengths = jnp.asarray([640, 0, 64])
     assert latent_decode_work(16, lengths) is latent_decode_work(16, lengths, device=AMPERE) is None
     work = jax.jit(lambda lengths: latent_decode_work(96, lengths, device=HOPPER))(lengths)
-    assert work is not None and work.blocks == tuning.CORES
+    assert work is not None and work.blocks == targets.CORES
     assert int(work.items[:, 3].sum()) == 2 * 11  # tiles
     blocks = {heads: latent_decode.head_blocks(heads) for heads in (16, 20, 64, 96, 128)}
     # whole tiles of 8 rows

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import pytest
 from jax._src.pallas.mosaic_gpu import lowering
 
-from pallas_kernels import ahead_of_time, lowered
-from pallas_kernels.attention_decode import paged_attention_decode
-from pallas_kernels.copy_pages import copy_pages
-from pallas_kernels.kv_write import kv_write
-from pallas_kernels.lowered import keep_modules, reused
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.qkv import Qkv
+from pallas_kernels.attention.hopper.decode import paged_attention_decode
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.cache.hopper_copy import copy_pages
+from pallas_kernels.cache.hopper_write import kv_write
+from pallas_kernels.cache.qkv import Qkv
+from pallas_kernels.compilation import ahead_of_time, lowered
+from pallas_kernels.compilation.lowered import keep_modules, reused
 from tests.extras import compiler_for_gpus
 
 compiler_for_gpus()

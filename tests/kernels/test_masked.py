@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cpu import calls, multiply, native, products
-from pallas_kernels.cpu.formats import processor
-from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
-from pallas_kernels.quantized import quantize
-from pallas_kernels.weights import product
+from pallas_kernels.llvm import calls, native
+from pallas_kernels.llvm.formats import processor
+from pallas_kernels.llvm.kinds import INPUTS, WEIGHTS
+from pallas_kernels.products.cpu import multiply, products
+from pallas_kernels.products.weights import product
+from pallas_kernels.quantization.quantized import quantize
 
 AVX2 = "+sse2,+avx,+avx2,+fma,+f16c"
 AVX512 = AVX2 + ",+avx512f,+avx512bw,+avx512vl,+avx512dq"

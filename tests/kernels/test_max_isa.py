@@ -9,9 +9,9 @@ import platform
 import pytest
 
 from jengine.execution import spec
-from pallas_kernels.cpu import native
-from pallas_kernels.cpu.formats import processor
-from pallas_kernels.max_isa import hidden
+from pallas_kernels.llvm import native
+from pallas_kernels.llvm.formats import processor
+from pallas_kernels.llvm.max_isa import hidden
 
 FEATURES = [
     "sse4.2", "avx", "avx2", "f16c", "fma", "bmi2", "avxvnni", "avx_vnni", "avx512f", "avx512vnni",

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import dispatch, latent_dispatch
-from pallas_kernels.ampere import paged_attention_prefill as on_ampere
-from pallas_kernels.attention_decode import paged_attention_decode as on_hopper
-from pallas_kernels.attention_prefill import paged_attention_prefill as prompts_on_hopper
-from pallas_kernels.latent_decode import latent_attention_decode
-from pallas_kernels.options import WORDS, AttentionOptions
-from pallas_kernels.support import CPU_OPTIONS
+from pallas_kernels.attention import dispatch
+from pallas_kernels.attention import latent as latent_dispatch
+from pallas_kernels.attention.ampere import paged_attention_prefill as on_ampere
+from pallas_kernels.attention.hopper.decode import paged_attention_decode as on_hopper
+from pallas_kernels.attention.hopper.latent import latent_attention_decode
+from pallas_kernels.attention.hopper.prefill import paged_attention_prefill as prompts_on_hopper
+from pallas_kernels.attention.options import WORDS, AttentionOptions
+from pallas_kernels.attention.support import CPU_OPTIONS
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 Q: Any = jax.ShapeDtypeStruct((2, 8, 64), jnp.bfloat16)

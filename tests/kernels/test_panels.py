@@ -12,14 +12,16 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import products as forms
-from pallas_kernels.cpu import calls, choice, native, panels, products, team
-from pallas_kernels.cpu.formats import processor
-from pallas_kernels.cpu.kinds import INPUTS
-from pallas_kernels.hadamard import block_of
-from pallas_kernels.int4 import GROUPS, KINDS, Int4, pack
-from pallas_kernels.quantized import quantize
-from pallas_kernels.weights import stored
+from pallas_kernels.llvm import calls, native, team
+from pallas_kernels.llvm.formats import processor
+from pallas_kernels.llvm.kinds import INPUTS
+from pallas_kernels.products import choice
+from pallas_kernels.products import weight as forms
+from pallas_kernels.products.cpu import panels, products
+from pallas_kernels.products.weights import stored
+from pallas_kernels.quantization.hadamard import block_of
+from pallas_kernels.quantization.int4 import GROUPS, KINDS, Int4, pack
+from pallas_kernels.quantization.quantized import quantize
 from tests.kernels.interpreted import normal
 from tests.kernels.test_int4 import packed, quantizing, wide_values
 

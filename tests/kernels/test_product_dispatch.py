@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import devices, product_dispatch, products
-from pallas_kernels.groups import grouped
-from pallas_kernels.int4 import Int4, pack
-from pallas_kernels.quantized import quantize
-from pallas_kernels.weights import product, stored
+from pallas_kernels import devices
+from pallas_kernels.products import dispatch as product_dispatch
+from pallas_kernels.products import weight as products
+from pallas_kernels.products.groups import grouped
+from pallas_kernels.products.weights import product, stored
+from pallas_kernels.quantization.int4 import Int4, pack
+from pallas_kernels.quantization.quantized import quantize
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 AMPERE: Any = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
@@ -93,8 +95,8 @@ def test_quantized_weights_are_read_as_they_lie_where_programs_are_traced_for_ho
         taken.append((x.shape, str(x.dtype), dtype))
         return jnp.zeros((len(x), 64))
 
-    monkeypatch.setattr("pallas_kernels.int4_product.int4_product", kernel)
-    monkeypatch.setattr("pallas_kernels.grouped_product.grouped_product", kernel)
+    monkeypatch.setattr("pallas_kernels.products.hopper.int4_product.int4_product", kernel)
+    monkeypatch.setattr("pallas_kernels.products.hopper.grouped_product.grouped_product", kernel)
     x, eight_bits = jnp.zeros((9, 192), jnp.bfloat16), quantize(jnp.zeros((64, 192)), "int8")
     for capability in "9.0", "8.0":
         device = SimpleNamespace(

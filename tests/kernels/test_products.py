@@ -15,12 +15,11 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import products
-from pallas_kernels.cpu.kinds import INPUTS, WEIGHTS
-from pallas_kernels.hadamard import block_of, gain, transform
-from pallas_kernels.products import ROW_CLASSES, form_key, forms_of
-from pallas_kernels.quantized import Quantized, dequantize, quantize
-from pallas_kernels.weights import prepare, product, stored
+from pallas_kernels.llvm.kinds import INPUTS, WEIGHTS
+from pallas_kernels.products.weight import ROW_CLASSES, form_key, forms_of
+from pallas_kernels.products.weights import prepare, product, stored
+from pallas_kernels.quantization.hadamard import block_of, gain, transform
+from pallas_kernels.quantization.quantized import Quantized, dequantize, quantize
 from tests.compiling import quickly_compiled
 from tests.kernels.interpreted import normal
 
@@ -206,7 +205,7 @@ SAVED = """
 import json, pickle, sys
 import jax, jax.numpy as jnp
 from jax.experimental import serialize_executable
-from pallas_kernels.weights import prepare, product
+from pallas_kernels.products.weights import prepare, product
 x, w = jnp.arange(8.0)[None], jnp.ones((4, 8))
 if sys.argv[1] == "save":
     program = jax.jit(product).lower(x, w).compile()
@@ -234,7 +233,7 @@ def test_without_llvmlite_xla_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = quantize(jnp.ones((4, 8)), "int8")
     weights = dequantize(weight), weight
     assert all(has_kernel(jax.jit(product).lower(jnp.ones((1, 8)), one)) for one in weights)
-    monkeypatch.setattr(products, "cpu_refused", lambda: "llvmlite is not installed")
+    monkeypatch.setattr("pallas_kernels.devices.cpu_refused", lambda: "llvmlite is not installed")
     jax.clear_caches()  # of what was traced
     assert not any(has_kernel(jax.jit(product).lower(jnp.ones((1, 8)), one)) for one in weights)
     prepare(weight)

@@ -12,13 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import activations, devices, products, row_dispatch
-from pallas_kernels.product_support import EIGHT_BIT_ROWS, why_quantize_rows_unsupported
-from pallas_kernels.qkv import rms_norm
-from pallas_kernels.quantize_rows import GATES, Norm, quantize_rows
-from pallas_kernels.quantized import Quantized, quantize
-from pallas_kernels.rows import Gated, Normed, Sum, array_of
-from pallas_kernels.weights import product
+from pallas_kernels import devices
+from pallas_kernels.elementwise import activations
+from pallas_kernels.elementwise.norm import rms_norm
+from pallas_kernels.products import quantize_rows as row_dispatch
+from pallas_kernels.products import weight as products
+from pallas_kernels.products.hopper.quantize_rows import GATES, Norm, quantize_rows
+from pallas_kernels.products.rows import Gated, Normed, Sum, array_of
+from pallas_kernels.products.support import EIGHT_BIT_ROWS, why_quantize_rows_unsupported
+from pallas_kernels.products.weights import product
+from pallas_kernels.quantization.quantized import Quantized, quantize
 from tests.kernels.interpreted import INTERPRETED, Runner, largest_error
 
 HOPPER: Any = SimpleNamespace(
@@ -154,8 +157,8 @@ def test_a_kernel_quantizes_what_a_product_for_hopper_takes(
         taken.append(f"product of {len(x)}, {len(x_scale)}")
         return jnp.zeros((len(x), 64), dtype)
 
-    monkeypatch.setattr("pallas_kernels.quantize_rows.quantize_rows", quantizes)
-    monkeypatch.setattr("pallas_kernels.grouped_product.grouped_product", multiplies)
+    monkeypatch.setattr("pallas_kernels.products.hopper.quantize_rows.quantize_rows", quantizes)
+    monkeypatch.setattr("pallas_kernels.products.hopper.grouped_product.grouped_product", multiplies)
     for module in products, devices:
         monkeypatch.setattr(module, "traced_for", lambda: HOPPER)
     x, y, weight = numbers(0, rows, 128), numbers(1, rows, 128), numbers(2, 128)

@@ -12,8 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.semaphores import signal, wait
-from pallas_kernels.versions import store
+from pallas_kernels.mosaic.semaphores import signal, wait
+from pallas_kernels.mosaic.versions import store
 from tests.kernels.interpreted import RACES, interpret
 from tests.kernels.semaphores_model import at_once
 

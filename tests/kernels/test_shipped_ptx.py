@@ -34,7 +34,11 @@ def sources() -> dict[str, str]:
     """Of everything but kernels for CPUs."""
     folder = Path(pallas_kernels.__file__).parent
     files = {file.relative_to(folder).as_posix(): file for file in folder.rglob("*.py")}
-    return {name: file.read_text() for name, file in files.items() if not name.startswith("cpu/")}
+    return {
+        name: file.read_text()
+        for name, file in files.items()
+        if not name.startswith("llvm/") and "/cpu" not in name
+    }
 
 
 def kernel_names(source: str) -> Iterator[str]:

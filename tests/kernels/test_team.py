@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cpu import native, team
-from pallas_kernels.weights import product
+from pallas_kernels.llvm import native, team
+from pallas_kernels.products.weights import product
 
 # Each part works a while and counts, in the frame's words from the tenth on.
 COUNT = """

@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import products as forms
-from pallas_kernels.cpu import calls, choice, native, products, tiles
-from pallas_kernels.cpu.formats import processor
-from pallas_kernels.products import form_key, forms_of
-from pallas_kernels.quantized import quantize
-from pallas_kernels.weights import product, stored
+from pallas_kernels.llvm import calls, native
+from pallas_kernels.llvm.formats import processor
+from pallas_kernels.products import choice
+from pallas_kernels.products import weight as forms
+from pallas_kernels.products.cpu import products, tiles
+from pallas_kernels.products.weight import form_key, forms_of
+from pallas_kernels.products.weights import product, stored
+from pallas_kernels.quantization.quantized import quantize
 
 AMX = (
     "+sse2,+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512bf16,+avx512vnni,"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pallas_kernels.walk import Walk, longest_first
+from pallas_kernels.attention.walk import Walk, longest_first
 
 
 def taken(walk: Walk) -> list[list[int]]:

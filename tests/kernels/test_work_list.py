@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.work_list import LEAST, PARTS, TILE, WorkList, even_work, fixed_work, most_rows
+from pallas_kernels.attention.work_list import LEAST, PARTS, TILE, WorkList, even_work, fixed_work, most_rows
 
 ROWS, TOKENS = 6, 40 * TILE
 LENGTHS = st.lists(st.integers(0, TOKENS) | st.just(0) | st.just(TOKENS), min_size=ROWS, max_size=ROWS)

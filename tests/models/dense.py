@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
-from pallas_kernels.quantized import dequantize, quantize
-from pallas_kernels.xla import Rotation, rotate
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.cache.qkv import Qkv, QkvProduct, QueriesOnly
+from pallas_kernels.elementwise.rotary import Rotation, rotate_by_xla
+from pallas_kernels.quantization.quantized import dequantize, quantize
 
 
 class DenseCausal:
@@ -39,12 +39,12 @@ class DenseCausal:
             q = qkv.q
         else:
             q, k, v = qkv.split()
-            k = k if rotation is None else rotate(k, rotation)
+            k = k if rotation is None else rotate_by_xla(k, rotation)
             latent = v.shape[-1] < k.shape[-1]  # a value is a part of its key, with the same rounding
             k, v = (x if self.kind is None else dequantize(quantize(x, self.kind)) for x in (k, v))
             v = k[..., : v.shape[-1]] if latent else v
             self.written[layer] = k, v
-        q = q if rotation is None else rotate(q, rotation)
+        q = q if rotation is None else rotate_by_xla(q, rotation)
         k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in self.written[layer])
         scores = jnp.einsum("qhd,khd->hqk", q, k) * options.scale
         if soft_cap is not None:

@@ -17,9 +17,9 @@ from jengine.checkpoints.hugging_face import model_config
 from jengine.checkpoints.stored import Tensor
 from jengine.models import build
 from jengine.models.pieces import Piece
-from pallas_kernels.options import AttentionOptions
-from pallas_kernels.qkv import Qkv, QkvProduct, QueriesOnly
-from pallas_kernels.xla import Rotation, rotate
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.cache.qkv import Qkv, QkvProduct, QueriesOnly
+from pallas_kernels.elementwise.rotary import Rotation, rotate_by_xla
 from tests.golden.weights import VARIANTS, tensor_shapes
 from tests.models.dense import DenseCausal
 from tests.models.test_golden import CASES
@@ -121,7 +121,7 @@ def test_narrow_activations_stay_narrow(variant: str) -> None:
             parts = qkv if isinstance(qkv, QueriesOnly) else qkv.split()
             assert {x.dtype for x in parts} == {jnp.dtype(jnp.bfloat16)}
             q = parts.q[..., : parts[-1].shape[-1]]  # latent values have fewer channels
-            return q if rotation is None else rotate(q, rotation)
+            return q if rotation is None else rotate_by_xla(q, rotation)
 
     def run(params, tokens):
         module = model.bind(params)

@@ -18,8 +18,8 @@ from jengine.models.by_layer import at, kv_layer
 from jengine.models.cache import TOKENS, CacheGroup, homes, places
 from jengine.models.config import ModelConfig
 from jengine.parallel.mesh import make_mesh
-from pallas_kernels.quantized import dequantize, quantize
-from pallas_kernels.xla import page_write
+from pallas_kernels.cache.xla import page_write
+from pallas_kernels.quantization.quantized import dequantize, quantize
 from tests.golden.weights import VARIANTS
 
 LARGE = {  # as Gemma 4 31B has them

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jengine.checkpoints.hugging_face import model_config
 from jengine.models.moe import Experts, MixtureOfExperts
-from pallas_kernels.weights import weight_of
+from pallas_kernels.products.weights import weight_of
 from tests.compiling import QUICK
 from tests.golden.weights import VARIANTS
 

@@ -13,9 +13,9 @@ import pytest
 from jengine.checkpoints import load, read_config
 from jengine.models import Model, Params, build
 from jengine.parallel.mesh import make_mesh
-from pallas_kernels.int4 import Int4
-from pallas_kernels.quantized import Quantized, dequantize
-from pallas_kernels.weights import is_weight
+from pallas_kernels.products.weights import is_weight
+from pallas_kernels.quantization.int4 import Int4
+from pallas_kernels.quantization.quantized import Quantized, dequantize
 from tests.compiling import QUICK
 from tests.golden.weights import Golden, max_model_len, write_model
 from tests.models.test_golden import DenseCausal

@@ -11,7 +11,7 @@ import pytest
 from jengine.checkpoints.hugging_face import model_config
 from jengine.models.config import ModelConfig
 from jengine.models.rope import local_rope, rope
-from pallas_kernels.xla import rotate
+from pallas_kernels.elementwise.rotary import rotate_by_xla
 from tests.golden.weights import VARIANTS
 
 
@@ -72,7 +72,7 @@ def test_layers_with_a_window_have_frequencies_of_their_own_where_the_model_says
 def test_channels_beyond_the_rotary_ones_stay() -> None:
     turned = rope(config("phi3_longrope_beyond"), 64)
     x = jnp.arange(2.0 * 3 * 16).reshape(2, 3, 16)
-    found = rotate(x, turned.cos_sin(jnp.array([5, 9])))
+    found = rotate_by_xla(x, turned.cos_sin(jnp.array([5, 9])))
     np.testing.assert_array_equal(found[..., 12:], x[..., 12:])
     assert not np.isclose(found[..., :12], x[..., :12]).all(axis=(1, 2)).any()
 
@@ -81,7 +81,7 @@ def test_rotation_turns_each_pair_by_its_angle() -> None:
     turned = rope(config("llama_mha"), 256)
     x = np.random.default_rng(0).standard_normal((3, 2, 16)).astype(np.float32)
     positions = np.array([0, 1, 77], np.int32)
-    found = rotate(jnp.array(x), turned.cos_sin(jnp.array(positions)))
+    found = rotate_by_xla(jnp.array(x), turned.cos_sin(jnp.array(positions)))
     angles = positions[:, None, None] * np.array(turned.frequencies)
     pairs = (x[..., :8] + 1j * x[..., 8:]) * np.exp(1j * angles)
     np.testing.assert_allclose(found, np.concatenate([pairs.real, pairs.imag], -1), atol=1e-5)

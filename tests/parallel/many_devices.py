@@ -42,7 +42,7 @@ from jengine.parallel.mesh import make_mesh, shard_mapped, stage_meshes
 from jengine.scheduling.costs.draft_count import all_of_them
 from jengine.scheduling.costs.step_costs import SwapCosts
 from jengine.table.program_table import SamplerKey
-from pallas_kernels.quantized import dequantize
+from pallas_kernels.quantization.quantized import dequantize
 from tests.checkpoints.quantized_models import gptq, write_quantized
 from tests.compiling import quickly_compiled
 from tests.engine.invariance import OPTIONS, check_invariance

@@ -12,7 +12,7 @@ import pytest
 from jengine.capacity.planning.estimate import CAUSES, Assumptions, Estimate, Step, estimate, longer, together
 from jengine.capacity.planning.hlo import Instruction, parse
 from jengine.devices.device_spec import DeviceSpec
-from pallas_kernels.thunks import leaves, parsed
+from pallas_kernels.compilation.thunks import leaves, parsed
 
 DEVICE = DeviceSpec("D", "9.0", 1, 1e12, {"bfloat16": 1e15, "int8": 2e15}, 1e11, "link", 100)
 EXACT = Assumptions(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jengine import cli
-from pallas_kernels import ahead_of_time
+from pallas_kernels.compilation import ahead_of_time
 
 DATA = Path(__file__).parent.parent / "data"
 

@@ -28,7 +28,7 @@ from jengine.checkpoints.hugging_face import model_config
 from jengine.devices.device_spec import DeviceSpec, device_spec
 from jengine.models import Model, build
 from jengine.models.config import ModelConfig
-from pallas_kernels.ahead_of_time import targets
+from pallas_kernels.compilation.ahead_of_time import targets
 from tests.golden.weights import VARIANTS
 
 DATA = Path(__file__).parent.parent / "data"

@@ -18,7 +18,7 @@ from jengine.devices.device_spec import DeviceSpec
 from jengine.execution.memory import DeviceMemory, device_bytes, fixed_temporaries
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.layout import Layout
-from pallas_kernels.weights import is_weight
+from pallas_kernels.products.weights import is_weight
 
 GIB = 1 << 30
 

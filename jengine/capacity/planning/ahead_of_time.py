@@ -51,7 +51,7 @@ from jengine.execution.programs import (
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
 from jengine.table.program_table import TrunkKey
-from pallas_kernels import ahead_of_time
+from pallas_kernels.compilation import ahead_of_time
 
 AUTOTUNE = "autotune.textproto"
 

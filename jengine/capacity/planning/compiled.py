@@ -16,7 +16,7 @@ from jengine.execution.memory import ProgramMemory
 from jengine.execution.programs import UNTUNED, compile_all, memory_of
 from jengine.execution.spec import ExecutionSpec
 from jengine.table.program_table import SamplerKey, TrunkKey
-from pallas_kernels.thunks import dumped, dumping
+from pallas_kernels.compilation.thunks import dumped, dumping
 
 
 @dataclass(frozen=True, slots=True)

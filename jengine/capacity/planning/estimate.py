@@ -13,8 +13,8 @@ from typing import Literal
 
 from jengine.capacity.planning.hlo import Array, HloProgram, Instruction
 from jengine.devices.device_spec import DeviceSpec
-from pallas_kernels.groups import out_per_block
-from pallas_kernels.work_list import LEAST, QUERIES, TILE, most_rows
+from pallas_kernels.attention.work_list import LEAST, QUERIES, TILE, most_rows
+from pallas_kernels.products.groups import out_per_block
 
 Cause = Literal["weights", "cache", "activations", "links", "launches"]
 CAUSES: tuple[Cause, ...] = ("weights", "cache", "activations", "links", "launches")
@@ -118,7 +118,7 @@ def estimate(
     """Estimates the seconds of a program.
 
     Args:
-        launches: the host's launches, see `pallas_kernels.thunks`.
+        launches: the host's launches, see `pallas_kernels.compilation.thunks`.
         met: number of experts that the tokens of a layer use.
         devices: number of devices that share the model.
     """

@@ -40,7 +40,7 @@ from jengine.models import QUANTIZATIONS
 from jengine.models.cache import places
 from jengine.parallel.collectives import DATA, TENSOR
 from jengine.parallel.layout import Layout
-from pallas_kernels.weights import is_weight
+from pallas_kernels.products.weights import is_weight
 
 CONTEXTS = 1024, 8192  # tokens per sequence, in addition to max_model_len
 WORKSPACE = 32 << 20  # maximum bytes that XLA gives cuBLAS beside a program's temporaries

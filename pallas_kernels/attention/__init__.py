@@ -1,0 +1,1 @@
+"""Paged attention. `dispatch` and `latent` choose between `xla`, `cpu`, `ampere` and `hopper`."""

@@ -1,0 +1,1 @@
+"""Attention's kernels for CPUs."""

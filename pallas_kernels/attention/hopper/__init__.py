@@ -1,0 +1,1 @@
+"""Attention's kernels for GPUs of compute capability 9.0."""

@@ -1,0 +1,128 @@
+"""Paged attention for tiles of a prompt, as a Pallas Mosaic GPU kernel for Hopper (sm_90a).
+
+A warpgroup multiplies 64 rows at a time on the tensor cores. Rows are (head, token) pairs: the tokens of a
+tile for one query head, then for the next query head of the same kv head. So 64 rows are one head of a tile
+of 64 tokens, or four heads of a tile of 16, and a full tile wastes no arithmetic. The two compute warpgroups
+of a block share the keys and values that its memory warpgroup copies by TMA (`feed`), so each byte serves 128
+multiplications. If a kv head has at most 64 rows, a block has one compute warpgroup.
+
+Blocks are persistent: the grid has as many as the device holds at a time, and each block processes a sequence
+of items (tile, kv head, 128 rows), those with the most keys first (`walk`). The memory warpgroup runs ahead
+across item boundaries. The next item's queries are fetched as soon as the last scores of an item are
+computed, and an item's result is stored while the next item runs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import targets
+from pallas_kernels.attention.hopper.prefill_feed import ring
+from pallas_kernels.attention.hopper.prefill_form import form_of
+from pallas_kernels.attention.hopper.prefill_kernel import Inputs, Outputs, PrefillCall, Scratch, run
+from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.attention.softmax import LOG2_E
+from pallas_kernels.attention.support import GPU_OPTIONS
+from pallas_kernels.attention.walk import Walk, longest_first
+from pallas_kernels.mosaic.hopper import ROWS, tiled
+from pallas_kernels.mosaic.refs import body
+from pallas_kernels.quantization.quantized import Pages, Quantized, numbers
+
+TILE_GRID = 8  # the number of tokens of a tile is a multiple of this
+
+
+def paged_attention_prefill(
+    q: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
+    block_tables: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    options: AttentionOptions,
+    *,
+    until: jax.Array | None = None,
+    block_k: int | None = None,
+    stages: int | None = None,
+    blocks: int | None = None,
+    device: jax.Device | None = None,
+    operand_in_registers: bool = True,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> jax.Array:
+    """Attention from tiles of consecutive queries, each of one sequence, to the tokens in the sequence's
+    pages; causal, or further.
+
+    Args:
+        q: bfloat16 or float16 [tiles, tile, heads, head_dim], tile a multiple of 8, head_dim 64, 128 or 256.
+            Query head h reads kv head h // (heads // kv_heads). The tile's own keys and values are already in
+            the pages.
+        k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim] in q's dtype, or both Quantized to the
+            same dtype; page_size 16, 32 or a multiple of 64. Contents for tokens that no query sees do not
+            affect results, even if they are NaN.
+        block_tables: int32 [tiles, width], page ids in order. Entries are read up to a tile's last real
+            query, including some before its window.
+        positions: int32 [tiles], position of each tile's first query.
+        lengths: int32 [tiles], real queries of each tile. The others return undefined, finite values. A tile
+            without real queries reads nothing.
+        options: without slopes; scale is positive.
+        until: int32 [tiles, tile], position of the last token that each query sees, at least its own; None:
+            its own.
+        block_k: keys per stage, a multiple of 64; None chooses by shape.
+        stages: stages in flight; None chooses by shape and shared memory.
+        blocks: thread blocks of the grid; None: as many as the device holds at a time. Results do not depend
+            on it.
+        device: the device that this will run on, for its number of multiprocessors; None: an H100 or H200.
+        operand_in_registers: the second product reads its left operand from registers and accumulates in
+            place. False goes through shared memory, which is slower but the only form that Pallas interprets.
+        interpret: as in `plgpu.kernel`.
+
+    Returns:
+        [tiles, tile, heads, head_dim], in q's dtype.
+    """
+    options.require(*GPU_OPTIONS)
+    tiles, tile, heads, head_dim = q.shape
+    kv_heads, page_size = k_pages.shape[1:3]
+    pages = [numbers(x) if isinstance(x, Quantized) else x for x in (k_pages, v_pages)]
+    scales = [x.scale for x in (k_pages, v_pages) if isinstance(x, Quantized)]
+    rows = heads // kv_heads * tile
+    form = form_of(rows, head_dim, page_size, eight_bits=bool(scales), block_k=block_k, stages=stages)
+    warpgroups, items = form.warpgroups, tiles * kv_heads * form.shares
+    # With one compute warpgroup, two blocks share a multiprocessor: one computes while the other starts or
+    # ends.
+    walk = Walk(items, min(items, blocks or (targets.cores(device) if warpgroups == 2 else items)))
+    scratch = Scratch(
+        k=ring(pages[0], q.dtype, form.stages, form.block_k, warpgroups),
+        out=tiled((warpgroups, ROWS, form.columns), q.dtype),
+        p=None if operand_in_registers else tiled((warpgroups, ROWS, form.block_k), q.dtype),
+        q_full=plgpu.Barrier(num_arrivals=ROWS // math.gcd(tile, ROWS), num_barriers=warpgroups),
+        q=tiled((warpgroups, ROWS, head_dim), q.dtype),
+        turn=plgpu.Barrier(num_arrivals=2) if warpgroups == 2 else None,
+        v=ring(pages[1], q.dtype, form.stages, form.block_k, warpgroups),
+    )
+    by_row = None
+    if options.sinks is not None:  # one value per (head, token) pair
+        values = jnp.repeat(options.sinks.reshape(kv_heads, -1) * LOG2_E, tile, axis=1)
+        by_row = jnp.pad(values, ((0, 0), (0, form.shares * warpgroups * ROWS - rows)))
+    if until is not None:
+        real = jnp.arange(tile) < lengths[:, None]
+        most = jnp.where(real, until, 0).max(1, keepdims=True)
+        lengths = jnp.where(lengths > 0, most[:, 0] + 1 - positions, 0)
+        # one for each (head, token) pair; padding sees no more than others
+        last = jnp.tile(jnp.minimum(until, most), (1, heads // kv_heads))
+        until = jnp.pad(last, ((0, 0), (0, form.shares * warpgroups * ROWS - rows)))
+    out: jax.Array = plgpu.kernel(
+        body(run, Outputs, PrefillCall(walk, form, options.static)),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        scratch_types=[scratch],
+        grid=(walk.blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name="paged_attention_prefill",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(Inputs(q, block_tables, longest_first(positions, lengths), by_row, until, *pages, *scales))
+    return out

@@ -1,0 +1,239 @@
+"""Compiles programs for an absent GPU, and extracts the compiler's facts about their kernels.
+
+This needs the extra `aot` (JAX's CUDA plugin and NVIDIA's compiler), but no GPU and no driver.
+JAX_PLATFORMS=cpu must be set in the environment, or the plugin looks for all of CUDA. A process compiles
+Mosaic kernels for one compute capability, its first (jax 0.12).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_kernels.compilation.swizzle import accesses
+from pallas_kernels.mosaic.ptx import bulk_copies
+
+TARGETS = Path(__file__).parent / "targets"
+PLANNED = 80  # percent of the described memory that XLA plans with where there is no device to ask
+REGISTERS = 65536  # of a multiprocessor, for all supported compute capabilities
+# bytes of shared memory reserved per block; a multiprocessor has this much more than the maximum of a block
+RESERVED = 1024
+
+
+@dataclass(frozen=True)
+class KernelFacts:
+    """Facts about a compiled kernel.
+
+    Attributes:
+        name: the kernel's name.
+        registers: registers per thread.
+        spilled: bytes that a thread spills from registers to memory, stores and loads.
+        shared: bytes of shared memory per block.
+        products: number of matrix instructions in its machine code.
+        in_flight: products of warpgroups that are issued before the first of them is awaited, at most; 0 on
+            Ampere.
+        serialized: the compiler waits after each product of a warpgroup, because it could not prove its
+            registers unused.
+        copies: number of asynchronous copies to shared memory in its machine code, without TMA.
+        most_shared: maximum bytes of shared memory per block on the device.
+        bulk_copies: number of TMA copies to and from shared memory in its PTX.
+        misaligned: those whose address is not provably aligned, see `ptx`.
+        swizzled: number of places in the program's kernels of this name where registers or tensor cores
+            access swizzled shared memory.
+        mixed_up: those that may find other numbers than TMA has put there, see `swizzle`.
+    """
+
+    name: str
+    registers: int
+    spilled: int
+    shared: int
+    products: int
+    in_flight: int
+    serialized: bool
+    copies: int
+    most_shared: int
+    bulk_copies: int
+    misaligned: tuple[str, ...]
+    swizzled: int
+    mixed_up: tuple[str, ...]
+
+    def blocks(self, threads: int) -> int:
+        """Number of blocks of this many threads that fit on a multiprocessor; 0 if a block is too large."""
+        registers = -(-self.registers // 8) * 8 * threads
+        return min(REGISTERS // registers, (self.most_shared + RESERVED) // (self.shared + RESERVED))
+
+
+def targets() -> list[str]:
+    """Names of the devices for which there are files."""
+    return sorted(file.stem for file in TARGETS.glob("*.txtpb"))
+
+
+def description(target: str) -> str:
+    """XLA's description of a device, such as 'h200': a GpuTargetConfigProto as text.
+
+    Raises:
+        ValueError: there is no file for it in `targets`.
+    """
+    if target not in targets():
+        raise ValueError(f"target={target!r}: must be one of {', '.join(targets())}")
+    return (TARGETS / f"{target}.txtpb").read_text()
+
+
+def target_of(device: jax.Device) -> str | None:
+    """The target that describes this GPU; None: there is none, such as for a part of a GPU."""
+    names = {
+        re.search(r'^device_description_str: "(.*)"', text, re.MULTILINE)[1]: target  # type: ignore[index]
+        for target in targets()
+        if f"core_count: {getattr(device, 'core_count', None)}\n" in (text := description(target))
+    }
+    return names.get(device.device_kind)
+
+
+def devices(target: str, count: int, memory: int | None = None) -> list[jax.Device]:
+    """Devices of one host, such as 'h200', to compile for.
+
+    Args:
+        memory: bytes of each device for a program with its arguments. Programs that have less left for
+            temporaries than they need compute results again instead of keeping them. None: XLA's choice,
+            PLANNED percent of the memory.
+
+    Raises:
+        ValueError: there is no file for it in `targets`.
+    """
+    text = description(target)
+    if memory is not None:
+        text = re.sub(r"device_memory_size: \d+", f"device_memory_size: {-(-memory * 100 // PLANNED)}", text)
+    return list(
+        topologies.get_topology_desc(platform="cuda", topology=f"1x1x{count}", target_config=text).devices
+    )
+
+
+def device(target: str) -> jax.Device:
+    """A device of the target."""
+    return devices(target, 1)[0]
+
+
+def lower_for(
+    device: jax.Device, function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()
+) -> jax.stages.Lowered:
+    """Lowers a function for the device.
+
+    Args:
+        args: trees of arrays or abstract arrays.
+        donate: positions of donated arguments.
+    """
+    whole = NamedSharding(jax.sharding.Mesh([device], ("x",)), PartitionSpec())
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), args)
+    with jax.default_device(device):  # Mosaic uses this device's compute capability for the target
+        return jax.jit(function, donate_argnums=donate).lower(*placed)
+
+
+def kernel_facts(
+    device: jax.Device, function: Callable[..., Any], *args: Any
+) -> tuple[list[KernelFacts], jax.stages.Compiled]:
+    """Compiles what `lower_for` returns. Not thread-safe, since it configures the compiler through the
+    environment.
+
+    Returns:
+        Facts about each Mosaic kernel, and the program. Kernels that this process has compiled before are
+        missing: Mosaic reuses them.
+    """
+    # nothing is dumped here: Mosaic's constraints as text would take most of the time
+    with accesses() as found:
+        lowered = lower_for(device, function, *args)
+    with tempfile.TemporaryDirectory() as folder, _dumped(folder):
+        compiled = lowered.compile()
+        reports = sorted(Path(folder).glob("*.ptxas"), key=_name_and_number)
+        # Kernels in lane semantics (Ampere's) state every layout themselves, and use no TMA: nothing is
+        # inferred.
+        return [
+            _read(report, device, found.get(_name_and_number(report)[0], {})) for report in reports
+        ], compiled
+
+
+def _name_and_number(file: Path) -> tuple[str, int]:
+    """Of a file NAME_NUMBER.ptxas. Kernels of one name are numbered as they are compiled."""
+    name, number = file.stem.rsplit("_", 1)
+    return name, int(number)
+
+
+def _read(report: Path, device: jax.Device, found: dict[str, bool]) -> KernelFacts:
+    text = report.read_text()
+    capability = "sm_" + device.compute_capability.replace(".", "")
+    if not re.search(rf"for '{capability}a?'", text):
+        raise RuntimeError(
+            f"{device.device_kind}: compiled for another compute capability, the first of this process"
+        )
+    [registers] = re.findall(r"Used (\d+) registers", text)
+    [spills] = re.findall(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    code = report.with_suffix(".sass_ctrl").read_text()
+    products, copies = (len(re.findall(rf"\b{name}\b", code)) for name in ("[HQI]G?MMA", "LDGSTS"))
+    most_shared: int = device.shared_memory_per_block_optin
+    bulk = bulk_copies(report.with_suffix(".ptx").read_text())
+    misaligned = tuple(copy for copy, aligned in bulk if not aligned)
+    return KernelFacts(
+        name=report.stem,
+        registers=int(registers),
+        spilled=sum(map(int, spills)),
+        shared=_shared(report.with_suffix(".mlir-passes.log")),
+        products=products,
+        in_flight=_in_flight(code),
+        serialized="wgmma.mma_async instructions are serialized" in text,
+        copies=copies,
+        most_shared=most_shared,
+        bulk_copies=len(bulk),
+        misaligned=misaligned,
+        swizzled=len(found),
+        mixed_up=tuple(access for access, agrees in found.items() if not agrees),
+    )
+
+
+def _shared(passes: Path) -> int:
+    """Bytes of shared memory that a kernel is launched with, from its module before the first pass."""
+    constants: dict[str, int] = {}
+    with passes.open() as lines:
+        for line in lines:
+            if constant := re.match(r"\s*(%\w+) = arith\.constant (\d+) : i32", line):
+                constants[constant[1]] = int(constant[2])
+            if launch := re.search(r"dynamic_shared_memory_size (%\w+)", line):
+                return constants[launch[1]]
+    raise RuntimeError(f"{passes.name} has no launch")
+
+
+def _in_flight(code: str) -> int:
+    """Groups of warpgroup products that the machine code issues, in the order of its text, before it waits
+    for any of them.
+    """
+    most = issued = 0
+    for committed, left in re.findall(r"HGMMA\S* .*(gsb0)|WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", code):
+        issued = issued + 1 if committed else min(issued, int(left))
+        most = max(most, issued)
+    return most
+
+
+@contextmanager
+def _dumped(folder: str) -> Iterator[None]:
+    """Makes Mosaic dump its compilations to the folder."""
+    wanted = {"MOSAIC_GPU_DUMP_TO": folder} | dict.fromkeys(
+        ("MOSAIC_GPU_DUMP_PTX", "MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_SASS"), "1"
+    )
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,1 @@
+"""Activations, norms and rotary embedding, by XLA or by kernels for CPUs."""

@@ -1,0 +1,203 @@
+"""The innermost loop of a product: a block of a few rows and outputs, with sums in registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pallas_kernels.llvm.code import LINE, Code
+from pallas_kernels.llvm.formats import SIZES, Format
+from pallas_kernels.llvm.types import F32, I8, I16, I32, I64, PTR, element, vector
+from pallas_kernels.llvm.values import Value, Variable
+
+AHEAD = 8192  # prefetch distance for weights in bytes
+
+
+@dataclass(frozen=True)
+class Out:
+    """Post-processing of sums before they are stored as bfloat16, rounded to nearest even, or as float32.
+
+    Attributes:
+        scaled: whether sums are multiplied by a number for each output.
+        bytes: whether sums are of eight-bit numbers, and multiplied by a number for each row.
+    """
+
+    scaled: bool = False
+    bytes: bool = False
+
+
+class Operands(NamedTuple):
+    """Arguments of a function that multiplies a block: addresses, and int64.
+
+    Attributes:
+        x, weight, result: addresses; x_row, weight_row, result_row: bytes from one row to the next.
+        size: numbers in a row.
+        row_scale: scales of rows.
+        row_sum: excess of the rows' sums, if weights have an offset.
+        out_scale: scales of outputs.
+        out_size: bytes of a number of the result.
+    """
+
+    x: Value
+    x_row: Value
+    weight: Value
+    weight_row: Value
+    size: Value
+    result: Value
+    result_row: Value
+    row_scale: Value
+    row_sum: Value
+    out_scale: Value
+    out_size: Value
+
+
+KINDS = (PTR, I64, PTR, I64, I64, PTR, I64, PTR, PTR, PTR, I64)  # of Operands
+
+
+def block(
+    code: Code, name: str, how: Format, rows: int, outs: int, out: Out, *, fetched: range = range(0)
+) -> None:
+    """Writes a function with this name and Operands for a block of this size.
+
+    Args:
+        fetched: outputs whose weights are prefetched.
+    """
+    given = Operands(*code.function(name, KINDS))
+    xs = [given.x + given.x_row * row for row in range(rows)]
+    weights = [given.weight + given.weight_row * n for n in range(outs)]
+    x_size, weight_size = SIZES[how.x], SIZES[how.weight]
+    sums = zeros(code, how, rows * outs)
+
+    def multiply(xs: Sequence[Value], weights: Sequence[Value]) -> None:
+        left, right = (
+            [how.load_x(code, place) for place in xs],
+            [how.load_weight(code, place) for place in weights],
+        )
+        for n, total in enumerate(sums):
+            total.set(how.dot(code, total.get(), left[n // outs], right[n % outs]))
+
+    whole = given.size.rounded_down(how.step)
+    with code.loop(0, whole, how.step) as at:
+        here = [place + at * weight_size for place in weights]
+        for n in fetched:
+            for line in range(0, how.step * weight_size, LINE):
+                code.prefetch(here[n] + (AHEAD + line))
+        multiply([place + at * x_size for place in xs], here)
+
+    rest = given.size - whole
+    with code.when(rest > 0):  # fewer numbers than a vector has
+        left = [padded(code, x + whole * x_size, rest * x_size, how.step * x_size) for x in xs]
+        right = [
+            padded(code, w + whole * weight_size, rest * weight_size, how.step * weight_size) for w in weights
+        ]
+        multiply(left, right)
+
+    at_once = max(1, how.sums.count // outs)
+    for first in range(0, rows, at_once):
+        own = range(first, min(rows, first + at_once))
+        _finish(code, how, totals(sums[first * outs : own.stop * outs]), own, outs, out, given)
+
+
+def zeros(code: Code, how: Format, count: int) -> list[Variable]:
+    """Vectors of sums."""
+    return [
+        code.variable(code.constant(how.sums, 0.0 if element(how.sums) == F32 else 0)) for _ in range(count)
+    ]
+
+
+def padded(code: Code, place: Value, count: Value, size: int) -> Value:
+    """An address of `count` bytes, followed by zeros up to `size` bytes."""
+    buffer = code.memory(size)
+    code.store(code.constant(vector(I8, size), 0), buffer)
+    code.call("memcpy", PTR, buffer, place, count)
+    return buffer
+
+
+def totals(sums: Sequence[Variable]) -> Value:
+    """A vector with the sum of each of these vectors, at most one per lane."""
+    return joined([total.get() for total in sums], Value.__add__)
+
+
+def joined(vectors: Sequence[Value], join: Callable[[Value, Value], Value]) -> Value:
+    """A vector with the joined lanes of each of these vectors, at most one per lane: halves are joined
+    repeatedly.
+    """
+    left, groups, lanes = [*vectors], 1, vectors[0].kind.count
+    while lanes > 1:
+        low, high = (
+            [group * lanes + half * lanes // 2 + n for group in range(groups) for n in range(lanes // 2)]
+            for half in (0, 1)
+        )
+        width = groups * lanes
+        if len(left) > 1:
+            left += left[:1] * (len(left) % 2)
+            low, high = (places + [width + place for place in places] for places in (low, high))
+            left = [
+                join(one.shuffled(other, low), one.shuffled(other, high))
+                for one, other in zip(left[::2], left[1::2], strict=True)
+            ]
+            groups *= 2
+        else:
+            left = [join(left[0].pick(low), left[0].pick(high))]
+        lanes //= 2
+    return left[0] if left[0].kind.count == len(vectors) else left[0].pick(range(len(vectors)))
+
+
+def transposed(lines: list[Value]) -> list[Value]:
+    """Transposes vectors, as many as each has lanes, a power of two."""
+    count, half = len(lines), 1
+    while half < count:
+        low = [n % (2 * half) // half * count + n // (2 * half) * 2 * half + n % half for n in range(count)]
+        made = list(lines)
+        for n in range(count):
+            if n // half % 2 == 0:
+                one, other = lines[n], lines[n + half]
+                made[n] = one.shuffled(other, low)
+                made[n + half] = one.shuffled(other, [place + half for place in low])
+        lines, half = made, 2 * half
+    return lines
+
+
+def _finish(code: Code, how: Format, sums: Value, own: range, outs: int, out: Out, given: Operands) -> None:
+    """Stores these rows of a block, computed from their sums."""
+
+    def of_rows(place: Value, kind: Any) -> Value:
+        loaded = code.load(vector(kind, len(own)), place + 4 * own.start, 4)
+        return loaded.pick([row for row in range(len(own)) for _ in range(outs)])
+
+    if out.bytes:
+        sums = sums - of_rows(given.row_sum, I32) if how.offset else sums
+        sums = sums.to(vector(F32, len(own) * outs)) * of_rows(given.row_scale, F32)
+    if how.factor != 1:
+        sums = sums * how.factor
+    if out.scaled:
+        scales = code.load(vector(F32, outs), given.out_scale, 4)
+        sums = sums * scales.pick(list(range(outs)) * len(own))
+
+    store_rows(code, sums, own, outs, given.result, given.result_row, given.out_size)
+
+
+def store_rows(
+    code: Code, values: Value, own: range, outs: int, result: Value, result_row: Value, out_size: Value
+) -> None:
+    """Stores these rows of a block as bfloat16 or float32."""
+
+    def store(values: Value, align: int) -> None:
+        for n, row in enumerate(own):
+            code.store(values.pick(range(n * outs, (n + 1) * outs)), result + result_row * row, align)
+
+    with code.if_else(out_size.equals(2)) as (half, full):
+        with half:
+            store(rounded(values), 2)
+        with full:
+            store(values, 4)
+
+
+def rounded(values: Value) -> Value:
+    """Rounds float32 to the bits of bfloat16, to nearest even."""
+    count = values.kind.count
+    bits = values.bits(vector(I32, count))
+    odd = (bits >> 16) & 1
+    nearest = (bits + 0x7FFF + odd) >> 16
+    return values.is_number().choose(nearest, 0x7FC0).to(vector(I16, count))

@@ -1,0 +1,81 @@
+"""Foreign functions for XLA (typed FFI, xla/ffi/api/c_api.h, whose structures consist of eight-byte words),
+run by several threads.
+
+A kernel is a function of (frame, part, parts) in LLVM's terms. It reads its arguments from XLA's call frame,
+and writes its part of the results in place. Parts must not depend on each other's output. Work that does is a
+second function, whose parts are run after all parts of the first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from pallas_kernels.llvm import native, team
+
+# XLA first asks for the version of this interface, by an extension of the frame; the answer is 0.3. Other
+# calls compute.
+HANDLER = """
+define i64 @handler(i64 %frame) {{
+  %base = inttoptr i64 %frame to ptr
+  %place = getelementptr i64, ptr %base, i64 1
+  %extension = load ptr, ptr %place
+  %asks = icmp ne ptr %extension, null
+  br i1 %asks, label %answer, label %compute
+answer:
+  %metadata_place = getelementptr i64, ptr %extension, i64 3
+  %metadata = load ptr, ptr %metadata_place
+  %version = getelementptr i64, ptr %metadata, i64 3
+  store i64 12884901888, ptr %version
+  ret i64 0
+compute:
+  %run = inttoptr i64 {run} to ptr
+{calls}  ret i64 0
+}}
+"""
+# The number of parts of the next call, if its kernel has a function for this.
+PARTS = """  %f{n} = inttoptr i64 {parts} to ptr
+  %p{n} = call i64 %f{n}(i64 %frame, i64 {most})
+"""
+
+_registered: set[str] = set()
+_lock = threading.RLock()  # several threads trace programs
+
+
+def call(name: str, out: Any, *args: jax.Array) -> Any:
+    """Calls a registered function. Results have these shapes and dtypes; arrays are row-major."""
+    function: Callable[..., Any] = jax.ffi.ffi_call(name, out)
+    return function(*args)
+
+
+def register(name: str, make: Callable[[], Sequence[int | tuple[int, int]]]) -> str:
+    """Registers a kernel with XLA under this name, once per process. Must precede loading or running a
+    program that calls it.
+
+    Args:
+        make: returns the addresses of functions; all parts of one are called before the next. An item may be
+            a pair; its second function, int64 of (frame, most), returns the number of parts for this call.
+    """
+    if name in _registered:  # without waiting for another kernel's compilation
+        return name
+    with _lock:
+        if name not in _registered:
+            calls = _calls(make())
+            (address,) = native.compiled(lambda: HANDLER.format(run=team.runner(), calls=calls), "handler")
+            function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
+            _registered.add(name)
+    return name
+
+
+def _calls(functions: Sequence[int | tuple[int, int]]) -> str:
+    out, most = "", team.parts()
+    for n, function in enumerate(functions):
+        address, parts = function if isinstance(function, tuple) else (function, 0)
+        out += PARTS.format(n=n, parts=parts, most=most) if parts else ""
+        out += f"  call void %run(i64 {address}, i64 %frame, i64 {f'%p{n}' if parts else most})\n"
+    return out

@@ -1,0 +1,1 @@
+"""Building blocks of kernels for NVIDIA GPUs, which Pallas's Mosaic backend compiles."""

@@ -1,0 +1,265 @@
+"""Products with four-bit weights: x [rows, in] @ weight [out, in].T, for any number of rows.
+
+Weights are unpacked to the dtype in which they are multiplied: bfloat16 if x is bfloat16 and the processor
+has bfloat16 pair instructions, otherwise float32. For a single row, they are unpacked in registers. For
+several rows, a panel of outputs is unpacked once and stays in the processor's cache while all rows are
+multiplied by it. Both ways give the same weights and add in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pallas_kernels.llvm import native
+from pallas_kernels.llvm.blocks import AHEAD, Operands, Out, padded, store_rows, totals, zeros
+from pallas_kernels.llvm.code import LINE, Code
+from pallas_kernels.llvm.formats import SIZES, Format, Processor, plain_format, processor
+from pallas_kernels.llvm.types import BF16, F32, I16, I32, I64, LANES, PTR, VOID, vector
+from pallas_kernels.llvm.values import Value
+from pallas_kernels.products.cpu.multiply import (
+    CONVERTED_FEW,
+    NONE,
+    PANEL,
+    SCRATCH,
+    blocks_of,
+    dispatch,
+    strips,
+)
+from pallas_kernels.quantization.int4 import E2M1, TILE
+
+STEPS = 4  # of 32 inputs in a tile, which has LANES words
+SCALES_AHEAD = 512  # prefetch distance for scales and offsets in bytes
+# the number of each four-bit code
+TABLES = {"int4": [n - 16 * (n > 7) for n in range(16)], "e2m1": [*E2M1, *(-n for n in E2M1)]}
+
+
+class Packed(NamedTuple):
+    """Packed weights [outs, size]: addresses, and int64.
+
+    Attributes:
+        row, scale_row: bytes from one output to the next, of words, and of scales and of offsets.
+        size: inputs.
+    """
+
+    words: Value
+    row: Value
+    scale: Value
+    offset: Value
+    scale_row: Value
+    size: Value
+
+    def at(self, out: Value | int) -> Packed:
+        """The weights from this output on."""
+        by_scale = self.scale_row * out
+        return self._replace(
+            words=self.words + self.row * out, scale=self.scale + by_scale, offset=self.offset + by_scale
+        )
+
+
+KINDS = (PTR, I64, PTR, PTR, I64, I64)  # of Packed
+
+
+@dataclass(frozen=True)
+class How:
+    """Parameters of the generated code.
+
+    Attributes:
+        pairs: weights are unpacked to bfloat16.
+        format: how unpacked weights are multiplied.
+        group: inputs per scale.
+        offset: weights have offsets.
+        kind: `Int4.kind`.
+        alone: outputs by which a single row is multiplied at once. With few, each sum would wait for its
+            previous term.
+    """
+
+    at: Processor
+    pairs: bool
+    format: Format
+    group: int
+    offset: bool
+    kind: str
+
+    @property
+    def alone(self) -> int:
+        return self.at.outs * (2 if self.at.lanes == LANES else 1)
+
+
+def int4_module(target: native.Target, x: str, group: int, offset: bool, kind: str = "int4") -> str:
+    """The module of a function `multiply` with arguments x, values, scale and, if weights have offsets,
+    offset.
+    """
+    at, code = processor(target), Code()
+    pairs = at.pairs and at.lanes == LANES and x == "bfloat16"
+    how = How(at, pairs, plain_format(at, x, "bfloat16" if pairs else "float32"), group, offset, kind)
+    _single(code, "block", how, how.alone)
+    _single(code, "single", how, 1)
+    _unpack(code, how)
+    dispatch(code, "unpacked", at, how.format, Out(), (NONE,))
+    _multiply(code, how)
+    return code.text()
+
+
+def _multiply(code: Code, how: How) -> None:
+    at = how.at
+    frame, part, parts = code.kernel("multiply")
+    (x, x_shape), (words, shape), (scale, scale_shape) = (code.argument(frame, index) for index in range(3))
+    offset = code.argument(frame, 3)[0] if how.offset else scale
+    result, _ = code.result(frame, 0)
+    rows, size, count, width = (
+        code.word(x_shape, 0),
+        code.word(x_shape, 1),
+        code.word(shape, 0),
+        code.word(shape, 1),
+    )
+    weight = Packed(words, width * 4, scale, offset, code.word(scale_shape, 1) * 4, size)
+    x_row, out_size = size * SIZES[how.format.x], code.result_size(frame, 0)
+    result_row = count * out_size
+    first, end, last = blocks_of(count, at.outs, part, parts)
+    unpacked_row = width * (8 * SIZES[how.format.weight])
+    many = (SCRATCH // unpacked_row).rounded_down(at.outs).least(PANEL).most(at.outs)
+    panel = (rows > CONVERTED_FEW).choose(many, at.outs)
+
+    def one_row(name: str, row: Value | int, out: Value) -> None:
+        into = result + (result_row * row + out * out_size)
+        code.call(name, VOID, x + x_row * row, *weight.at(out), into, out_size)
+
+    one = rows.equals(1)
+    # a weight with fewer outputs than a block
+    with code.when(count < one.choose(code.whole(how.alone), at.outs)):
+        with code.loop(first, end) as out, code.loop(0, rows) as row:
+            one_row("single", row, out)
+        code.ret()
+    with code.when(one):
+        begin, until, final = blocks_of(count, how.alone, part, parts)
+        with code.loop(begin, until, how.alone) as out:
+            one_row("block", 0, out.least(final))  # overlapping blocks write the same results
+        code.ret()
+    scratch = code.memory(unpacked_row * panel)
+    with code.loop(first, end, panel) as start:
+        over = (start + panel).least(end)
+        begin = start.least(last)
+        code.call("unpack", VOID, *weight.at(begin), over - begin, scratch, unpacked_row)
+        with strips(code, at, rows) as (row, height), code.loop(begin, over, at.outs) as outs:
+            out = outs.least(over - at.outs)
+            given = Operands(
+                x=x + row * x_row,
+                x_row=x_row,
+                weight=scratch + (out - begin) * unpacked_row,
+                weight_row=unpacked_row,
+                size=size,
+                result=result + (row * result_row + out * out_size),
+                result_row=result_row,
+                row_scale=scratch,  # not read, like the next two
+                row_sum=scratch,
+                out_scale=scratch,
+                out_size=out_size,
+            )
+            code.call("unpacked", VOID, *given, height, at.outs, NONE)
+
+
+def _single(code: Code, name: str, how: How, outs: int) -> None:
+    """Writes the function `name` of (x, *Packed, result, bytes of its numbers), which multiplies one row by
+    `outs` outputs and prefetches weights AHEAD bytes.
+    """
+    x, *packed, result, out_size = code.function(name, (PTR, *KINDS, PTR, I64))
+    weight, form, x_size = Packed(*packed), how.format, SIZES[how.format.x]
+    own = [weight.at(n) for n in range(outs)]
+    for each in own:
+        for place in (each.scale, each.offset)[: 1 + how.offset]:
+            code.prefetch(place + SCALES_AHEAD)
+    sums = zeros(code, form, outs)
+
+    def multiply(x: Value, tile: Value) -> None:
+        for each, total in zip(own, sums, strict=True):
+            for n, weights in enumerate(weights_of(code, how, each, tile)):
+                total.set(form.dot(code, total.get(), form.load_x(code, x + n * form.step * x_size), weights))
+
+    tiles = weight.size // TILE
+    with code.loop(0, tiles) as tile:
+        multiply(x + tile * (TILE * x_size), tile)
+    rest = weight.size - tiles * TILE
+    with code.when(rest > 0):  # a partial tile
+        multiply(padded(code, x + tiles * (TILE * x_size), rest * x_size, TILE * x_size), tiles)
+    store_rows(code, totals(sums), range(1), outs, result, code.whole(0), out_size)
+
+
+def _unpack(code: Code, how: How) -> None:
+    """Writes the function `unpack` of (*Packed, number of outputs, address, bytes of a row), which unpacks
+    the weights of consecutive outputs, each padded to whole tiles.
+    """
+    *packed, count, into, into_row = code.function("unpack", (*KINDS, I64, PTR, I64))
+    weight, item = Packed(*packed), SIZES[how.format.weight]
+    tiles = (weight.size + (TILE - 1)) // TILE
+    with code.loop(0, count) as each:
+        own, target = weight.at(each), into + each * into_row
+        with code.loop(0, tiles) as tile:
+            for n, weights in enumerate(weights_of(code, how, own, tile)):
+                code.store(weights, target + (tile * (TILE * item) + n * how.format.step * item))
+
+
+def weights_of(code: Code, how: How, own: Packed, tile: Value) -> list[Value]:
+    """Loads the weights of the first output's tile, in order, for `how.format`. Prefetches words AHEAD
+    bytes.
+    """
+    place, each = own.words + tile * (4 * LANES), how.group // 32
+    by_scale = tile * (4 * (TILE // how.group))
+    for line in range(0, 4 * LANES, LINE):
+        code.prefetch(place + (AHEAD + line))
+    word, out = code.load(vector(I32), place), []
+    for group in range(STEPS // each):
+        scale, offset = (
+            code.load(F32, base + by_scale + 4 * group, 4).splat() for base in (own.scale, own.offset)
+        )
+        steps = range(group * each, (group + 1) * each)
+        out += (_pairs if how.pairs else _floats)(
+            code, how, word, steps, scale, offset if how.offset else None
+        )
+    return out
+
+
+def _pairs(
+    code: Code, how: How, word: Value, steps: Sequence[int], scale: Value, offset: Value | None
+) -> list[Value]:
+    """bfloat16 weights of a group, looked up in a table of the group's sixteen possible weights."""
+    weights = _scaled(code, code.constant(vector(F32), [float(n) for n in TABLES[how.kind]]), scale, offset)
+    narrow = code.call("llvm.x86.avx512bf16.cvtneps2bf16.512", vector(BF16), weights).bits(vector(I16))
+    table = narrow.pick([*range(LANES)] * 2)  # two copies: the fifth index bit belongs to another number
+    out = []
+    for step in steps:
+        index = (word >> 4 * step if step else word).bits(table.kind)
+        known = code.call("llvm.x86.avx512.permvar.hi.512", table.kind, table, index)
+        out.append(known.bits(vector(BF16, 2 * LANES)))
+    return out
+
+
+def _floats(
+    code: Code, how: How, word: Value, steps: Sequence[int], scale: Value, offset: Value | None
+) -> list[Value]:
+    """float32 weights of a group."""
+    out, size = [], how.format.step
+    for step in steps:
+        halves = []  # the even inputs and the odd ones
+        for half in range(2):
+            up = 28 - 4 * step - 16 * half
+            bits = (word << up if up else word).signed_shift(28)
+            numbers = (_of_e2m1(bits) if how.kind == "e2m1" else bits).to(vector(F32))
+            halves.append(_scaled(code, numbers, scale, offset))
+        lanes = [n // 2 + LANES * (n % 2) for n in range(2 * LANES)]
+        even, odd = halves
+        out += [even.shuffled(odd, lanes[start : start + size]) for start in range(0, 2 * LANES, size)]
+    return out
+
+
+def _scaled(code: Code, numbers: Value, scale: Value, offset: Value | None) -> Value:
+    return numbers * scale if offset is None else code.fma(numbers, scale, offset)
+
+
+def _of_e2m1(bits: Value) -> Value:
+    """Numbers for e2m1 codes with extended sign bits."""
+    size = bits & 7
+    over_4, over_6 = ((size - n).most(0) for n in (4, 6))
+    magnitude = size + over_4 + (over_6 + over_6)
+    return (bits < 0).choose(0 - magnitude, magnitude)

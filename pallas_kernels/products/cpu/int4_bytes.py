@@ -1,0 +1,258 @@
+"""Products of rows of bytes with four-bit weights: x [rows, in], quantized row by row, @ weight [out, in].T.
+
+The codes of weights are read as unsigned bytes, so a sum of products of a group's codes and bytes is an
+integer. It is multiplied by the group's scale in float32. What the codes and the group's offset add is the
+same for all codes of a group: it is multiplied by the sum of the group's bytes, which is known before.
+
+In the layout of `int4.py`, the low halves of word j's bytes hold the inputs 2 j, 64 + 2 j, 2 j + 1 and
+65 + 2 j of a tile, and the high halves those 32 further. `arrange` brings rows of x into this order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pallas_kernels.llvm import native
+from pallas_kernels.llvm.blocks import AHEAD, padded, store_rows, totals
+from pallas_kernels.llvm.code import Code
+from pallas_kernels.llvm.formats import Processor, dot_small, processor
+from pallas_kernels.llvm.types import F32, I8, I32, I64, LANES, PTR, VOID, vector
+from pallas_kernels.llvm.values import Value, Variable
+from pallas_kernels.products.cpu.int4 import KINDS as PACKED_KINDS
+from pallas_kernels.products.cpu.int4 import SCALES_AHEAD, Packed
+from pallas_kernels.products.cpu.multiply import FEW, PANEL, blocks_of, heights, quantize, strips
+from pallas_kernels.quantization.int4 import SCALES, TILE
+
+SIGNS = 0x88888888 - (1 << 32)  # makes signed four-bit numbers codes that are larger by 8
+LOW, FIRST, SECOND = 0x0F0F0F0F, 0x000F000F, 0x0F000F00  # all bytes of a word; inputs below 64 and the others
+# results of the call
+OUT, BYTES, ROW_SCALES, ARRANGED, SUMS, TRANSFORMED = range(6)
+
+
+class ByteOperands(NamedTuple):
+    """Arguments of a function that multiplies a block: addresses, and int64.
+
+    Attributes:
+        x, x_row: arranged bytes, and bytes from one row to the next.
+        sums: float32, of the bytes of each group; rows are as long as those of scales.
+        row_scale: scales of rows.
+        words to size: see `Packed`.
+        out_size: bytes of a number of the result.
+    """
+
+    x: Value
+    x_row: Value
+    sums: Value
+    row_scale: Value
+    words: Value
+    row: Value
+    scale: Value
+    offset: Value
+    scale_row: Value
+    size: Value
+    result: Value
+    result_row: Value
+    out_size: Value
+
+
+KINDS = (PTR, I64, PTR, PTR, *PACKED_KINDS, PTR, I64, I64)  # of ByteOperands
+
+
+def int4_bytes_module(target: native.Target, x: str, group: int, offset: bool, hadamard: int = 1) -> str:
+    """The functions `quantize`, `quantize_parts` and `multiply` of x, values, scale and, if weights have
+    offsets, offset.
+
+    Results: out, bytes of x, their scales, the same bytes arranged [rows, whole tiles], their sums by group,
+    as many as scales; with a hadamard block above 1, also x transformed, float32.
+    """
+    at, code = processor(target), Code()
+    _arrange(code, group)
+
+    def arrange(frame: Value, row: Value, size: Value) -> None:
+        width, tiles = code.word(code.argument(frame, 2)[1], 1), tiles_of(size)
+        source, into, sums = (code.result(frame, n)[0] for n in (BYTES, ARRANGED, SUMS))
+        places = source + row * size, into + row * tiles * TILE, sums + row * width * 4
+        code.call("arrange", VOID, *places, size, width)
+
+    quantize(code, at, x, BYTES, ROW_SCALES, transformed=(hadamard, TRANSFORMED), then=arrange)
+    alone = at.outs * (2 if at.lanes == LANES else 1)
+    _block(code, "alone", at, group, 1, alone, offset=offset, fetch=True)
+    _block(code, "single", at, group, 1, 1, offset=offset, fetch=True)
+    for height in heights(at):
+        for fetch in (False, True):
+            _block(code, f"block_{height}_{fetch}", at, group, height, at.outs, offset=offset, fetch=fetch)
+    _multiply(code, at, alone, offset)
+    return code.text()
+
+
+def tiles_of(size: Value) -> Value:
+    return (size + (TILE - 1)) // TILE
+
+
+def _arrange(code: Code, group: int) -> None:
+    """Writes the function `arrange`: of a row's bytes, the address of its arranged bytes, that of its sums,
+    the number of bytes, and that of sums.
+    """
+    source, into, sums, size, width = code.function("arrange", (PTR, PTR, PTR, I64, I64))
+    each = group // 32  # quarters of a tile
+
+    def tile(place: Value, index: Value) -> None:
+        quarters = [code.load(vector(I8, 32), place + 32 * n) for n in range(4)]
+        turns = [n // 2 + 32 * (n % 2) for n in range(64)]
+        for half in range(2):
+            both = quarters[half].shuffled(quarters[half + 2], turns)
+            code.store(both, into + (index * TILE + 64 * half))
+        wide = [quarter.to(vector(I32, 32)) for quarter in quarters]
+        for first in range(0, 4, each):
+            added = wide[first]
+            for other in wide[first + 1 : first + each]:
+                added = added + other
+            place = sums + (index * (TILE // group) + first // each) * 4
+            code.store(code.reduced("add", added).to(F32), place, 4)
+
+    whole = size // TILE
+    with code.loop(0, whole) as index:
+        tile(source + index * TILE, index)
+    rest = size - whole * TILE
+    with code.when(rest > 0):
+        tile(padded(code, source + whole * TILE, rest, TILE), whole)
+    with code.loop(tiles_of(size) * (TILE // group), width) as n:
+        code.store(code.constant(F32, 0.0), sums + n * 4, 4)
+
+
+def _block(
+    code: Code, name: str, at: Processor, group: int, rows: int, outs: int, *, offset: bool, fetch: bool
+) -> None:
+    """Writes a function with this name and ByteOperands for a block of this size.
+
+    Args:
+        fetch: whether weights are prefetched.
+    """
+    given = ByteOperands(*code.function(name, KINDS))
+    weight = Packed(*given[4:10])
+    own = [weight.at(n) for n in range(outs)]
+    if fetch:
+        for each in own:
+            for place in (each.scale, each.offset)[: 1 + offset]:
+                code.prefetch(place + SCALES_AHEAD)
+    sums = [code.variable(code.constant(vector(F32, at.lanes), 0.0)) for _ in range(rows * outs)]
+    xs = [given.x + given.x_row * row for row in range(rows)]
+    with code.loop(0, tiles_of(given.size)) as tile:
+        bytes_of = [[_pieces(code, at, x + (tile * TILE + 64 * half)) for half in range(2)] for x in xs]
+        for n, each in enumerate(own):
+            place = each.words + tile * 64
+            if fetch:
+                code.prefetch(place + AHEAD)
+            for index, parts in enumerate(_codes(code, at, code.load(vector(I32), place), group)):
+                by_group = each.scale + (tile * (TILE // group) + index) * 4
+                scale = code.load(F32, by_group, 4).splat(at.lanes)
+                for row, halves in enumerate(bytes_of):
+                    dot = code.constant(vector(I32, at.lanes), 0)
+                    for half, codes in parts:
+                        for x, weights in zip(halves[half], codes, strict=True):
+                            dot = dot_small(code, at, dot, x, weights)
+                    total = sums[row * outs + n]
+                    total.set(code.fma(dot.to(vector(F32, at.lanes)), scale, total.get()))
+    added = _of_offsets(code, given, own, rows, offset)
+    some = min(outs, SCALES)
+    for row in range(rows):
+        row_scale = code.load(F32, given.row_scale + 4 * row, 4).splat(some)
+        for first in range(0, outs, some):
+            these = slice(row * outs + first, row * outs + first + some)
+            values = (totals(sums[these]) + totals(added[these])) * row_scale
+            result = given.result + given.out_size * first
+            store_rows(code, values, range(row, row + 1), some, result, given.result_row, given.out_size)
+
+
+def _pieces(code: Code, at: Processor, place: Value) -> list[Value]:
+    """64 bytes as vectors of the processor's size."""
+    return [code.load(vector(I8, 4 * at.lanes), place + n) for n in range(0, 64, 4 * at.lanes)]
+
+
+def _codes(code: Code, at: Processor, word: Value, group: int) -> list[list[tuple[int, list[Value]]]]:
+    """For each group of a tile: which halves of a row's arranged bytes it is multiplied by, and the codes,
+    from 0 to 15; 0 where the bytes belong to another group.
+    """
+    codes = word ^ SIGNS
+    halves = codes, codes >> 4
+
+    def part(half: int, mask: int) -> tuple[int, list[Value]]:
+        masked, count = halves[half] & mask, at.lanes
+        pieces = (
+            [masked.pick(range(n, n + count)) for n in range(0, LANES, count)] if count < LANES else [masked]
+        )
+        return half, [piece.bits(vector(I8, 4 * count)) for piece in pieces]
+
+    if group == TILE:
+        return [[part(0, LOW), part(1, LOW)]]
+    if group == TILE // 2:
+        return [[part(half, mask) for half in (0, 1)] for mask in (FIRST, SECOND)]
+    return [[part(half, mask)] for mask in (FIRST, SECOND) for half in (0, 1)]
+
+
+def _of_offsets(
+    code: Code, given: ByteOperands, own: list[Packed], rows: int, offset: bool
+) -> list[Variable]:
+    """Vectors of sums over groups of (offset - 8 scale) * sum of bytes, for each row and output."""
+    kind = vector(F32, SCALES)
+    added = [code.variable(code.constant(kind, 0.0)) for _ in range(rows * len(own))]
+    eight = code.constant(kind, -8.0)
+    with code.loop(0, given.scale_row, 4 * SCALES) as at:
+        sums = [code.load(kind, given.sums + (given.scale_row * row + at), 4) for row in range(rows)]
+        for n, each in enumerate(own):
+            scale = code.load(kind, each.scale + at, 4)
+            by = code.fma(scale, eight, code.load(kind, each.offset + at, 4)) if offset else scale * eight
+            for row, of_row in enumerate(sums):
+                total = added[row * len(own) + n]
+                total.set(code.fma(by, of_row, total.get()))
+    return added
+
+
+def _multiply(code: Code, at: Processor, alone: int, offset: bool) -> None:
+    frame, part, parts = code.kernel("multiply")
+    (_, x_shape), (words, shape), (scale, scale_shape) = (code.argument(frame, index) for index in range(3))
+    offsets = code.argument(frame, 3)[0] if offset else scale
+    result = code.result(frame, OUT)[0]
+    rows, size = code.word(x_shape, 0), code.word(x_shape, 1)
+    count, width = code.word(shape, 0), code.word(shape, 1)
+    weight = Packed(words, width * 4, scale, offsets, code.word(scale_shape, 1) * 4, size)
+    x, row_scale, sums = (code.result(frame, index)[0] for index in (ARRANGED, ROW_SCALES, SUMS))
+    x_row, out_size = tiles_of(size) * TILE, code.result_size(frame, OUT)
+    result_row = count * out_size
+
+    def run(name: str, row: Value | int, out: Value) -> None:
+        operands = ByteOperands(
+            x + x_row * row,
+            x_row,
+            sums + weight.scale_row * row,
+            row_scale + code.whole(4) * row,
+            *weight.at(out),
+            result + (result_row * row + out * out_size),
+            result_row,
+            out_size,
+        )
+        code.call(name, VOID, *operands)
+
+    first, end, last = blocks_of(count, at.outs, part, parts)
+    one = rows.equals(1)
+    # a weight with fewer outputs than a block
+    with code.when(count < one.choose(code.whole(alone), at.outs)):
+        with code.loop(first, end) as out, code.loop(0, rows) as row:
+            run("single", row, out)
+        code.ret()
+    with code.when(one):
+        begin, until, final = blocks_of(count, alone, part, parts)
+        with code.loop(begin, until, alone) as out:
+            run("alone", 0, out.least(final))  # overlapping blocks write the same results
+        code.ret()
+    panel = (rows > FEW).choose(code.whole(PANEL), at.outs)
+    with code.loop(first, end, panel) as start:
+        over = (start + panel).least(end)
+        begin = start.least(last)
+        with strips(code, at, rows) as (row, height), code.loop(begin, over, at.outs) as outs:
+            out = outs.least(over - at.outs)
+            with code.cases(height + row.equals(0).choose(code.whole(8), 0)) as case:
+                for number in heights(at):
+                    for fetch in (False, True):
+                        with case(number + 8 * fetch):
+                            run(f"block_{number}_{fetch}", row, out)

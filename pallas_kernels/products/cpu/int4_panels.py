@@ -1,0 +1,131 @@
+"""Products of many rows with four-bit weights by panels, see `panels.py`.
+
+Numbers are expanded while a panel is packed: to the bfloat16 weights of `int4.py`, or to bytes with the codes
+of `int4_bytes.py`. Sums of codes times bytes are scaled at the end of each group.
+"""
+
+from __future__ import annotations
+
+from pallas_kernels.llvm import native
+from pallas_kernels.llvm.blocks import transposed
+from pallas_kernels.llvm.code import Code
+from pallas_kernels.llvm.formats import SIZES, Format, byte_format, plain_format, processor
+from pallas_kernels.llvm.types import F32, I8, I32, I64, LANES, PTR, VOID, vector
+from pallas_kernels.llvm.values import Value
+from pallas_kernels.products.cpu.int4 import KINDS, How, Packed, weights_of
+from pallas_kernels.products.cpu.int4_bytes import LOW, SIGNS
+from pallas_kernels.products.cpu.multiply import quantize
+from pallas_kernels.products.cpu.panels import LINE, VECTOR, VECTORS, WORD, WORDS, Pack, write
+from pallas_kernels.quantization.int4 import GROUPS, TILE
+
+PIECE = GROUPS[0]  # bytes that are added to a sum at once
+HALF = 8  # words of a quarter of a tile
+# Order of a tile's bytes in which low halves of a word are four consecutive inputs, and high halves those 32
+# further.
+CONSECUTIVE = [
+    4 * (2 * (n % HALF) + i // 2) + 2 * (i % 2) + n // HALF for n in range(LANES) for i in range(WORD)
+]
+
+
+def int4_panels_module(target: native.Target, group: int, offset: bool, kind: str = "int4") -> str:
+    """The functions `multiply` and `parts` of bfloat16 x, values, scale and, if weights have offsets,
+    offset.
+    """
+    at, code = processor(target), Code()
+    how = plain_format(at, "bfloat16", "bfloat16")
+    unpacked = How(at, pairs=True, format=how, group=group, offset=offset, kind=kind)
+    *packed, to = code.function("pack", (*KINDS, PTR))
+    weight = Packed(*packed)
+    with code.loop(0, _tiles(weight)) as tile, code.loop(0, VECTORS) as n:
+        lanes = [weights_of(code, unpacked, weight.at(n * LANES + lane), tile) for lane in range(LANES)]
+        for step, outs in enumerate(zip(*lanes, strict=True)):
+            for line, turned in enumerate(transposed([each.bits(vector(I32)) for each in outs])):
+                word = tile * (TILE // 2) + (step * LANES + line)
+                code.store(turned, to + (word * LINE + n * VECTOR), VECTOR)
+    write(code, at, how, _pack(code, how, group, offset))
+    return code.text()
+
+
+def int4_bytes_panels_module(
+    target: native.Target, x: str, group: int, offset: bool, hadamard: int = 1
+) -> str:
+    """The functions `quantize`, `quantize_parts`, `multiply` and `parts` of x, values, scale and, if weights
+    have offsets, offset.
+
+    Results: out, bytes of x, their scales, their sums by group, float32 [rows, groups]; with a hadamard block
+    above 1, also x transformed, float32.
+    """
+    at, code = processor(target), Code()
+    _sums(code, group)
+
+    def add(frame: Value, row: Value, size: Value) -> None:
+        (source, _), (sums, shape) = code.result(frame, 1), code.result(frame, 3)
+        code.call("sums", VOID, source + row * size, sums + row * code.word(shape, 1) * 4, size)
+
+    quantize(code, at, x, 1, 2, transformed=(hadamard, 4), then=add)
+    *packed, to = code.function("pack", (*KINDS, PTR))
+    weight = Packed(*packed)
+    with code.loop(0, _tiles(weight)) as tile, code.loop(0, VECTORS) as n:
+        places = [weight.at(n * LANES + lane).words + tile * (TILE // 2) for lane in range(LANES)]
+        lines = []
+        for place in places:
+            code.prefetch(place + WORDS * WORD // 2, far=True)
+            codes = (code.load(vector(I32), place) ^ SIGNS).bits(vector(I8, VECTOR))
+            lines.append(codes.pick(CONSECUTIVE).bits(vector(I32)))
+        for line, turned in enumerate(transposed(lines)):
+            for high, codes in enumerate((turned, turned >> 4)):
+                word = tile * (TILE // WORD) + (line // HALF * 2 + high) * HALF + line % HALF
+                code.store(codes & LOW, to + (word * LINE + n * VECTOR), VECTOR)
+    _pack_scales(code, weight, to + WORDS * LINE, group, offset)
+    how = byte_format(at)
+    write(code, at, how, _pack(code, how, group, offset), group)
+    return code.text()
+
+
+def _tiles(weight: Packed) -> Value:
+    return (weight.size + (TILE - 1)) // TILE
+
+
+def _pack(code: Code, how: Format, group: int, offset: bool) -> Pack:
+    """Calls the function `pack` of (*Packed, address)."""
+
+    def pack(frame: Value, o: Value, first: Value, words: Value, to: Value) -> None:
+        (values, shape), (scale, scale_shape) = (code.argument(frame, index) for index in (1, 2))
+        offsets = code.argument(frame, 3)[0] if offset else scale
+        row, scale_row = (code.word(each, 1) * 4 for each in (shape, scale_shape))
+        whole = Packed(values, row, scale, offsets, scale_row, words * WORD // SIZES[how.x])
+        own, before = whole.at(o), first // SIZES[how.x]
+        by_scale = before // group * 4
+        own = own._replace(
+            words=own.words + before // 2, scale=own.scale + by_scale, offset=own.offset + by_scale
+        )
+        code.call("pack", VOID, *own, to)
+
+    return pack
+
+
+def _pack_scales(code: Code, weight: Packed, to: Value, group: int, offset: bool) -> None:
+    """For each group, stores the scales of a panel's outputs, and what a row's sum of bytes is multiplied by:
+    codes are larger by 8 than numbers.
+    """
+    kind, eight = vector(F32), code.constant(vector(F32), -8.0)
+    outs = code.constant(vector(I64), [*range(LANES)]) * (weight.scale_row // 4).splat()
+    with code.loop(0, (weight.size + (group - 1)) // group) as index, code.loop(0, VECTORS) as n:
+        own, line = weight.at(n * LANES), to + (index * (2 * LINE) + n * VECTOR)
+        scale = code.gather(kind, own.scale + index * 4, outs)
+        by_sum = scale * eight
+        if offset:
+            by_sum = code.fma(scale, eight, code.gather(kind, own.offset + index * 4, outs))
+        code.store(scale, line, VECTOR)
+        code.store(by_sum, line + LINE, VECTOR)
+
+
+def _sums(code: Code, group: int) -> None:
+    """Writes the function `sums` of a row's bytes, the address of sums by group, and the number of bytes."""
+    source, into, size = code.function("sums", (PTR, PTR, I64))
+    kind = vector(I32, PIECE)
+    with code.loop(0, size, group) as first:
+        added = code.variable(code.constant(kind, 0))
+        with code.loop(first, (first + group).least(size), PIECE) as at:
+            added.set(added.get() + code.load(vector(I8, PIECE), source + at).to(kind))
+        code.store(code.reduced("add", added.get()).to(F32), into + first // group * 4, 4)

@@ -1,0 +1,303 @@
+"""Products x [rows, in] @ weight [out, in].T as functions of (frame, part, parts), block by block, for any
+number of rows.
+
+For a few rows, each block of outputs is multiplied by all rows before the next, so that weights are read from
+memory once, in storage order, and are prefetched. For many rows, a panel of outputs stays in the L2 cache
+while it is multiplied by all rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial, reduce
+
+from pallas_kernels.llvm import native
+from pallas_kernels.llvm.blocks import AHEAD, KINDS, Operands, Out, block, padded
+from pallas_kernels.llvm.code import Code, share
+from pallas_kernels.llvm.formats import (
+    SIZES,
+    Format,
+    Processor,
+    as_floats,
+    as_pairs,
+    byte_format,
+    plain_format,
+    processor,
+)
+from pallas_kernels.llvm.types import F32, I8, I32, I64, PTR, VOID, vector
+from pallas_kernels.llvm.values import Value
+from pallas_kernels.products.cpu.hadamard import transform_row, write_parts
+
+FEW = 48  # maximum rows for which reading weights dominates
+CONVERTED_FEW = 16  # the same if each block's weights are converted first
+PANEL, SCRATCH = 64, 1 << 17  # maximum outputs; bytes of converted weights on the stack
+NONE, ALL, LOWER, UPPER = range(4)  # the outputs of a block whose weights a strip of rows prefetches
+STRIP = 8  # larger than any strip
+LONGEST = 64  # numbers in the longest vector
+MAXIMA = 4  # vectors of maxima of a row; in a single one, each waits for the one before
+SMALLEST, RECIPROCAL = 1e-30, 1 / 127  # as in `quantized`
+
+
+def product_module(target: native.Target, x: str, weight: str) -> str:
+    """The function `multiply` of x, weight and, for eight bits, the weight's scale [out]."""
+    at, code = processor(target), Code()
+    how, out = plain_format(at, x, weight), Out(scaled=SIZES[weight] == 1)
+    computed = "bfloat16" if at.pairs and x == "bfloat16" and weight != "float32" else "float32"
+    _multiply(code, at, how, out, None if computed == weight else computed)
+    return code.text()
+
+
+def bytes_module(target: native.Target, x: str, hadamard: int = 1) -> str:
+    """The functions `quantize`, `quantize_parts` and `multiply` of x, int8 weight and its scale.
+
+    Results: out, bytes of x, their scales and their sums [rows]; with a hadamard block above 1, also x
+    transformed, float32.
+    """
+    at, code = processor(target), Code()
+    how = byte_format(at)
+    quantize(code, at, x, 1, 2, sums=(how.offset, 3) if how.offset else None, transformed=(hadamard, 4))
+    _multiply(code, at, how, Out(scaled=True, bytes=True), None)
+    return code.text()
+
+
+def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str | None) -> None:
+    """Args: converted: the dtype to which weights are converted once, if they are multiplied by more rows
+    than a block has.
+    """
+    dispatch(code, "strip", at, how, out, (NONE, ALL) if converted else (NONE, ALL, LOWER, UPPER))
+    if converted:
+        inner = replace(plain_format(at, how.x, converted), factor=how.factor)
+        dispatch(code, "converted", at, inner, out, (NONE,))
+        _convert(code, at, how.weight, converted)
+    frame, part, parts = code.kernel("multiply")
+    (x, _), (weight, shape) = code.argument(frame, 0), code.argument(frame, 1)
+    result, result_shape = code.result(frame, 0)
+    rows, (count, size) = code.word(result_shape, 0), (code.word(shape, index) for index in (0, 1))
+    out_scale = code.argument(frame, 2)[0] if out.scaled else x
+    row_scale = row_sum = x
+    if out.bytes:
+        x, row_scale, row_sum = (code.result(frame, index)[0] for index in (1, 2, 3))
+    x_row, weight_row = (size * SIZES[kind] for kind in (how.x, how.weight))
+    out_size = code.result_size(frame, 0)
+    result_row = count * out_size
+    first, end, last = blocks_of(count, at.outs, part, parts)
+    many = rows > at.rows
+    paired = (count >= at.outs) & (rows.equals(8) | (rows >= 2 * at.rows))
+    most, few = code.whole(PANEL), FEW
+    inner_row, scratch = weight_row, weight
+    if converted:
+        inner_row = (size + (LONGEST - 1)).rounded_down(LONGEST) * SIZES[converted]
+        most, few = (SCRATCH // inner_row).rounded_down(at.outs).most(at.outs).least(PANEL), CONVERTED_FEW
+    panel = (rows > few).choose(most, at.outs)
+    if converted:
+        scratch = code.memory(many.choose(inner_row * panel, 0))
+
+    with code.loop(first, end, panel) as start:
+        over = (start + panel).least(end)
+        begin = start.least(last)  # the last blocks may overlap: both compute equal results
+        if converted:
+            with code.when(many):
+                code.call(
+                    "convert",
+                    VOID,
+                    weight + begin * weight_row,
+                    weight_row,
+                    size,
+                    over - begin,
+                    scratch,
+                    inner_row,
+                )
+        with strips(code, at, rows) as (row, height), code.loop(begin, over, at.outs) as outs:
+            o = outs.least(begin.equals(last).choose(last, over - at.outs))
+            given = Operands(
+                x=x + row * x_row,
+                x_row=x_row,
+                weight=weight + o * weight_row,
+                weight_row=weight_row,
+                size=size,
+                result=result + (row * result_row + o * out_size),
+                result_row=result_row,
+                row_scale=row_scale + row * 4,
+                row_sum=row_sum + row * 4,
+                out_scale=out_scale + o * 4,
+                out_size=out_size,
+            )
+            left = (over - o).least(at.outs)
+            # Two strips prefetch half of the weights each, so that memory is busy while the second is
+            # multiplied.
+            second = paired & (row <= at.rows)
+            fetch = row.equals(0).choose(
+                paired.choose(code.whole(LOWER), ALL), second.choose(code.whole(UPPER), NONE)
+            )
+            if converted:
+                of_scratch = given._replace(weight=scratch + (o - begin) * inner_row, weight_row=inner_row)
+                with code.if_else(many) as (yes, no):
+                    with yes:
+                        code.call("converted", VOID, *of_scratch, height, left, NONE)
+                    with no:
+                        code.call("strip", VOID, *given, height, left, fetch)
+            else:
+                code.call("strip", VOID, *given, height, left, fetch)
+
+
+def blocks_of(count: Value, outs: int, part: Value, parts: Value) -> tuple[Value, Value, Value]:
+    """First and end of a part's outputs, in blocks of `outs`, and the start of the last block, which may
+    overlap the one before.
+    """
+    first, end = (unit * outs for unit in share((count + (outs - 1)) // outs, part, parts))
+    return first, count.least(end), (count - outs).most(0)
+
+
+@contextmanager
+def strips(code: Code, at: Processor, rows: Value) -> Iterator[tuple[Value, Value]]:
+    """A loop over strips of rows: the first row, and the number of rows, one of `heights`."""
+    first = code.variable(code.whole(0))
+    with code.repeat(lambda: first.get() < rows):
+        row = first.get()
+        left, height = rows - row, code.whole(1)
+        for count in heights(at)[1:]:
+            height = (left >= count).choose(count, height)
+        height = left.equals(8).choose(min(4, at.rows), height)  # rather than six and two
+        yield row, height
+        first.set(row + height)
+
+
+def heights(at: Processor) -> list[int]:
+    return [count for count in (1, 2, 4, 6) if count <= at.rows]
+
+
+def dispatch(code: Code, name: str, at: Processor, how: Format, out: Out, fetches: Sequence[int]) -> None:
+    """A function of Operands, the number of rows (one of `heights`), the number of outputs (at most a
+    block's), and the prefetch mode.
+    """
+    half, made = at.outs // 2, {}
+    fetched = {NONE: range(0), ALL: range(at.outs), LOWER: range(half), UPPER: range(half, at.outs)}
+    for mode in fetches:
+        for height in heights(at):
+            if mode in (NONE, ALL) or height in (min(4, at.rows), at.rows):
+                made[height + mode * STRIP] = f"{name}_{height}_{mode}"
+                block(code, f"{name}_{height}_{mode}", how, height, at.outs, out, fetched=fetched[mode])
+    block(code, f"{name}_single", how, 1, 1, out)
+    *operands, rows, outs, fetch = code.function(name, (*KINDS, I64, I64, I64))
+    given = Operands(*operands)
+    with code.when(outs < at.outs):  # a weight with fewer outputs
+        with code.loop(0, rows) as row, code.loop(0, outs) as o:
+            own = given._replace(
+                x=given.x + row * given.x_row,
+                weight=given.weight + o * given.weight_row,
+                result=given.result + (row * given.result_row + o * given.out_size),
+                row_scale=given.row_scale + row * 4,
+                row_sum=given.row_sum + row * 4,
+                out_scale=given.out_scale + o * 4,
+            )
+            code.call(f"{name}_single", VOID, *own)
+        code.ret()
+    with code.cases(rows + fetch * STRIP) as case:
+        for number, block_name in made.items():
+            with case(number):
+                code.call(block_name, VOID, *given)
+
+
+def _convert(code: Code, at: Processor, stored: str, converted: str) -> None:
+    """Writes the function `convert`, which converts rows of weights to another dtype, each padded to
+    LONGEST.
+    """
+    weight, row, size, count, into, into_row = code.function("convert", (PTR, I64, I64, I64, PTR, I64))
+    step, item, new_item = 2 * at.lanes, SIZES[stored], SIZES[converted]
+
+    def convert(source: Value, target: Value) -> None:
+        halves = [as_floats(code, at, source + half * at.lanes * item, stored, at.lanes) for half in (0, 1)]
+        # only eight-bit numbers are converted to bfloat16, and it represents them exactly
+        if converted == "bfloat16":
+            code.store(as_pairs(*halves), target)
+            return
+        for half, values in enumerate(halves):
+            code.store(values, target + half * at.lanes * new_item)
+
+    whole = size.rounded_down(step)
+    rest = size - whole
+    with code.loop(0, count) as each:
+        source, target = weight + each * row, into + each * into_row
+        with code.loop(0, whole, step) as n:
+            place = source + n * item
+            code.prefetch(place + AHEAD)
+            convert(place, target + n * new_item)
+        with code.when(rest > 0):
+            convert(padded(code, source + whole * item, rest * item, step * item), target + whole * new_item)
+
+
+def quantize(
+    code: Code,
+    at: Processor,
+    x: str,
+    bytes_result: int,
+    scales_result: int,
+    sums: tuple[int, int] | None = None,
+    transformed: tuple[int, int] = (1, 0),
+    then: Callable[[Value, Value, Value], None] | None = None,
+) -> None:
+    """Quantizes rows of x to bytes: bit-identical to `quantized.quantize` as compiled by XLA, which
+    multiplies by reciprocals.
+
+    Writes the functions `quantize`, and `quantize_parts`, which returns the number of parts.
+
+    Args:
+        sums: (factor, result): also stores each row's sum of bytes, times the factor.
+        transformed: (block, result): transforms rows first, if block is more than 1.
+        then: writes what follows each row, given the frame, the row's index and its size.
+    """
+    hadamard, own = transformed
+    stored, x = x, "float32" if hadamard > 1 else x
+    if hadamard > 1:
+        transform_row(code, at, stored, hadamard)
+    write_parts(code, "quantize_parts")
+    frame, part, parts = code.kernel("quantize")
+    source, shape = code.argument(frame, 0)
+    into, scales = code.result(frame, bytes_result)[0], code.result(frame, scales_result)[0]
+    rows, size, item = code.word(shape, 0), code.word(shape, 1), SIZES[x]
+    whole = size.rounded_down(at.lanes)
+
+    def larger(known: Value, place: Value, lanes: int) -> Value:
+        return code.intrinsic("maximum", code.intrinsic("fabs", as_floats(code, at, place, x, lanes)), known)
+
+    def write(place: Value, lanes: int, inverse: Value, target: Value) -> Value:
+        scaled = as_floats(code, at, place, x, lanes) * inverse.splat(lanes)
+        values = code.intrinsic("rint", scaled).to(vector(I32, lanes))
+        code.store(values.to(vector(I8, lanes)), target)
+        return values
+
+    with code.loop(*share(rows, part, parts)) as each:
+        start = each * size
+        row, target = source + start * SIZES[stored], into + start
+        if hadamard > 1:
+            spread = code.result(frame, own)[0] + start * 4
+            code.call("transform_row", VOID, row, spread, size)
+            row = spread
+        lanes = [code.variable(code.constant(vector(F32, at.lanes), SMALLEST)) for _ in range(MAXIMA)]
+        several = whole.rounded_down(MAXIMA * at.lanes)
+        with code.loop(0, several, MAXIMA * at.lanes) as first:
+            for index, maxima in enumerate(lanes):
+                place = row + (first + index * at.lanes) * item
+                maxima.set(larger(maxima.get(), place, at.lanes))
+        with code.loop(several, whole, at.lanes) as n:
+            lanes[0].set(larger(lanes[0].get(), row + n * item, at.lanes))
+        largest = reduce(partial(code.intrinsic, "maximum"), [maxima.get() for maxima in lanes])
+        most = code.variable(code.reduced("fmaximum", largest).splat(1))
+        with code.loop(whole, size) as n:
+            most.set(larger(most.get(), row + n * item, 1))
+        scale = most.get().lane(0) * RECIPROCAL
+        inverse = 1.0 / scale
+        code.store(scale, scales + each * 4, 4)
+        added = code.variable(code.constant(vector(I32, at.lanes), 0))
+        with code.loop(0, whole, at.lanes) as n:
+            added.set(added.get() + write(row + n * item, at.lanes, inverse, target + n))
+        total = code.variable(code.reduced("add", added.get()))
+        with code.loop(whole, size) as n:
+            total.set(total.get() + write(row + n * item, 1, inverse, target + n).lane(0))
+        if sums is not None:
+            factor, index = sums
+            code.store(total.get() * factor, code.result(frame, index)[0] + each * 4, 4)
+        if then is not None:
+            then(frame, each, size)

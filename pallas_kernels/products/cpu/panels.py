@@ -1,0 +1,311 @@
+"""Products for many rows, of bfloat16 pairs or of bytes: x [rows, in] @ weight [out, in].T as functions of
+(frame, part, parts). A part is a panel of outputs for a block of rows. `int4_panels.py` has four-bit weights.
+
+Inputs are multiplied in words of 32 bits: two bfloat16, or four bytes. A panel of outputs is packed so that
+a vector has one word of 16 outputs. A word of a row of x is broadcast to all lanes. So sums need not be added
+up over lanes at the end, as in `multiply.py`, and the packed words of a panel stay in the cache while all
+rows of a block are multiplied by them (Goto and van de Geijn, 2008).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pallas_kernels.llvm import native
+from pallas_kernels.llvm.blocks import rounded, transposed, zeros
+from pallas_kernels.llvm.code import Code
+from pallas_kernels.llvm.formats import SIZES, Format, Processor, byte_format, plain_format, processor
+from pallas_kernels.llvm.kinds import INPUTS
+from pallas_kernels.llvm.team import PARTS
+from pallas_kernels.llvm.types import F32, I8, I32, I64, LANES, PTR, VOID, vector
+from pallas_kernels.llvm.values import Value, Variable
+from pallas_kernels.products.cpu.multiply import heights, quantize, strips
+
+WORD, VECTOR = 4, 4 * LANES  # bytes
+VECTORS = 4  # of outputs
+OUTS = VECTORS * LANES  # of a panel, and the minimum for a weight
+LINE = WORD * OUTS  # bytes of a word of inputs of all outputs of a panel
+WORDS, ROWS = 384, 768  # maximum words that are packed at a time, and rows of a block
+LEAST = 96  # rows of a block, if there are others
+PAIRS, BYTES = ("bfloat16", "int4"), ("w8a8", "w4a8")  # formats of weights, by the words that are multiplied
+
+# Writes the packing of a panel, given the frame, the first output, the first byte of a row of x, the number
+# of words, and the address of [words, OUTS] words.
+Pack = Callable[[Value, Value, Value, Value, Value], None]
+
+
+def serves(at: Processor, x: str, kind: str) -> bool:
+    """Whether a processor multiplies x by weights of this format in vectors of words."""
+    pairs, of_bytes = x == "bfloat16" and kind in PAIRS, x in INPUTS and kind in BYTES
+    return at.lanes == LANES and ((pairs and at.pairs) or (of_bytes and at.bytes == "vnni"))
+
+
+def why_no_panels(x: str, kind: str, outs: int, size: int) -> str | None:
+    """Why the kernel cannot multiply rows of x by weights [outs, size] of this format, or None."""
+    if not serves(processor(native.host()), x, kind):
+        return (
+            f"{x} by {kind}: panels need AVX-512's products of bfloat16 pairs, for {' and '.join(PAIRS)}, "
+            f"or of bytes, for {' and '.join(BYTES)}"
+        )
+    if outs < OUTS:
+        return f"outputs={outs}: at least {OUTS}"
+    step = inputs_at_once(kind)
+    return f"inputs={size}: must be a multiple of {step}" if size % step else None
+
+
+def inputs_at_once(kind: str) -> int:
+    """A weight of this format has a multiple of this number of inputs: those of a vector, or for four bits
+    those of the smallest group.
+    """
+    return VECTOR if kind == "w8a8" else VECTOR // 2
+
+
+class StripOperands(NamedTuple):
+    """Arguments of a function that multiplies a strip of rows by packed words: addresses, and int64.
+
+    Attributes:
+        x: the first row's first packed word; x_row: bytes from one row to the next.
+        packed: packed words; words: their number.
+        sums: 32-bit [rows, OUTS] of the words before.
+        before, after: whether there are words before, and after, these.
+        result: of the first row's first output; result_row: bytes from one row to the next.
+        out_size: bytes of a number of the result.
+        row_scale, row_sum, out_scale: for bytes, see `blocks.Operands`. By groups, row_sum has float32 sums
+            of the row's bytes, and out_scale float32 [groups, 2, OUTS]: scales, and what the sums are
+            multiplied by.
+        row_sums: bytes from one row's sums to the next.
+    """
+
+    x: Value
+    x_row: Value
+    packed: Value
+    words: Value
+    sums: Value
+    before: Value
+    after: Value
+    result: Value
+    result_row: Value
+    out_size: Value
+    row_scale: Value
+    row_sum: Value
+    out_scale: Value
+    row_sums: Value
+
+
+KINDS = (PTR, I64, PTR, I64, PTR, I64, I64, PTR, I64, I64, PTR, PTR, PTR, I64)  # of StripOperands
+
+
+def pairs_module(target: native.Target) -> str:
+    """The functions `multiply`, of x and weight, and `parts`, for what `why_no_panels` does not refuse."""
+    at, code = processor(target), Code()
+    how = plain_format(at, "bfloat16", "bfloat16")
+    write(code, at, how, _stored(code, how))
+    return code.text()
+
+
+def bytes_module(target: native.Target, x: str, hadamard: int = 1) -> str:
+    """The functions `quantize`, `quantize_parts`, `multiply` and `parts`, with arguments and results as in
+    `multiply.bytes_module`, to the last bit.
+    """
+    at, code = processor(target), Code()
+    how = byte_format(at)
+    quantize(code, at, x, 1, 2, sums=(how.offset, 3), transformed=(hadamard, 4))
+    write(code, at, how, _stored(code, how))
+    return code.text()
+
+
+def write(code: Code, at: Processor, how: Format, pack: Pack, group: int | None = None) -> None:
+    """Writes the functions `multiply` and `parts`. If x is quantized, its bytes, scales and sums are results
+    1 to 3.
+
+    Args:
+        group: inputs whose sums have a scale of their own, see `StripOperands`. `pack` writes these scales
+            behind WORDS words.
+    """
+    _strip(code, at, how, group)
+    frame, many = code.function("parts", (PTR, I64), internal=False, result=I64)
+    rows, count = _shape(code, frame)
+    panels = _panels(count)
+    # Two for each thread, unless blocks become so small that packing takes long.
+    wanted = (many // (PARTS // 2) + (panels - 1)) // panels
+    blocks = wanted.least((rows + (LEAST - 1)) // LEAST).most((rows + (ROWS - 1)) // ROWS)
+    code.ret(panels * blocks)
+
+    frame, part, parts = code.kernel("multiply")
+    x, x_shape = code.argument(frame, 0)
+    (rows, count), row_bytes = _shape(code, frame), code.word(x_shape, 1) * SIZES[how.x]
+    row_scale, row_sum, out_scale, row_sums = x, x, x, code.whole(4)
+    if how.x == "int8":
+        x, row_scale, row_sum = (code.result(frame, index)[0] for index in (1, 2, 3))
+        out_scale, _ = code.argument(frame, 2)
+    if group:
+        row_sums = code.word(code.result(frame, 3)[1], 1) * 4
+    (result, _), out_size, blocks = code.result(frame, 0), code.result_size(frame, 0), parts // _panels(count)
+    most = (rows + (blocks * at.rows - 1)) // (blocks * at.rows) * at.rows  # blocks of nearly equal size
+    by_group = 2 * WORDS * WORD // group if group else 0  # lines of scales
+    packed, sums = code.memory((WORDS + by_group) * LINE), code.memory(ROWS * LINE)
+    o = (part // blocks * OUTS).least(count - OUTS)  # the last may overlap: both compute equal results
+    begin = part % blocks * most
+    with code.loop(0, row_bytes, WORDS * WORD) as first:
+        taken = (row_bytes - first).least(WORDS * WORD)
+        pack(frame, o, first, taken // WORD, packed)
+        with strips(code, at, (rows - begin).least(most)) as (row, height):
+            summed = row_sum + (begin + row) * row_sums
+            given = StripOperands(
+                x=x + ((begin + row) * row_bytes + first),
+                x_row=row_bytes,
+                packed=packed,
+                words=taken // WORD,
+                sums=sums + row * LINE,
+                before=first,
+                after=row_bytes - first - taken,
+                result=result + ((begin + row) * count + o) * out_size,
+                result_row=count * out_size,
+                out_size=out_size,
+                row_scale=row_scale + (begin + row) * 4,
+                row_sum=summed + first // group * 4 if group else summed,
+                out_scale=packed + WORDS * LINE if group else out_scale + o * 4,
+                row_sums=row_sums,
+            )
+            code.call("strip", VOID, *given, height)
+
+
+def _shape(code: Code, frame: Value) -> tuple[Value, Value]:
+    """Rows and outputs of the result."""
+    _, shape = code.result(frame, 0)
+    return code.word(shape, 0), code.word(shape, 1)
+
+
+def _panels(outs: Value) -> Value:
+    return (outs + (OUTS - 1)) // OUTS
+
+
+def _stored(code: Code, how: Format) -> Pack:
+    """Packs weights that are stored as x is. Bytes become unsigned by their offset."""
+    _pack(code, how)
+
+    def pack(frame: Value, o: Value, first: Value, words: Value, to: Value) -> None:
+        weight, shape = code.argument(frame, 1)
+        row_bytes = code.word(shape, 1) * SIZES[how.x]
+        code.call("pack", VOID, weight + (o * row_bytes + first), row_bytes, words, to)
+
+    return pack
+
+
+def _pack(code: Code, how: Format) -> None:
+    """Writes the function `pack` of a panel's weights, the bytes from one output to the next, the number of
+    words, and the place for [words, OUTS] words.
+    """
+    weight, row, words, to = code.function("pack", (PTR, I64, I64, PTR))
+    flipped = code.constant(vector(I8, VECTOR), -128).bits(vector(I32))
+    with code.loop(0, words, LANES) as word, code.loop(0, VECTORS) as n:
+        places = [weight + ((n * LANES + lane) * row + word * WORD) for lane in range(LANES)]
+        for place in places:
+            code.prefetch(place + WORDS * WORD, far=True)
+        lines = transposed([code.load(vector(I32), place) for place in places])
+        for line, turned in enumerate(lines):
+            own = turned ^ flipped if how.offset else turned
+            code.store(own, to + ((word + line) * LINE + n * VECTOR), VECTOR)
+
+
+def _strip(code: Code, at: Processor, how: Format, group: int | None) -> None:
+    """Writes the function `strip` of StripOperands and the number of rows, one of `heights`."""
+    for height in heights(at):
+        if group:
+            _strip_by_group(code, how, height, group)
+        else:
+            _strip_of(code, how, height)
+    *operands, rows = code.function("strip", (*KINDS, I64))
+    with code.cases(rows) as case:
+        for height in heights(at):
+            with case(height):
+                code.call(f"strip_{height}", VOID, *operands)
+
+
+def _strip_of(code: Code, how: Format, rows: int) -> None:
+    given = StripOperands(*code.function(f"strip_{rows}", KINDS))
+    places = _places(given, rows)
+    sums = zeros(code, how, len(places))
+    with code.when(given.before > 0):
+        for total, place in zip(sums, places, strict=True):
+            total.set(code.load(how.sums, place, VECTOR))
+    _add(code, how, given, sums, code.whole(0), given.words)
+    with code.if_else(given.after > 0) as (more, end):
+        with more:
+            for total, place in zip(sums, places, strict=True):
+                code.store(total.get(), place, VECTOR)
+        with end:
+            values = [total.get() for total in sums]
+            _store(code, given, _scaled(code, given, values) if how.offset else values)
+
+
+def _strip_by_group(code: Code, how: Format, rows: int, group: int) -> None:
+    """Sums of a group's bytes stay in registers. Those of all groups, float32, do not fit there too."""
+    given = StripOperands(*code.function(f"strip_{rows}", KINDS))
+    places, kind, each = _places(given, rows), vector(F32), group // WORD
+    sums = zeros(code, how, len(places))
+    with code.when(given.before.equals(0)):
+        for place in places:
+            code.store(code.constant(kind, 0.0), place, VECTOR)
+    with code.loop(0, given.words, each) as first:
+        for total in sums:
+            total.set(code.constant(how.sums, 0))
+        _add(code, how, given, sums, first, (first + each).least(given.words))
+        index = first // each
+        lines = [given.out_scale + (index * 2 + line) * LINE for line in range(2)]
+        scales, by_sum = (
+            [code.load(kind, line + n * VECTOR, VECTOR) for n in range(VECTORS)] for line in lines
+        )
+        for row in range(rows):
+            of_row = code.load(F32, given.row_sum + (given.row_sums * row + index * 4), 4).splat()
+            for n in range(VECTORS):
+                place, own = places[row * VECTORS + n], sums[row * VECTORS + n].get().to(kind)
+                before = code.fma(by_sum[n], of_row, code.load(kind, place, VECTOR))
+                code.store(code.fma(own, scales[n], before), place, VECTOR)
+    with code.when(given.after.equals(0)):
+        of_rows = [code.load(F32, given.row_scale + row * 4, 4).splat() for row in range(rows)]
+        values = [code.load(kind, place, VECTOR) * of_rows[n // VECTORS] for n, place in enumerate(places)]
+        _store(code, given, values)
+
+
+def _places(given: StripOperands, rows: int) -> list[Value]:
+    """Addresses of vectors of sums, row by row."""
+    return [given.sums + (row * LINE + n * VECTOR) for row in range(rows) for n in range(VECTORS)]
+
+
+def _add(
+    code: Code, how: Format, given: StripOperands, sums: list[Variable], first: Value, end: Value
+) -> None:
+    """Adds products of these words to sums, row by row."""
+    with code.loop(first, end) as word:
+        line = given.packed + word * LINE
+        weights = [how.load_x(code, line + n * VECTOR) for n in range(VECTORS)]  # they are packed as x is
+        for row in range(len(sums) // VECTORS):
+            mine = code.load(I32, given.x + (given.x_row * row + word * WORD)).splat().bits(weights[0].kind)
+            for n, other in enumerate(weights):
+                total = sums[row * VECTORS + n]
+                total.set(how.dot(code, total.get(), mine, other))
+
+
+def _store(code: Code, given: StripOperands, values: list[Value]) -> None:
+    """Stores vectors of results, row by row."""
+    with code.if_else(given.out_size.equals(2)) as (half, full):
+        for side, size in (half, 2), (full, 4):
+            with side:
+                for index, value in enumerate(values):
+                    row, n = divmod(index, VECTORS)
+                    stored = rounded(value) if size == 2 else value
+                    code.store(stored, given.result + (given.result_row * row + n * LANES * size), size)
+
+
+def _scaled(code: Code, given: StripOperands, sums: list[Value]) -> list[Value]:
+    """Sums of bytes without their excess, times the scales of rows and of outputs."""
+    scales = [code.load(vector(F32), given.out_scale + n * VECTOR, 4) for n in range(VECTORS)]
+    out = []
+    for index, total in enumerate(sums):
+        row, n = divmod(index, VECTORS)
+        excess = code.load(I32, given.row_sum + row * 4, 4).splat()
+        of_row = code.load(F32, given.row_scale + row * 4, 4).splat()
+        out.append((total - excess).to(vector(F32)) * of_row * scales[n])
+    return out

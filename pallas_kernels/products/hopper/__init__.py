@@ -1,0 +1,1 @@
+"""Kernels of products for GPUs of compute capability 9.0."""

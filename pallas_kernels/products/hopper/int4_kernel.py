@@ -1,0 +1,319 @@
+"""The body of the Hopper kernel for products with four-bit weights; see `int4_product`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic.hopper import COLUMNS, ROWS, store_transposed
+from pallas_kernels.mosaic.refs import Refs
+from pallas_kernels.products.groups import GRID
+from pallas_kernels.products.hopper.int4_registers import (
+    SCALE_LAYOUT,
+    STEP,
+    WORD_LAYOUT,
+    columns_of,
+    factor,
+    numbers,
+)
+from pallas_kernels.quantization.int4 import SCALES, TILE, WORDS
+
+REGISTERS = 216, 72  # per compute thread and per memory thread, in blocks of 64 rows or more
+
+
+class Inputs(NamedTuple):
+    """In global memory.
+
+    Attributes:
+        x: [places, in].
+        w: int32 [groups, out, words], four-bit numbers.
+        scale, offset: float32 [groups, out, groups of inputs]; offset may be None.
+        group, start, length: of each block of rows; see `Groups`.
+        sums: float32 [groups of inputs, places], of the inputs; None: the tensor cores compute them.
+    """
+
+    x: Any
+    w: Any
+    scale: Any
+    group: Any
+    start: Any
+    length: Any
+    offset: Any = None
+    sums: Any = None
+
+
+class Outputs(NamedTuple):
+    out: Any  # [splits, places, out], in global memory
+
+
+class Scratch(NamedTuple):
+    """In shared memory. A stage holds a tile, a place a chunk of scales.
+
+    Attributes:
+        a: [warpgroups, ROWS, TILE], unpacked weights, if products do not read them from registers; else None.
+        free, full: barriers of stages.
+        offset, scale: float32 [places, outs, SCALES]; offset may be None.
+        ones: [warpgroups, ROWS, COLUMNS], with `a`; else None.
+        out: [warpgroups, block, ROWS], results on their way.
+        scale_free, scale_full: barriers of places.
+        sums: float32 [places, SCALES, block], or None.
+        w: int32 [stages, outs, WORDS].
+        x: [stages, block, TILE].
+    """
+
+    a: Any
+    free: Any
+    full: Any
+    offset: Any
+    ones: Any
+    out: Any
+    scale_free: Any
+    scale_full: Any
+    scale: Any
+    sums: Any
+    w: Any
+    x: Any
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of the kernel.
+
+    Attributes:
+        each: chunks of each split.
+        group: inputs with a common scale.
+        kind: of four-bit numbers.
+    """
+
+    each: int
+    group: int
+    kind: str
+
+
+def run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
+    inputs, warpgroups = refs.inputs, refs.scratch.out.shape[0]
+    index, part, split, warpgroup = (lax.axis_index(name) for name in ("block", "part", "split", "warpgroup"))
+    group, start, length = inputs.group[index], inputs.start[index], inputs.length[index]
+    first_out, first = part * warpgroups * ROWS, split * form.each
+    chunks = jnp.minimum(form.each, inputs.x.shape[1] // (SCALES * form.group) - first)
+    own = pl.ds(warpgroup * ROWS, ROWS)
+    place = WarpgroupPlace(group, start, length, first_out, first, chunks, split, warpgroup)
+    block = ThreadBlock(refs, form, place, own)
+    pl.when((length > 0) & (warpgroup < warpgroups))(block.compute)
+    pl.when((length > 0) & (warpgroup == warpgroups))(block.memory)
+
+
+class WarpgroupPlace(NamedTuple):
+    """What a warpgroup computes, as int32 scalars.
+
+    Attributes:
+        group: index of the matrix.
+        start, length: the block's first row, and number of rows, in units of GRID.
+        first_out: the block's first output.
+        first, chunks: the first chunk of inputs, and the number of chunks.
+        split: index of the split of the inputs.
+        warpgroup: index of the warpgroup.
+    """
+
+    group: jax.Array
+    start: jax.Array
+    length: jax.Array
+    first_out: jax.Array
+    first: jax.Array
+    chunks: jax.Array
+    split: jax.Array
+    warpgroup: jax.Array
+
+
+@dataclass(frozen=True)
+class ThreadBlock:
+    """A thread block; own: the outputs of the block that a compute warpgroup computes."""
+
+    refs: Refs[Inputs, Outputs, Scratch]
+    form: Form
+    place: WarpgroupPlace
+    own: Any
+
+    @property
+    def _rows(self) -> int:
+        rows: int = self.refs.scratch.x.shape[1]
+        return rows
+
+    @property
+    def _warpgroups(self) -> int:
+        warpgroups: int = self.refs.scratch.out.shape[0]
+        return warpgroups
+
+    @property
+    def _chunk(self) -> int:
+        """Tiles of a chunk."""
+        return SCALES * self.form.group // TILE
+
+    @property
+    def _in_tile(self) -> int:
+        """Groups of inputs in a tile."""
+        return TILE // self.form.group
+
+    @property
+    def _piece(self) -> int:
+        """Inputs of an operand of the tensor cores."""
+        return min(self.form.group, COLUMNS)
+
+    @property
+    def _in_registers(self) -> bool:
+        return self.refs.scratch.a is None
+
+    def compute(self) -> None:
+        scratch, place, block = self.refs.scratch, self.place, self._rows
+        if block >= COLUMNS and self._warpgroups == 2:
+            plgpu.set_max_registers(REGISTERS[0], action="increase")
+        ones = self._ones()
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS, block), jnp.float32), plgpu.Layout.WGMMA)
+        y = lax.fori_loop(0, place.chunks * self._chunk, partial(self._fold, ones), zeros)
+        mine = scratch.out.at[place.warpgroup]
+        store_transposed(mine, y.astype(scratch.out.dtype))
+        plgpu.commit_smem()
+        outputs = pl.ds(place.first_out + place.warpgroup * ROWS, ROWS)
+        at: Any = 0
+        size = block // GRID
+        while size:  # the length of a copy must be static
+            taken, some = place.length & size, pl.ds(at * GRID, size * GRID)
+            to = self.refs.outputs.out.at[place.split, pl.ds((place.start + at) * GRID, size * GRID), outputs]
+            pl.when(taken > 0)(partial(plgpu.copy_smem_to_gmem, mine.at[some], to))
+            at, size = at + taken, size // 2
+        plgpu.wait_smem_to_gmem(0)
+
+    def _ones(self) -> Any:
+        """An operand of the tensor cores."""
+        scratch, warpgroup, piece = self.refs.scratch, self.place.warpgroup, self._piece
+        ones: Any = jnp.ones((ROWS, piece), scratch.x.dtype)
+        if self._in_registers:
+            return plgpu.layout_cast(ones, plgpu.Layout.WGMMA)
+        scratch.ones[warpgroup, :, :piece] = ones
+        plgpu.commit_smem()
+        return scratch.ones.at[warpgroup, :, pl.ds(0, piece)]
+
+    def _fold(self, ones: Any, step: jax.Array, total: jax.Array) -> jax.Array:
+        """Adds a tile's products, scaled."""
+        scratch, chunk, in_tile, kind = self.refs.scratch, self._chunk, self._in_tile, self.form.kind
+        stages, places = scratch.x.shape[0], scratch.scale.shape[0]
+        slot, place, inside = (
+            lax.rem(step, stages),
+            lax.rem(lax.div(step, chunk), places),
+            lax.rem(step, chunk),
+        )
+        plgpu.barrier_wait(scratch.full.at[slot])
+        words = plgpu.load(scratch.w.at[slot, self.own], layout=WORD_LAYOUT)
+        pl.when(inside == 0)(partial(plgpu.barrier_wait, scratch.scale_full.at[place]))
+        at_once = max(1, min(in_tile, 2 if self._rows < COLUMNS else 1))  # groups
+        for begin in range(0, in_tile, at_once):
+            some = range(begin, begin + at_once)
+            for group, y in zip(some, self._products(slot, some, partial(self._operand, words)), strict=True):
+                total += y * (self._of_outputs(scratch.scale, place, inside, group) * factor(kind))
+                if scratch.offset is not None:
+                    offset = self._of_outputs(scratch.offset, place, inside, group)
+                    total += offset * self._sums(ones, slot, place, inside, group)
+        # on a GPU the barrier orders these loads before the next copy; the interpreter needs a fence
+        if not self._in_registers:
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch.free.at[slot])
+        pl.when(inside == chunk - 1)(partial(plgpu.barrier_arrive, scratch.scale_free.at[place]))
+        return total
+
+    def _operand(self, words: Any, first: int) -> Any:
+        """Unpacked weights of a piece of a tile, as an operand of the tensor cores."""
+        scratch, piece = self.refs.scratch, self._piece
+        steps = range(first // STEP, (first + piece) // STEP)
+        mine = numbers(words, steps, self.form.kind, scratch.x.dtype, self._in_registers)
+        if self._in_registers:
+            return mine
+        place = scratch.a.at[self.place.warpgroup, :, pl.ds(first, piece)]
+        place[...] = mine
+        plgpu.commit_smem()
+        return place
+
+    def _products(self, slot: Any, some: Sequence[int], operand: Callable[[int], Any]) -> list[jax.Array]:
+        """Products of some of a tile's groups with operands for their inputs, [64, block] each."""
+        x, size, piece = self.refs.scratch.x, self.form.group, self._piece
+
+        def multiply(*sums: Any) -> list[jax.Array]:
+            for group, acc in zip(some, sums, strict=True):
+                for first in range(group * size, (group + 1) * size, piece):
+                    columns = x.at[slot, :, pl.ds(first, piece)]
+                    plgpu.wgmma(acc, operand(first), columns.transpose((1, 0)))
+            plgpu.wgmma_wait(0)
+            return [acc[...] for acc in sums]
+
+        accumulators = [plgpu.WGMMAAccumulatorRef((ROWS, self._rows), jnp.float32) for _ in some]
+        found: list[jax.Array] = pl.run_scoped(multiply, *accumulators)
+        return found
+
+    def _of_outputs(self, ref: Any, place: Any, inside: Any, group: int) -> jax.Array:
+        """Scales or offsets of a group in tile `inside` of the chunk, broadcast to [64, block]."""
+        loaded = plgpu.load(ref.at[place, self.own], layout=SCALE_LAYOUT, optimized=False)
+        lines = columns_of(loaded, self._in_registers)[group :: self._in_tile]
+        line = lines[0]
+        for tile in range(1, self._chunk):
+            line = jnp.where(jnp.broadcast_to(inside == tile, line.shape), lines[tile], line)
+        return lax.broadcast_in_dim(line, (ROWS, self._rows), [0])
+
+    def _sums(self, ones: Any, slot: Any, place: Any, inside: Any, group: int) -> jax.Array:
+        """Sums of the rows' inputs in one of a tile's groups, the same for all outputs, [64, block]."""
+        sums = self.refs.scratch.sums
+        if sums is None:
+            return self._products(slot, [group], lambda first: ones)[0]
+        line = plgpu.load(sums.at[place, inside * self._in_tile + group], layout=plgpu.Layout.WGMMA.reduce(0))
+        return lax.broadcast_in_dim(line, (ROWS, self._rows), [1])
+
+    def memory(self) -> None:
+        """Copies tiles and chunks, as far ahead of the compute warpgroups as shared memory allows."""
+        inputs, scratch, at, chunk = self.refs.inputs, self.refs.scratch, self.place, self._chunk
+        stages, places = scratch.x.shape[0], scratch.scale.shape[0]
+        if self._rows >= COLUMNS and self._warpgroups == 2:
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        outs, rows = pl.ds(at.first_out, self._warpgroups * ROWS), pl.ds(at.start * GRID, self._rows)
+
+        @pl.loop(0, at.chunks * chunk)
+        def _(i: jax.Array) -> None:
+            slot, tile = lax.rem(i, stages), at.first * chunk + i
+            # inputs beyond the last tile are zeros
+            stored = jnp.minimum(tile, inputs.w.shape[-1] // WORDS - 1)
+            pl.when(lax.rem(i, chunk) == 0)(partial(self._copy_scales, outs, rows, lax.div(i, chunk)))
+            pl.when(i >= stages)(partial(plgpu.barrier_wait, scratch.free.at[slot]))
+            words = inputs.w.at[at.group, outs, pl.ds(stored * WORDS, WORDS)]
+            plgpu.copy_gmem_to_smem(words, scratch.w.at[slot], scratch.full.at[slot])
+            plgpu.copy_gmem_to_smem(
+                inputs.x.at[rows, pl.ds(tile * TILE, TILE)], scratch.x.at[slot], scratch.full.at[slot]
+            )
+
+        # Wait for each slot's last release: every barrier phase must be observed.
+        pl.loop(0, jnp.minimum(at.chunks * chunk, stages))(
+            lambda slot: plgpu.barrier_wait(scratch.free.at[slot])
+        )
+        pl.loop(0, jnp.minimum(at.chunks, places))(
+            lambda place: plgpu.barrier_wait(scratch.scale_free.at[place])
+        )
+
+    def _copy_scales(self, outs: Any, rows: Any, number: Any) -> None:
+        """Copies a chunk's scales, offsets and sums."""
+        inputs, scratch, places = self.refs.inputs, self.refs.scratch, self.refs.scratch.scale.shape[0]
+        place, columns = lax.rem(number, places), pl.ds((self.place.first + number) * SCALES, SCALES)
+        full = scratch.scale_full.at[place]
+        pl.when(number >= places)(partial(plgpu.barrier_wait, scratch.scale_free.at[place]))
+        plgpu.copy_gmem_to_smem(
+            inputs.scale.at[self.place.group, outs, columns], scratch.scale.at[place], full
+        )
+        if inputs.offset is not None:
+            plgpu.copy_gmem_to_smem(
+                inputs.offset.at[self.place.group, outs, columns], scratch.offset.at[place], full
+            )
+        if inputs.sums is not None:
+            plgpu.copy_gmem_to_smem(inputs.sums.at[columns, rows], scratch.sums.at[place], full)

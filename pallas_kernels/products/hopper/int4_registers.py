@@ -1,0 +1,172 @@
+"""Unpacks four-bit numbers in a warpgroup's registers to an operand of the tensor cores, without exchanging
+data between lanes.
+
+A thread loads words j, j + 4, j + 8 and j + 12 of a row's tile. Bits 4 k to 4 k + 3 of both halves of these
+words are the pairs of adjacent numbers that the tensor cores expect from this thread in columns 32 k to 32 k
++ 31.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from pallas_kernels.mosaic.hopper import ROWS
+from pallas_kernels.quantization.int4 import WORDS
+
+STEP = 2 * WORDS  # columns in the same nibble of all words
+WORD_TILING = mgpu.TiledLayout(
+    plgpu.Tiling(((64, 4), (16, 4), (8, 4), (1,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
+)  # int32 [64, 4 n], with a word in place of each pair of numbers in plgpu.Layout.WGMMA
+WORD_LAYOUT = plgpu.Layout.TILED(
+    WORD_TILING.tiling, WORD_TILING.warp_dims, WORD_TILING.lane_dims, WORD_TILING.vector_dim
+)
+SCALE_TILING = mgpu.TiledLayout(
+    plgpu.Tiling(((64, 4), (16, 4), (8, 4))),
+    warp_dims=(-6,),
+    lane_dims=(-2, plgpu.Replicated(4)),
+    vector_dim=-1,
+)  # float32 [64, 4]; each thread that holds a part of a row has all four of the row's numbers
+SCALE_LAYOUT = plgpu.Layout.TILED(
+    SCALE_TILING.tiling, SCALE_TILING.warp_dims, SCALE_TILING.lane_dims, SCALE_TILING.vector_dim
+)
+MANTISSA = {jnp.dtype("bfloat16"): 7, jnp.dtype("float16"): 10}  # bits
+
+
+def factor(kind: str) -> float:
+    """The factor by which the result of `numbers` must be multiplied."""
+    return 0.5 if kind == "e2m1" else 1.0
+
+
+def numbers(
+    words: jax.Array, nibbles: Sequence[int], kind: str, dtype: jnp.dtype[Any], in_registers: bool
+) -> jax.Array:
+    """Unpacks some nibbles of words int32 [64, 16] to [64, 32 * len(nibbles)], in units of `factor`.
+
+    Args:
+        in_registers: unpack to an operand of the tensor cores. False: use only operations that Pallas
+            interprets.
+    """
+    pairs, taken = (_pairs_in_registers, _and_xor_in_registers) if in_registers else (_pairs, _and_xor)
+    mantissa = MANTISSA[jnp.dtype(dtype)]
+    if kind == "int4":
+        # The number plus 8 is unsigned. It becomes the lowest bits of a power of two; then the power and 8
+        # are subtracted.
+        power = 1 << mantissa
+        bits = [taken(_right(words, 4 * k), 15, _bits(power, dtype) | 8) for k in nibbles]
+        return pairs(bits, dtype) - jnp.asarray(power + 8, dtype)
+    # A code has two exponent bits and one mantissa bit. They become the lowest exponent bits and the highest
+    # mantissa bit of a number x >= 2, which is twice the magnitude. If the exponent is zero, the number is
+    # subnormal (it has no implicit one), and 2 (x - 2) is twice the magnitude. It is then the smaller of the
+    # two.
+    magnitude = [
+        taken(_right(words, 4 * k + 1 - mantissa), 7 << mantissa - 1, _bits(2, dtype)) for k in nibbles
+    ]
+    sign = [_right(words, 4 * k - 12) & _both(1 << 15) for k in nibbles]
+    wide = pairs(magnitude, dtype)
+    wide = jnp.minimum(wide, wide * 2 - 4)
+    signed = lax.bitcast_convert_type(wide, jnp.int16) ^ pairs(sign, jnp.dtype("int16"))
+    return lax.bitcast_convert_type(signed, dtype)
+
+
+def _right(words: jax.Array, bits: int) -> jax.Array:
+    """Shifts words to the right, or to the left if `bits` is negative. Bits shifted in are undefined."""
+    return words >> bits if bits > 0 else words << -bits if bits < 0 else words
+
+
+def _both(half: int) -> Any:
+    """The same number in both halves of a word."""
+    return np.uint32(half << 16 | half).astype(np.int32)
+
+
+def _and_xor(words: jax.Array, mask: int, flipped: int) -> jax.Array:
+    """(words & mask) ^ flipped, in both halves of each word."""
+    taken: jax.Array = words & _both(mask) ^ _both(flipped)
+    return taken
+
+
+def _and_xor_in_registers(words: jax.Array, mask: int, flipped: int) -> jax.Array:
+    """The same as `_and_xor` in one instruction. The compiler would use two because there are two
+    constants.
+    """
+
+    def take(_: Any, words: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        constants = [mgpu.c(int(_both(half)), i32) for half in (mask, flipped)]
+        registers = np.empty_like(words.registers)
+        for at, register in np.ndenumerate(words.registers):
+            word = [mgpu.utils.bitcast(register, i32), *constants]
+            # ($1 & $2) ^ $3
+            both = llvm.inline_asm(
+                i32, word, "lop3.b32 $0, $1, $2, $3, 0x6a;", "=r,r,r,r", has_side_effects=False
+            )
+            registers[at] = mgpu.utils.bitcast(both, register.type)
+        return mgpu.FragmentedArray(_registers=registers, _layout=words.layout, _is_signed=words.is_signed)
+
+    returned = plgpu.ShapeDtypeStruct(words.shape, words.dtype, layout=WORD_LAYOUT)
+    result: jax.Array = plgpu.inline_mgpu(arg_types=(WORD_LAYOUT,), return_type=returned)(take)(words)
+    return result
+
+
+def _bits(number: int, dtype: jnp.dtype[Any]) -> int:
+    return int(np.asarray(number, dtype).view(np.uint16))
+
+
+def _pairs(bits: Sequence[jax.Array], dtype: jnp.dtype[Any]) -> jax.Array:
+    """Interprets each array of words int32 [64, 16] as pairs of numbers, and concatenates them: [64, 32 *
+    len(bits)].
+    """
+    return jnp.concatenate([lax.bitcast_convert_type(word, dtype).reshape(ROWS, -1) for word in bits], axis=1)
+
+
+def _pairs_in_registers(bits: Sequence[jax.Array], dtype: jnp.dtype[Any]) -> jax.Array:
+    shape = ROWS, STEP * len(bits)
+
+    def join(_: Any, *words: Any) -> Any:
+        element = mgpu.utils.dtype_to_ir_type(dtype)
+        pair = ir.VectorType.get((2,), element)
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), object)
+        for step, of_step in enumerate(words):
+            for place, word in np.ndenumerate(of_step.registers):
+                column = place[1] + step * of_step.registers.shape[1]
+                registers[place[0], column, *place[2:]] = mgpu.utils.bitcast(word, pair)
+        signed = False if isinstance(element, ir.IntegerType) else None
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=signed)
+
+    returned = plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA)
+    result: jax.Array = plgpu.inline_mgpu(arg_types=tuple(WORD_LAYOUT for _ in bits), return_type=returned)(
+        join
+    )(*bits)
+    return result
+
+
+def columns_of(x: jax.Array, in_registers: bool) -> list[jax.Array]:
+    """Splits float32 [64, 4] into four columns [64]."""
+    if not in_registers:
+        return [x[:, column] for column in range(x.shape[1])]
+
+    def split(_: Any, x: Any) -> Any:
+        found = []
+        for column in range(x.shape[1]):
+            registers = np.empty(mgpu.WGMMA_ROW_LAYOUT.registers_shape((ROWS,)), object)
+            for into, register in zip(np.ndindex(registers.shape), x.registers.flat, strict=True):
+                registers[into] = mgpu.utils.vector_slice(register, slice(column, column + 1))
+            found.append(
+                mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_ROW_LAYOUT, _is_signed=None)
+            )
+        return found
+
+    line = plgpu.ShapeDtypeStruct((ROWS,), x.dtype, layout=plgpu.Layout.WGMMA.reduce(1))
+    result: list[jax.Array] = plgpu.inline_mgpu(arg_types=(SCALE_LAYOUT,), return_type=[line] * x.shape[1])(
+        split
+    )(x)
+    return result

@@ -1,0 +1,55 @@
+"""What GPUs' kernels for products support. Each `why_` function returns the reason why not, or None.
+
+Arrays may be any objects with a shape and a dtype. `device` is as in `support`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+
+from pallas_kernels.products.rows import Rows
+from pallas_kernels.targets import DTYPES, HOPPER, capability
+
+GRID = 64  # the numbers of outputs and inputs are multiples of this
+SIZE_GRID = 128  # the size of a quantized row is a multiple of this
+EIGHT_BIT_ROWS = 512  # maximum of a dense product; for more, cuBLAS is faster, even if it converts the weight
+
+
+def why_no_kernel(x: Rows, device: jax.Device | None) -> str | None:
+    """Why no kernel for products supports rows x or the device."""
+    if (why := _why_device_unsupported(device)) is not None:
+        return why
+    return None if str(x.dtype) in DTYPES else f"dtype={x.dtype}: the kernel takes {' and '.join(DTYPES)}"
+
+
+def why_sizes_unsupported(shape: tuple[int, ...], *, grouped: bool, inputs: bool = True) -> str | None:
+    """Why no kernel supports a weight of this shape, [*out, in], or [groups, *out, in] if grouped.
+
+    Args:
+        inputs: whether the number of inputs matters.
+    """
+    sizes = {"out": math.prod(shape[grouped:-1]), **({"in": shape[-1]} if inputs else {})}
+    wrong = (
+        f"{name}={size}: the kernel takes multiples of {GRID}" for name, size in sizes.items() if size % GRID
+    )
+    return next(wrong, None)
+
+
+def why_quantize_rows_unsupported(x: Rows, *, device: jax.Device | None = None) -> str | None:
+    """Why no kernel quantizes rows x [rows, size]."""
+    if (why := _why_device_unsupported(device)) is not None:
+        return why
+    if str(x.dtype) not in (*DTYPES, "float32"):
+        return f"dtype={x.dtype}: the kernel takes {', '.join((*DTYPES, 'float32'))}"
+    if x.shape[1] % SIZE_GRID:
+        return f"size={x.shape[1]}: the kernel takes multiples of {SIZE_GRID}"
+    return None
+
+
+def _why_device_unsupported(device: jax.Device | None) -> str | None:
+    if capability(device) in HOPPER:
+        return None
+    kind = (device or jax.devices()[0]).device_kind
+    return f"device={kind}: the kernel is for GPUs of compute capability {', '.join(HOPPER)}"

@@ -1,0 +1,55 @@
+"""From parameters, which are arrays or quantized numbers, to weights, which multiply: `weight_of`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from pallas_kernels import devices
+from pallas_kernels.products.eight_bits import EightBits
+from pallas_kernels.products.four_bits import FourBits
+from pallas_kernels.products.plain import Plain
+from pallas_kernels.products.rows import Rows
+from pallas_kernels.products.weight import QuantizedWeight, StoredWeight, Weight
+from pallas_kernels.quantization.int4 import Int4
+from pallas_kernels.quantization.quantized import Quantized
+
+FORMATS: dict[type, Any] = {Quantized: EightBits, Int4: FourBits}  # of quantized parameters; arrays are Plain
+
+
+def weight_of(parameter: Any) -> Weight:
+    """The weight that a parameter is. Weights are returned as they are."""
+    return parameter if isinstance(parameter, Weight) else stored(parameter)
+
+
+def stored(parameter: Any) -> StoredWeight:
+    """The weight of a parameter as programs take it. Its arrays may be any objects with shapes and dtypes."""
+    weight: StoredWeight = FORMATS.get(type(parameter), Plain)(parameter)
+    return weight
+
+
+def quantized(parameter: Quantized | Int4) -> QuantizedWeight:
+    """The weight of a quantized parameter."""
+    weight: QuantizedWeight = FORMATS[type(parameter)](parameter)
+    return weight
+
+
+def is_weight(node: object) -> bool:
+    """A leaf predicate for functions on trees of parameters, some of which are several arrays."""
+    return type(node) in FORMATS or isinstance(node, Weight)
+
+
+def prepare(parameter: Any, x: str | None = None) -> None:
+    """Registers with XLA the CPU kernels for products with this parameter, if there are any.
+
+    Args:
+        x: dtype of the other operand; None: the parameter's.
+    """
+    if devices.cpu_refused() is None:
+        stored(parameter).prepare(x)
+
+
+def product(x: Rows, weight: Any, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """`Weight.product` by a weight or parameter [*out, in]."""
+    return weight_of(weight).product(x, dtype)

@@ -1,0 +1,1 @@
+"""Linear attention with a state in place of a cache."""
