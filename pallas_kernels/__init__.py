@@ -5,7 +5,8 @@ pages listed in its row of the block table, in order. Page 0 is the null page: p
 it is never read.
 
 Folders are operations: `attention`, `cache`, `products`, `elementwise`, `recurrence`. In each, `xla` is for
-all devices, `cpu` has kernels for CPUs, and kernels for GPUs are named by the generation.
-`attention.dispatch`, `attention.latent` and `cache.dispatch` choose between them; `products.weights`
-multiplies by parameters of any format. `attention.reference` has float32 references for tests.
+all devices, `cpu` has kernels for CPUs, and kernels for GPUs are named by the generation. An operation's
+table (see `targets`) lists its kernels in order of preference: in `attention.dispatch`, `attention.latent`,
+`cache.dispatch` and `products.quantize_rows`. `products.weights` multiplies by parameters of any format.
+`attention.reference` has float32 references for tests.
 """

@@ -1,29 +1,91 @@
-"""The devices that kernels are for.
+"""Generations of devices, and the choice among the implementations of an operation by device and call.
 
-`device` is the device to run on, or one of a topology to compile for; None: the first of the default backend.
+An operation has a table: its kernels in order of preference, the newest generation first. Each has a check
+that returns why it does not support a call. XLA serves what no kernel supports. `device` is the device to run
+on, or a device of a topology to compile for; None: the first of the default backend.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
-from pallas_kernels.devices import kernels_refused
+from pallas_kernels import devices
 
 Impl = Literal["auto", "mosaic", "llvm", "xla"]
-HOPPER, AMPERE = ("9.0",), ("8.0", "8.6", "8.9")  # compute capabilities; Ada counts as Ampere
 DTYPES = ("bfloat16", "float16")
 CORES = 132  # multiprocessors of an H100 or H200, for devices that do not report it
 BLOCKS = 2  # desired thread blocks per multiprocessor
+XLA = "XLA"  # in place of a target's name
+
+
+@dataclass(frozen=True)
+class Target:
+    """The devices that run a generation of kernels.
+
+    Attributes:
+        name: the generation.
+        impl: the name by which calls request its kernels.
+        devices: the devices, in words.
+        includes: whether a device is one of them.
+    """
+
+    name: str
+    impl: Impl
+    devices: str
+    includes: Callable[[jax.Device], bool]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """A kernel of an operation.
+
+    Attributes:
+        target: the devices that it runs on.
+        why_not: takes arrays (or any objects with shapes and dtypes) and options of a call on such a device,
+            and returns why the kernel does not support them, or None.
+        run: computes the operation. It imports the kernel, since importing Mosaic takes a third of a second.
+    """
+
+    target: Target
+    why_not: Callable[..., str | None]
+    run: Callable[..., Any]
+
+    def why_unsupported(self, device: jax.Device, *call: Any) -> str | None:
+        """Why it does not support a call on the device, or None."""
+        if not self.target.includes(device):
+            return f"device={device.device_kind}: the kernel is for {self.target.devices}"
+        refused = devices.cpu_refused() if self.target is CPU else devices.kernels_refused()
+        return refused or self.why_not(*call)
+
+
+Table = Sequence[Implementation]
+
+
+class Choice(NamedTuple):
+    """The implementation that serves an operation.
+
+    Attributes:
+        name: of its target, or XLA.
+        why: why not the newest kernel for devices of this kind, or None.
+    """
+
+    name: str
+    why: str | None
+
+
+def capability(device: jax.Device | None) -> tuple[int, int] | None:
+    """Compute capability of an NVIDIA GPU; None: another device."""
+    version = getattr(device or jax.devices()[0], "compute_capability", None)
+    major, dot, minor = str(version).partition(".")
+    return (int(major), int(minor)) if dot and major.isdecimal() and minor.isdecimal() else None
 
 
 def on_cpu(device: jax.Device | None) -> bool:
     return getattr(device or jax.devices()[0], "platform", None) == "cpu"
-
-
-def capability(device: jax.Device | None) -> str | None:
-    return getattr(device or jax.devices()[0], "compute_capability", None)
 
 
 def cores(device: jax.Device | None) -> int:
@@ -31,21 +93,92 @@ def cores(device: jax.Device | None) -> int:
     return getattr(device, "core_count", None) or CORES
 
 
-def kernel_serves(impl: Impl, refused: str | None, device: jax.Device | None) -> bool:
-    """Whether to use the device's kernel. `refused` is the reason why it does not support the arrays, or
-    None.
+def has_tma(device: jax.Device) -> bool:
+    """Whether Pallas copies to shared memory with TMA on this GPU, rather than with cp.async."""
+    return (capability(device) or (0, 0)) >= (9, 0)
+
+
+def _runs_mma(device: jax.Device) -> bool:
+    version = capability(device)
+    return version is not None and version >= (8, 0) and version[0] != 9
+
+
+# wgmma exists on 9.0 alone. mma.sync exists everywhere from 8.0 on. Hopper has kernels that are faster than
+# those for mma.sync, and leaves to XLA what they do not support.
+HOPPER = Target(
+    "Hopper", "mosaic", "GPUs of compute capability 9.0", lambda device: capability(device) == (9, 0)
+)
+AMPERE = Target("Ampere", "mosaic", "GPUs of compute capability 8.x, and 10.0 and newer", _runs_mma)
+CPU = Target("CPU", "llvm", "CPUs", on_cpu)
+
+
+def choose(table: Table, impl: Impl, device: jax.Device | None, *call: Any) -> Implementation | None:
+    """The first implementation that supports the call; None: XLA's.
+
+    Raises:
+        ValueError: impl is unknown, or names kernels of which none supports the call.
+    """
+    _check(impl)
+    if impl == "xla":
+        return None
+    device = device or jax.devices()[0]
+    wanted = [one for one in table if impl in ("auto", one.target.impl)]
+    for implementation in wanted:
+        if implementation.why_unsupported(device, *call) is None:
+            return implementation
+    if impl != "auto":
+        why = why_none(wanted, device, *call) if wanted else "the operation has no such kernel"
+        raise ValueError(f"impl={impl!r}: {why}")
+    return None
+
+
+def why_none(table: Table, device: jax.Device | None, *call: Any) -> str | None:
+    """Why no implementation supports the call, or None if one does."""
+    device = device or jax.devices()[0]
+    if not (here := [one for one in table if one.target.includes(device)]):
+        return why_not_on(tuple(one.target for one in table), device)
+    reasons = [one.why_unsupported(device, *call) for one in here]
+    return None if None in reasons else "; ".join(dict.fromkeys(filter(None, reasons)))
+
+
+def why_not_on(targets: Sequence[Target], device: jax.Device | None) -> str | None:
+    """Why an operation with kernels for these targets has none for the device, or None if it has one."""
+    device = device or jax.devices()[0]
+    if any(target.includes(device) for target in targets):
+        return None
+    return f"device={device.device_kind}: the kernel is for {'; '.join(one.devices for one in targets)}"
+
+
+def explain(table: Table, device: jax.Device | None, *call: Any) -> Choice:
+    """Which implementation serves the call, and why not the newest one for devices of this kind. Where XLA
+    serves, all reasons count.
+    """
+    device = device or jax.devices()[0]
+    table = [one for one in table if (one.target is CPU) == on_cpu(device)]
+    why = None
+    for implementation in table:
+        refused = implementation.why_unsupported(device, *call)
+        if refused is None:
+            return Choice(implementation.target.name, why)
+        why = why or refused
+    return Choice(XLA, why_none(table, device, *call) if table else None)
+
+
+def kernel_serves(impl: Impl, refused: str | None) -> bool:
+    """Whether to use a product's kernel for GPUs. `refused` is the reason why it does not support the device
+    or the call, or None.
 
     Raises:
         ValueError: impl is unknown, or names a kernel that cannot be used here.
     """
+    _check(impl)
+    refused = refused or devices.kernels_refused()
+    refused = refused or ("the operation has no such kernel" if impl == "llvm" else None)
+    if impl in ("mosaic", "llvm") and refused is not None:
+        raise ValueError(f"impl={impl!r}: {refused}")
+    return impl != "xla" and refused is None
+
+
+def _check(impl: str) -> None:
     if impl not in get_args(Impl):
         raise ValueError(f"impl={impl!r}: one of {', '.join(map(repr, get_args(Impl)))}")
-    if impl not in ("auto", "xla"):
-        if refused is None and (impl == "llvm") != on_cpu(device):
-            refused = (
-                f"device={(device or jax.devices()[0]).device_kind}: Mosaic's kernels are for GPUs, LLVM's"
-                " for CPUs"
-            )
-        if refused is not None:
-            raise ValueError(f"impl={impl!r}: {refused}")
-    return impl != "xla" and refused is None and kernels_refused() is None

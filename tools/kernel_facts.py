@@ -400,8 +400,8 @@ PREFILL_INTERPRETED: dict[str, Case] = {
 }
 
 
-# --- Ampere and Ada ---
-AMPERE, AMPERE_THREADS = ("a100", "l4"), 128
+# --- Ampere, Ada, and Blackwell, which runs their kernels ---
+AMPERE, AMPERE_THREADS = ("a100", "l4", "b200", "rtx5090"), 128
 
 
 def ampere_decode(

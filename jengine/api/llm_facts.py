@@ -43,6 +43,7 @@ def facts_of(model: str, engine: AnyEngine, started: Started) -> tuple[tuple[str
         ("model", model),
         ("numbers", started.dtype),
         ("devices", started.devices),
+        ("kernels", started.kernels),
         ("programs", _programs(engine.load)),
         ("cache", f"{counted(blocks.capacity, 'page')} of {blocks.page_size} tokens{each}"),
         ("limits", f"{most} sequences at once{each}, {scheduler.limits.max_model_len} tokens each"),

@@ -41,7 +41,7 @@ from jengine.parallel.link import SingleProcess
 from jengine.table.program_table import ProgramTable
 from jengine.vision.family import Vision
 from pallas_kernels.devices import cpu_refused
-from pallas_kernels.targets import DTYPES, HOPPER, capability
+from pallas_kernels.products.support import why_no_kernel
 
 log = logging.getLogger("jengine")
 SNAPSHOTS = 4  # running sequences per snapshot
@@ -286,7 +286,8 @@ def _stored(model: ModelConfig, dtype: str, device: jax.Device) -> ModelConfig:
     stored = model.stored
     if stored is None or stored.form != "float8_e4m3fn":
         return model
-    if stored.group and (capability(device) not in HOPPER or dtype not in DTYPES):
+    x: Any = jax.ShapeDtypeStruct((1, stored.group), dtype) if stored.group else None
+    if x is not None and why_no_kernel(x, device) is not None:
         return dataclasses.replace(model, stored=None)
     inputs = stored.inputs and multiplies_fp8(device)
     return dataclasses.replace(model, stored=dataclasses.replace(stored, inputs=inputs))

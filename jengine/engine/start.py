@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ from jengine.execution.background import BackgroundPrograms
 from jengine.execution.cache_folders import cache_limit
 from jengine.execution.executor import make_worker
 from jengine.execution.host_store import check_host_memory
+from jengine.execution.kernels import described, implementations, kernels_refused
 from jengine.execution.memory import claim_gpu_memory
 from jengine.execution.pipeline import Pipeline, answers
 from jengine.execution.programs import open_cache
@@ -65,6 +67,8 @@ from jengine.scheduling.scheduler import Scheduler
 from jengine.text.tokenizer import Tokenizer, has_tokenizer
 from jengine.vision.reader import ImageReader
 
+log = logging.getLogger("jengine")
+
 
 @dataclass(slots=True)
 class Started:
@@ -82,7 +86,7 @@ class Started:
         logprobs_mode: see EngineConfig.
         devices: their kind and number.
         programs: number of programs in the table. With warm_up="progressive", some are not ready yet.
-        kernels: on a CPU, the form of the programs' products, by dtypes and number of rows.
+        kernels: which implementation serves each operation, and why not the newest one for such devices.
         seconds: duration of each part of the start, in order.
         longest_step: seconds of the most expensive measured step, at short contexts.
     """
@@ -98,7 +102,7 @@ class Started:
     logprobs_mode: str = "raw_logprobs"
     devices: str = ""
     programs: int = 0
-    kernels: dict[str, str] = field(default_factory=dict)
+    kernels: str = ""
     programs_compiled: int = 0
     programs_loaded: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -395,7 +399,10 @@ def _facts(
     started.reranker, started.embedder = _reranker(config, source), source.embedder
     count = sum(stage.mesh.size for stage in spec.stages)
     started.devices = f"{count} {spec.mesh.devices.flat[0].device_kind}"
-    started.kernels = dict(spec.product_forms)
+    started.kernels = described(implementations(spec))
+    if config.process_id == 0:
+        slow = spec.mesh.devices.flat[0].platform != "cpu" and kernels_refused(spec) is not None
+        log.log(logging.WARNING if slow else logging.INFO, "kernels: %s", started.kernels)
     started.dtype, started.quantization = str(spec.model.dtype), spec.model.quantized
     return started
 

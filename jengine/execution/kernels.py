@@ -1,5 +1,6 @@
-"""Chooses the attention kernels of a spec's programs. Kernels loop over a sequence's own pages; XLA's
-attention on a GPU cannot.
+"""The kernels of a spec's programs: which implementation serves each operation, and why not a newer one.
+
+Attention matters most: kernels loop over a sequence's own pages; XLA's attention on a GPU cannot.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from pallas_kernels import registration
 from pallas_kernels.attention import dispatch
 from pallas_kernels.attention import latent as latent_dispatch
 from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.products.weights import is_weight
+from pallas_kernels.cache.dispatch import KV_WRITE, PAGE_COPY
+from pallas_kernels.cache.qkv import Qkv
+from pallas_kernels.products.dispatch import explain_product
+from pallas_kernels.products.quantize_rows import ROW_QUANTIZATION
+from pallas_kernels.products.weights import is_weight, stored
+from pallas_kernels.quantization.quantized import Quantized
+from pallas_kernels.targets import XLA, Choice, explain
+
+DECODE, PREFILL = "decode attention", "prefill attention"  # names of operations
 
 
 def prepare(spec: ExecutionSpec) -> None:
@@ -36,30 +45,76 @@ def prepare(spec: ExecutionSpec) -> None:
 
 def kernels_refused(spec: ExecutionSpec) -> str | None:
     """The reason why attention kernels cannot serve these programs on their devices, or None if they can."""
-    device = spec.mesh.devices.flat[0]
-
-    def refused(group: CacheGroup) -> str | None:
-        q = _queries(spec, group, 1, spec.table.tile_size)
-        how: Any = {"ahead": spec.ahead, "device": device}
-        return dispatch.why_prefill_unsupported(q, *_pages(spec, group), _options(group), **how)
-
-    return decode_refused(spec) or next(filter(None, map(refused, paged(spec.groups))), None)
+    return next((choice.why for choice in _attention(spec).values() if choice.name == XLA), None)
 
 
 def decode_refused(spec: ExecutionSpec) -> str | None:
     """The reason why attention kernels cannot serve rows, or None if they can."""
+    choice = _attention(spec).get(DECODE)
+    return None if choice is None or choice.name != XLA else choice.why
+
+
+def implementations(spec: ExecutionSpec) -> dict[str, Choice]:
+    """Which implementation serves each operation, and why not the newest one for such devices.
+
+    Forms of products on a CPU are in `spec.product_forms`.
+    """
+    chosen, device = _attention(spec), spec.mesh.devices.flat[0]
+    for group in paged(spec.groups):
+        q, pages = _queries(spec, group, 1), _pages(spec, group)
+        key: Any = jax.ShapeDtypeStruct((1, *pages[0].shape[1::2]), q.dtype)
+        _add(chosen, "KV writes", explain(KV_WRITE, device, *pages, Qkv(q, key, key)))
+        _add(chosen, "page copies", explain(PAGE_COPY, device, *pages))
+    return chosen if device.platform == "cpu" else chosen | _products(spec, device)
+
+
+def described(chosen: dict[str, Choice]) -> str:
+    """`implementations` in a line."""
+    operations: dict[Choice, list[str]] = {}
+    for operation, choice in chosen.items():
+        operations.setdefault(choice, []).append(operation)
+    return "; ".join(
+        f"{choice.name}{f' ({choice.why})' if choice.why else ''} for {', '.join(names)}"
+        for choice, names in operations.items()
+    )
+
+
+def _attention(spec: ExecutionSpec) -> dict[str, Choice]:
+    chosen: dict[str, Choice] = {}
     device = spec.mesh.devices.flat[0]
     for group in paged(spec.groups):
         q, pages, options = _queries(spec, group, 1), _pages(spec, group), _options(group)
         if (rank := _facts(group).rank) is not None:
-            refused = latent_dispatch.why_latent_decode_unsupported(
-                q, pages[0], options, rank=rank, device=device
-            )
+            choice = explain(latent_dispatch.LATENT_DECODE, device, q, pages[0], options, rank)
         else:
-            refused = dispatch.why_decode_unsupported(q, *pages, options, device=device)
-        if refused is not None:
-            return refused
-    return None
+            choice = explain(dispatch.DECODE, device, q, *pages, options)
+        _add(chosen, DECODE, choice)
+        tiles = _queries(spec, group, 1, spec.table.tile_size)
+        _add(chosen, PREFILL, explain(dispatch.PREFILL, device, tiles, *pages, options, spec.ahead))
+    return chosen
+
+
+def _products(spec: ExecutionSpec, device: jax.Device) -> dict[str, Choice]:
+    """Products on a GPU, by the format of the weights."""
+    chosen: dict[str, Choice] = {}
+    parameters = jax.tree.leaves(spec.params, is_leaf=is_weight)
+    axes = jax.tree.leaves(spec.model.axes, is_leaf=lambda axes: isinstance(axes, tuple))
+    for parameter, names in zip(parameters, axes, strict=True):
+        if len(parameter.shape) < 2:
+            continue
+        own, experts = _own(parameter), names[0] == "experts"
+        x: Any = jax.ShapeDtypeStruct((1, own.shape[-1]), spec.model.dtype)
+        operation = f"products of {'experts in ' if experts else ''}{stored(own).format}"
+        _add(chosen, operation, explain_product(x, own, grouped=experts, device=device))
+        if isinstance(own, Quantized) and own.inputs and not experts:
+            _add(chosen, "row quantization", explain(ROW_QUANTIZATION, device, x))
+    return chosen
+
+
+def _add(chosen: dict[str, Choice], operation: str, choice: Choice) -> None:
+    """Of an operation's calls, the first that XLA serves counts, since it decides on the programs."""
+    if operation not in chosen or (choice.name == XLA != chosen[operation].name):
+        chosen[operation] = choice
 
 
 def _options(group: CacheGroup) -> AttentionOptions:

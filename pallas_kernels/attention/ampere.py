@@ -1,8 +1,9 @@
-"""Paged attention as a Pallas Mosaic GPU kernel for Ampere and Ada (sm_80, sm_89).
+"""Paged attention as a Pallas Mosaic GPU kernel for Ampere and newer GPUs without kernels of their own.
 
 A block, one warpgroup, processes some queries of a kv head and a share of the tokens that they attend to. It
-copies tiles of tokens with cp.async, page by page according to the block table, one tile ahead of the
-computation. Each tile is folded into an online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022).
+copies tiles of tokens page by page according to the block table, one tile ahead of the computation: with
+cp.async or, from compute capability 9.0 on, where Pallas has no cp.async, with TMA. Each tile is folded into
+an online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022).
 
 Products of the tensor cores have 16 rows and 8 columns. The queries are the columns: scores are keys @
 queries^T, [tokens, queries], and the result is values^T @ weights, [head_dim, queries]. So decoding, with few
@@ -29,8 +30,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.softmax import LOG2_E, MASKED, SMALLEST, join, scores
 from pallas_kernels.attention.support import GPU_OPTIONS
+from pallas_kernels.devices import traced_for
 from pallas_kernels.mosaic.refs import Refs, body
 from pallas_kernels.mosaic.versions import store
+from pallas_kernels.targets import has_tma
 
 BLOCKS_TO_FILL = 216  # two for each of an A100's 108 multiprocessors
 SPLIT_TOKENS = 256  # minimum tokens of a split
@@ -76,12 +79,15 @@ class Scratch(NamedTuple):
         k, v: [STAGES, tile, head_dim].
         p: [tile, columns], weights.
         q: [columns, head_dim].
+        tile_landed, q_landed: with TMA, barriers for copies to each stage of k and v, and to q.
     """
 
     k: Any
     p: Any
     q: Any
     v: Any
+    tile_landed: Any = None
+    q_landed: Any = None
 
 
 @dataclass(frozen=True)
@@ -179,6 +185,10 @@ def paged_attention_prefill(
         q=_tiled((columns, head_dim), q.dtype, Q_TILING),
         v=_tiled((STAGES, step, head_dim), q.dtype, KV_TILING),
     )
+    if has_tma(traced_for()):
+        copies = 2 * (step // min(page_size, step))  # to a stage
+        landed = plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES)
+        scratch = scratch._replace(tile_landed=landed, q_landed=plgpu.Barrier())
     out, lse = plgpu.kernel(
         body(_run, Outputs, Form(group, splits, options.static)),
         out_type=(
@@ -214,7 +224,7 @@ def _tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any], size: int) -> Any:
 def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
     inputs, (out_ref, lse_ref), smem = refs.inputs, refs.outputs, refs.scratch
     group, splits, options, window = form.group, form.splits, form.options, form.options.window
-    tile, columns = smem.p.shape
+    (tile, columns), tma = smem.p.shape, smem.q_landed is not None
     head_dim, page_size, dtype = smem.q.shape[1], inputs.k.shape[2], smem.q.dtype
     split, kv_head, index = (lax.axis_index(name) for name in ("split", "kv_head", "block"))
     blocks = out_ref.shape[3]
@@ -257,7 +267,8 @@ def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
             page = inputs.tables[item, jnp.clip(lax.div(token + at, page_size), first_page, last_page)]
             for ref, ring in ((inputs.k, smem.k), (inputs.v, smem.v)):
                 source = ref.at[page, kv_head, pl.ds(lax.rem(token + at, page_size), piece)]
-                _copy(source, ring.at[slot, pl.ds(at, piece)])
+                landed = smem.tile_landed.at[slot] if tma else None
+                _copy(source, ring.at[slot, pl.ds(at, piece)], landed)
 
     # last token that each query attends to
     last_seen = position + jnp.minimum(query(iota((tile, columns), 1)), length - 1)
@@ -265,7 +276,7 @@ def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
     def fold(i: Any, carry: Any) -> Any:
         m, total, acc = carry
         slot, token = lax.rem(i, STAGES), (start + i) * tile
-        plgpu.wait_gmem_to_smem(0)
+        plgpu.barrier_wait(smem.tile_landed.at[slot]) if tma else plgpu.wait_gmem_to_smem(0)
         pl.when(i + 1 < count)(partial(fetch, i + 1))
 
         @pl.when((token < first) | (token + tile > end))
@@ -274,6 +285,8 @@ def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
             values = plgpu.load(v, layout=acc_layout)
             tokens = iota(values.shape, 0) + token
             store(v, jnp.where((tokens >= first) & (tokens < end), values, jnp.zeros_like(values)))
+            if tma:  # which will write there, too
+                plgpu.commit_smem()
 
         s = filled((tile, columns), 0.0, acc_layout)
         s = plgpu.mma(s, plgpu.load(smem.k.at[slot], layout=lhs), plgpu.load(smem.q.T, layout=rhs))
@@ -296,15 +309,18 @@ def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
             )
         return m_new, total, acc
 
-    _copy(inputs.q.at[item, kv_head, pl.ds(block * columns, columns)], smem.q)
+    _copy(inputs.q.at[item, kv_head, pl.ds(block * columns, columns)], smem.q, smem.q_landed)
     pl.when(count > 0)(partial(fetch, jnp.int32(0)))
+    if tma:
+        plgpu.barrier_wait(smem.q_landed)
     init = (
         filled((columns,), MASKED, per_column),
         filled((tile, columns), 0.0, acc_layout),
         filled((head_dim, columns), 0.0, acc_layout),
     )
     m, total, acc = lax.fori_loop(0, count, fold, init)
-    plgpu.wait_gmem_to_smem(0)
+    if not tma:
+        plgpu.wait_gmem_to_smem(0)
     total = jnp.maximum(total.sum(axis=0), SMALLEST)
     store(lse_ref.at[split, item, kv_head, block], m + jnp.log2(total))
     store(
@@ -312,6 +328,6 @@ def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
     )
 
 
-def _copy(source: Any, target: Any) -> None:
+def _copy(source: Any, target: Any, landed: Any) -> None:
     """Starts a copy to shared memory; reads nothing outside the source."""
-    plgpu.copy_gmem_to_smem(source, target, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+    plgpu.copy_gmem_to_smem(source, target, landed, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)

@@ -1,13 +1,12 @@
-"""Chooses the implementation of a function by device, dtype and shape: a kernel if one supports them,
-otherwise XLA.
+"""Chooses the implementation of attention by device, dtype and shape: a kernel if one supports them, or else
+XLA. DECODE and PREFILL are the tables, see `targets`.
 
 `impl` is "auto", "mosaic" (GPU kernels), "llvm" (CPU kernels) or "xla". An implementation requested by name
-is used or rejected, never replaced. Beside each function there is one that returns why the device's kernel
-does not support some arrays, or None if it does. It accepts arrays, or any objects with shapes and dtypes.
+is used or rejected, never replaced. Beside each function there is one that returns why no kernel supports
+some arrays, or None if one does. It accepts arrays, or any objects with shapes and dtypes.
 
 `device` is the device that the function will run on, or a device of a topology to compile for; None is the
-first device of the default backend. Modules of GPU kernels are imported on first use, because importing
-Mosaic takes a third of a second.
+first device of the default backend.
 """
 
 from __future__ import annotations
@@ -16,13 +15,83 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import devices
 from pallas_kernels.attention import xla
 from pallas_kernels.attention.options import PLAIN, AttentionOptions
-from pallas_kernels.attention.support import why_no_cpu_attention, why_no_gpu_attention
+from pallas_kernels.attention.support import (
+    why_no_ampere_attention,
+    why_no_cpu_attention,
+    why_no_gpu_attention,
+)
 from pallas_kernels.attention.work_list import WorkList, decode_blocks, even_work, fixed_work, most_rows
 from pallas_kernels.quantization.quantized import Pages, Quantized
-from pallas_kernels.targets import AMPERE, HOPPER, Impl, capability, kernel_serves, on_cpu
+from pallas_kernels.targets import AMPERE, CPU, HOPPER, Impl, Implementation, choose, why_none
+
+
+def _why_no_hopper_decode(q: Any, k_pages: Pages, v_pages: Pages, options: AttentionOptions) -> str | None:
+    from pallas_kernels.attention.hopper.decode import QUERIES
+
+    heads, kv_heads = q.shape[-2], k_pages.shape[1]
+    if heads > QUERIES * kv_heads:
+        return f"heads={heads}: the kernel takes at most {QUERIES} for each of {kv_heads} kv heads"
+    return why_no_gpu_attention(q, k_pages, v_pages, options)
+
+
+def _why_no_hopper_prefill(
+    q: Any, k_pages: Pages, v_pages: Pages, options: AttentionOptions, ahead: bool = False
+) -> str | None:
+    from pallas_kernels.attention.hopper.prefill import TILE_GRID
+
+    if (refused := why_no_gpu_attention(q, k_pages, v_pages, options)) is not None:
+        return refused
+    return f"tile={q.shape[1]}: the kernel takes multiples of {TILE_GRID}" if q.shape[1] % TILE_GRID else None
+
+
+def _hopper_decode(*args: Any, work: WorkList | None, device: jax.Device) -> Any:
+    from pallas_kernels.attention.hopper.decode import paged_attention_decode
+
+    return paged_attention_decode(*args, work=work, device=device)
+
+
+def _ampere_decode(*args: Any, work: WorkList | None, device: jax.Device) -> Any:
+    from pallas_kernels.attention.ampere import paged_attention_decode
+
+    return paged_attention_decode(*args)
+
+
+def _cpu_decode(*args: Any, work: WorkList | None, device: jax.Device) -> Any:
+    from pallas_kernels.attention.cpu.attention import paged_attention_decode
+
+    return paged_attention_decode(*args)
+
+
+def _hopper_prefill(*args: Any, until: jax.Array | None, device: jax.Device) -> Any:
+    from pallas_kernels.attention.hopper.prefill import paged_attention_prefill
+
+    return paged_attention_prefill(*args, until=until, device=device)
+
+
+def _ampere_prefill(*args: Any, until: jax.Array | None, device: jax.Device) -> Any:
+    from pallas_kernels.attention.ampere import paged_attention_prefill
+
+    return paged_attention_prefill(*args)
+
+
+def _cpu_prefill(*args: Any, until: jax.Array | None, device: jax.Device) -> Any:
+    from pallas_kernels.attention.cpu.attention import paged_attention_prefill
+
+    return paged_attention_prefill(*args, until=until)
+
+
+DECODE = (
+    Implementation(HOPPER, _why_no_hopper_decode, _hopper_decode),
+    Implementation(AMPERE, why_no_ampere_attention, _ampere_decode),
+    Implementation(CPU, why_no_cpu_attention, _cpu_decode),
+)
+PREFILL = (
+    Implementation(HOPPER, _why_no_hopper_prefill, _hopper_prefill),
+    Implementation(AMPERE, why_no_ampere_attention, _ampere_prefill),
+    Implementation(CPU, why_no_cpu_attention, _cpu_prefill),
+)
 
 
 def why_decode_unsupported(
@@ -33,16 +102,8 @@ def why_decode_unsupported(
     *,
     device: jax.Device | None = None,
 ) -> str | None:
-    """Why the kernel for `paged_attention_decode` does not support these arrays and options, or None."""
-    if on_cpu(device):
-        return devices.cpu_refused() or why_no_cpu_attention(k_pages, v_pages, options)
-    heads, kv_heads = q.shape[-2], k_pages.shape[1]
-    if capability(device) in HOPPER:
-        from pallas_kernels.attention.hopper.decode import QUERIES
-
-        if heads > QUERIES * kv_heads:
-            return f"heads={heads}: the kernel takes at most {QUERIES} for each of {kv_heads} kv heads"
-    return why_no_gpu_attention(q, k_pages, v_pages, options, device)
+    """Why no kernel for `paged_attention_decode` supports these arrays and options, or None."""
+    return why_none(DECODE, device, q, k_pages, v_pages, options)
 
 
 def paged_attention_decode(
@@ -70,26 +131,15 @@ def paged_attention_decode(
         The others, and the result: see `xla.paged_attention_decode`.
 
     Raises:
-        ValueError: impl is "mosaic" or "llvm", and this kernel does not support the call.
+        ValueError: impl is "mosaic" or "llvm", and no such kernel supports the call.
     """
     where = block_tables, lengths
-    refused = why_decode_unsupported(q, k_pages, v_pages, options, device=device)
-    if not kernel_serves(impl, refused, device):
+    kernel = choose(DECODE, impl, device, q, k_pages, v_pages, options)
+    if kernel is None:
         return xla.paged_attention_decode(q, k_pages, v_pages, *where, options, pages=pages)
-    if on_cpu(device):
-        from pallas_kernels.attention.cpu import attention
-
-        return attention.paged_attention_decode(q, k_pages, v_pages, *where, options)
-    if capability(device) in AMPERE:
-        from pallas_kernels.attention import ampere
-
-        return ampere.paged_attention_decode(q, _plain(k_pages), _plain(v_pages), *where, options)
-    from pallas_kernels.attention.hopper import decode as attention_decode
-
     device = device or jax.devices()[0]
-    return attention_decode.paged_attention_decode(
-        q, k_pages, v_pages, *where, options, work=work, device=device
-    )
+    out: jax.Array = kernel.run(q, k_pages, v_pages, *where, options, work=work, device=device)
+    return out
 
 
 def decode_work(
@@ -117,11 +167,12 @@ def decode_work(
     Returns:
         None if the device has no kernel that uses a work list.
     """
-    if capability(device) not in HOPPER:
+    device = device or jax.devices()[0]
+    if not HOPPER.includes(device):
         return None
     kv_heads, _, head_dim = k_pages.shape[1:]
     stored = k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype
-    blocks = decode_blocks(str(stored), head_dim, device or jax.devices()[0])
+    blocks = decode_blocks(str(stored), head_dim, device)
     together = 1 if owners is None else most_rows(heads // kv_heads, len(lengths))
     how: dict[str, Any] = {"blocks": blocks, "window": window, "owners": owners, "most_rows": together}
     return (
@@ -140,22 +191,12 @@ def why_prefill_unsupported(
     ahead: bool = False,
     device: jax.Device | None = None,
 ) -> str | None:
-    """Why the kernel for `paged_attention_prefill` does not support these arrays and options, or None.
+    """Why no kernel for `paged_attention_prefill` supports these arrays and options, or None.
 
     Args:
         ahead: whether queries may see later tokens.
     """
-    if on_cpu(device):
-        return devices.cpu_refused() or why_no_cpu_attention(k_pages, v_pages, options)
-    refused = why_no_gpu_attention(q, k_pages, v_pages, options, device)
-    if ahead and capability(device) in AMPERE:
-        return refused or "until: this kernel is causal"
-    if refused is None and capability(device) in HOPPER:
-        from pallas_kernels.attention.hopper.prefill import TILE_GRID
-
-        if q.shape[1] % TILE_GRID:
-            return f"tile={q.shape[1]}: the kernel takes multiples of {TILE_GRID}"
-    return refused
+    return why_none(PREFILL, device, q, k_pages, v_pages, options, ahead)
 
 
 def paged_attention_prefill(
@@ -180,31 +221,12 @@ def paged_attention_prefill(
         The others, and the result: see `xla.paged_attention_prefill`.
 
     Raises:
-        ValueError: impl is "mosaic" or "llvm", and this kernel does not support the call.
+        ValueError: impl is "mosaic" or "llvm", and no such kernel supports the call.
     """
-    where = block_tables, positions, lengths
-    refused = why_prefill_unsupported(q, k_pages, v_pages, options, ahead=until is not None, device=device)
-    if until is not None and options.slopes is not None:
-        refused = "until: not with slopes, which take no distance to later tokens"
-    if not kernel_serves(impl, refused, device):
+    where, ahead = (block_tables, positions, lengths), until is not None
+    kernel = choose(PREFILL, impl, device, q, k_pages, v_pages, options, ahead)
+    if kernel is None:
         return xla.paged_attention_prefill(q, k_pages, v_pages, *where, options, pages=pages, until=until)
-    if on_cpu(device):
-        from pallas_kernels.attention.cpu import attention
-
-        return attention.paged_attention_prefill(q, k_pages, v_pages, *where, options, until)
-    if capability(device) in AMPERE:
-        from pallas_kernels.attention import ampere
-
-        return ampere.paged_attention_prefill(q, _plain(k_pages), _plain(v_pages), *where, options)
-    from pallas_kernels.attention.hopper import prefill as attention_prefill
-
     device = device or jax.devices()[0]
-    return attention_prefill.paged_attention_prefill(
-        q, k_pages, v_pages, *where, options, until=until, device=device
-    )
-
-
-def _plain(pages: Pages) -> jax.Array:
-    """The pages, which are not Quantized: the support function has checked it."""
-    assert not isinstance(pages, Quantized)
-    return pages
+    out: jax.Array = kernel.run(q, k_pages, v_pages, *where, options, until=until, device=device)
+    return out

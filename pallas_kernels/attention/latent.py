@@ -7,14 +7,64 @@ that; on a GPU it is computed by XLA, since kernels take head dims up to 256.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from pallas_kernels.attention import dispatch
 from pallas_kernels.attention.options import PLAIN, AttentionOptions
 from pallas_kernels.attention.work_list import WorkList
-from pallas_kernels.cache.support import PAGE_SIZES
+from pallas_kernels.cache.support import why_page_size_unsupported
 from pallas_kernels.quantization.quantized import Pages, Quantized
-from pallas_kernels.targets import DTYPES, HOPPER, Impl, capability, kernel_serves, on_cpu
+from pallas_kernels.targets import DTYPES, HOPPER, Impl, Implementation, choose, why_none
+
+
+def _why_no_hopper_latent_decode(q: Any, pages: Pages, options: AttentionOptions, rank: int) -> str | None:
+    from pallas_kernels.attention.hopper.latent import KEY_CHANNELS, RANKS
+
+    if (refused := options.refused()) is not None:
+        return refused
+    if str(q.dtype) not in DTYPES:
+        return f"dtype={q.dtype}: the kernel takes {' and '.join(DTYPES)}"
+    if isinstance(pages, Quantized):
+        return f"pages={pages.kind}: the kernel takes no quantized cache"
+    if pages.dtype != q.dtype:
+        return f"pages={pages.dtype}: the kernel takes the queries' dtype, {q.dtype}"
+    page_size, key_dim = pages.shape[2:]
+    if rank not in RANKS:
+        return f"rank={rank}: the kernel takes {', '.join(map(str, RANKS))}"
+    if key_dim % KEY_CHANNELS or not rank <= key_dim <= RANKS[-1] + KEY_CHANNELS:
+        return (
+            f"key_dim={key_dim}: the kernel takes multiples of {KEY_CHANNELS} from rank to"
+            f" {RANKS[-1] + KEY_CHANNELS}"
+        )
+    return why_page_size_unsupported(page_size)
+
+
+def _hopper_decode(*args: Any, rank: int, work: WorkList | None, device: jax.Device) -> Any:
+    from pallas_kernels.attention.hopper.latent import latent_attention_decode
+
+    return latent_attention_decode(*args, rank=rank, work=work, device=device)
+
+
+def _as_ordinary(kernel: Implementation) -> Implementation:
+    """Ordinary attention's kernel, with the vectors as keys and values."""
+
+    def why_not(q: jax.Array, pages: Pages, options: AttentionOptions, rank: int) -> str | None:
+        return kernel.why_not(q, pages, pages, options)
+
+    def run(
+        q: jax.Array, pages: Pages, *args: Any, rank: int, work: WorkList | None, device: jax.Device
+    ) -> Any:
+        return kernel.run(q, pages, pages, *args, work=None, device=device)[..., :rank]
+
+    return Implementation(kernel.target, why_not, run)
+
+
+LATENT_DECODE = (
+    Implementation(HOPPER, _why_no_hopper_latent_decode, _hopper_decode),
+    *(_as_ordinary(kernel) for kernel in dispatch.DECODE if kernel.target is not HOPPER),
+)
 
 
 def why_latent_decode_unsupported(
@@ -26,32 +76,7 @@ def why_latent_decode_unsupported(
     device: jax.Device | None = None,
 ) -> str | None:
     """Why no kernel for `latent_attention_decode` supports these arrays and options, or None."""
-    if capability(device) not in HOPPER:
-        return dispatch.why_decode_unsupported(q, pages, pages, options, device=device)
-    if (why := options.refused()) is not None:
-        return why
-    if str(q.dtype) not in DTYPES:
-        return f"dtype={q.dtype}: the kernel takes {' and '.join(DTYPES)}"
-    if isinstance(pages, Quantized):
-        return f"pages={pages.kind}: the kernel takes no quantized cache"
-    if pages.dtype != q.dtype:
-        return f"pages={pages.dtype}: the kernel takes the queries' dtype, {q.dtype}"
-    from pallas_kernels.attention.hopper.latent import KEY_CHANNELS, RANKS
-
-    page_size, key_dim = pages.shape[2:]
-    if rank not in RANKS:
-        return f"rank={rank}: the kernel takes {', '.join(map(str, RANKS))}"
-    if key_dim % KEY_CHANNELS or not rank <= key_dim <= RANKS[-1] + KEY_CHANNELS:
-        return (
-            f"key_dim={key_dim}: the kernel takes multiples of {KEY_CHANNELS} from rank to"
-            f" {RANKS[-1] + KEY_CHANNELS}"
-        )
-    if page_size not in PAGE_SIZES and page_size % PAGE_SIZES[-1]:
-        return (
-            f"page_size={page_size}: the kernel takes {', '.join(map(str, PAGE_SIZES))} and multiples of"
-            f" {PAGE_SIZES[-1]}"
-        )
-    return None
+    return why_none(LATENT_DECODE, device, q, pages, options, rank)
 
 
 def latent_attention_decode(
@@ -81,22 +106,16 @@ def latent_attention_decode(
         [rows, heads, rank], in q's dtype.
 
     Raises:
-        ValueError: impl is "mosaic" or "llvm", and this kernel does not support the call.
+        ValueError: impl is "mosaic" or "llvm", and no such kernel supports the call.
     """
-    refused = why_latent_decode_unsupported(q, pages, options, rank=rank, device=device)
     where = block_tables, lengths
-    if kernel_serves(impl, refused, device) and not on_cpu(device):
-        from pallas_kernels.attention.hopper import latent as latent_decode
-
-        assert not isinstance(pages, Quantized)
-        device = device or jax.devices()[0]
-        return latent_decode.latent_attention_decode(
-            q, pages, *where, options, rank=rank, work=work, device=device
-        )
-    out = dispatch.paged_attention_decode(
-        q, pages, pages, *where, options, pages=most_pages, impl=impl, device=device
-    )
-    return out[..., :rank]
+    kernel = choose(LATENT_DECODE, impl, device, q, pages, options, rank)
+    if kernel is None:
+        how: Any = {"pages": most_pages, "impl": impl, "device": device}
+        return dispatch.paged_attention_decode(q, pages, pages, *where, options, **how)[..., :rank]
+    device = device or jax.devices()[0]
+    out: jax.Array = kernel.run(q, pages, *where, options, rank=rank, work=work, device=device)
+    return out
 
 
 def latent_decode_work(
@@ -107,11 +126,12 @@ def latent_decode_work(
     Returns:
         None if the device has no kernel that uses a work list.
     """
-    if capability(device) not in HOPPER:
+    device = device or jax.devices()[0]
+    if not HOPPER.includes(device):
         return None
     from pallas_kernels.attention.hopper.latent import latent_work
 
-    return latent_work(heads, lengths, device=device or jax.devices()[0])
+    return latent_work(heads, lengths, device=device)
 
 
 def latent_attention_prefill(

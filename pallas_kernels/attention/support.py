@@ -1,30 +1,43 @@
-"""Attention that kernels support. Each function returns the reason why not, or None.
+"""What kernels for attention support. Each function returns the reason why not, or None.
 
-Arrays may be any objects with a shape and a dtype.
+Arrays may be any objects with a shape and a dtype. The device is known to be one of the kernel's target.
 """
 
 from __future__ import annotations
 
-import jax
+from typing import Any
 
 from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.cache.support import why_no_cache, why_no_cpu_cache
+from pallas_kernels.cache.support import why_no_cpu_cache, why_no_gpu_cache
 from pallas_kernels.quantization.quantized import Pages, Quantized
-from pallas_kernels.targets import AMPERE, DTYPES, HOPPER, capability
+from pallas_kernels.targets import DTYPES
 
 GPU_OPTIONS = "window", "soft_cap", "sinks"  # of attention, besides the scale
-
-
 CPU_OPTIONS = *GPU_OPTIONS, "slopes"
 
 
-def why_no_cpu_attention(k_pages: Pages, v_pages: Pages, options: AttentionOptions) -> str | None:
+def why_no_cpu_attention(
+    q: Any, k_pages: Pages, v_pages: Pages, options: AttentionOptions, ahead: bool = False
+) -> str | None:
+    if ahead and options.slopes is not None:
+        return "until: not with slopes, which take no distance to later tokens"
     return options.refused(*CPU_OPTIONS) or why_no_cpu_cache(k_pages, v_pages)
 
 
-def why_no_gpu_attention(
-    q: jax.Array, k_pages: Pages, v_pages: Pages, options: AttentionOptions, device: jax.Device | None
+def why_no_ampere_attention(
+    q: Any, k_pages: Pages, v_pages: Pages, options: AttentionOptions, ahead: bool = False
 ) -> str | None:
+    """
+    Args:
+        ahead: whether queries may see later tokens.
+    """
+    if isinstance(k_pages, Quantized):
+        return f"k_pages={k_pages.kind}: the kernel for Ampere and Ada takes no quantized cache"
+    refused = why_no_gpu_attention(q, k_pages, v_pages, options)
+    return refused or ("until: this kernel is causal" if ahead else None)
+
+
+def why_no_gpu_attention(q: Any, k_pages: Pages, v_pages: Pages, options: AttentionOptions) -> str | None:
     if (why := options.refused(*GPU_OPTIONS)) is not None:
         return why
     if str(q.dtype) not in DTYPES:
@@ -33,6 +46,4 @@ def why_no_gpu_attention(
         return (
             f"k_pages={k_pages.dtype}: the kernel takes the queries' dtype, {q.dtype}, or a quantized cache"
         )
-    if capability(device) in AMPERE and isinstance(k_pages, Quantized):
-        return f"k_pages={k_pages.kind}: the kernel for Ampere and Ada takes no quantized cache"
-    return why_no_cache(k_pages, v_pages, device, HOPPER + AMPERE)
+    return why_no_gpu_cache(k_pages, v_pages)

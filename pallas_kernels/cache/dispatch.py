@@ -1,33 +1,46 @@
 """Chooses the implementation of writes to a paged cache and of copies of pages: a kernel if one supports the
 arrays, otherwise XLA.
 
-`impl` and `device` are as in `attention.dispatch`.
+KV_WRITE and PAGE_COPY are the tables. `impl` and `device` are as in `attention.dispatch`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 
 from pallas_kernels import targets
 from pallas_kernels.cache import xla
 from pallas_kernels.cache.qkv import Qkv, QkvProduct
-from pallas_kernels.cache.support import why_no_cache
+from pallas_kernels.cache.support import why_no_gpu_cache, why_no_hopper_write
 from pallas_kernels.cache.xla import Queries
 from pallas_kernels.elementwise.rotary import Rotation, cpu_rotates, rotate
-from pallas_kernels.quantization.quantized import Pages, Quantized
-from pallas_kernels.targets import DTYPES, HOPPER, Impl, kernel_serves
+from pallas_kernels.quantization.quantized import Pages
+from pallas_kernels.targets import HOPPER, Impl, Implementation, choose, why_none
+
+
+def _hopper_write(*args: Any, **how: Any) -> Any:
+    from pallas_kernels.cache.hopper_write import kv_write
+
+    return kv_write(*args, **how)
+
+
+def _hopper_copy(*args: Any) -> Any:
+    from pallas_kernels.cache.hopper_copy import copy_pages
+
+    return copy_pages(*args)
+
+
+KV_WRITE = (Implementation(HOPPER, why_no_hopper_write, _hopper_write),)
+PAGE_COPY = (Implementation(HOPPER, why_no_gpu_cache, _hopper_copy),)
 
 
 def why_kv_write_unsupported(
     k_pages: Pages, v_pages: Pages, qkv: Qkv | QkvProduct, *, device: jax.Device | None = None
 ) -> str | None:
     """Why the kernel for `kv_write` does not support these arrays, or None."""
-    if str(qkv.dtype) not in DTYPES:
-        return f"qkv={qkv.dtype}: the kernel takes {' and '.join(DTYPES)}"
-    for pages in (k_pages, v_pages):
-        if not isinstance(pages, Quantized) and pages.dtype != qkv.dtype:
-            return f"qkv={qkv.dtype}: the kernel takes the cache's dtype, {pages.dtype}"
-    return why_no_cache(k_pages, v_pages, device, HOPPER)
+    return why_none(KV_WRITE, device, k_pages, v_pages, qkv)
 
 
 def kv_write(
@@ -52,17 +65,14 @@ def kv_write(
     Raises:
         ValueError: impl is "mosaic" or "llvm", and this kernel does not support the call.
     """
-    serves = kernel_serves(impl, why_kv_write_unsupported(k_pages, v_pages, qkv, device=device), device)
-    if not serves:
+    kernel = choose(KV_WRITE, impl, device, k_pages, v_pages, qkv)
+    if kernel is None:
         if rotation is not None and impl != "xla":
             qkv, rotation = _rotated(qkv, rotation, device), None
         return xla.kv_write(k_pages, v_pages, qkv, page_ids, offsets, rows=rows, rotation=rotation)
-    from pallas_kernels.cache import hopper_write as kernel
-
-    cores = targets.cores(device or jax.devices()[0])
-    return kernel.kv_write(
-        k_pages, v_pages, qkv, page_ids, offsets, rows=rows, rotation=rotation, cores=cores
-    )
+    how = {"rows": rows, "rotation": rotation, "cores": targets.cores(device or jax.devices()[0])}
+    written: tuple[Queries, tuple[Pages, Pages]] = kernel.run(k_pages, v_pages, qkv, page_ids, offsets, **how)
+    return written
 
 
 def _rotated(qkv: Qkv | QkvProduct, rotation: Rotation, device: jax.Device | None) -> Qkv:
@@ -78,7 +88,7 @@ def why_copy_pages_unsupported(
     k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None
 ) -> str | None:
     """Why the kernel for `copy_pages` does not support these arrays, or None."""
-    return why_no_cache(k_pages, v_pages, device, HOPPER)
+    return why_none(PAGE_COPY, device, k_pages, v_pages)
 
 
 def copy_pages(
@@ -99,9 +109,7 @@ def copy_pages(
     Raises:
         ValueError: impl is "mosaic" or "llvm", and this kernel does not support the call.
     """
-    serves = kernel_serves(impl, why_copy_pages_unsupported(k_pages, v_pages, device=device), device)
-    if not serves:
-        return xla.copy_pages(k_pages, v_pages, sources, destinations)
-    from pallas_kernels.cache import hopper_copy as kernel
-
-    return kernel.copy_pages(k_pages, v_pages, sources, destinations)
+    kernel = choose(PAGE_COPY, impl, device, k_pages, v_pages)
+    copy = xla.copy_pages if kernel is None else kernel.run
+    copied: tuple[Pages, Pages] = copy(k_pages, v_pages, sources, destinations)
+    return copied

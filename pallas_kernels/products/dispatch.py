@@ -10,8 +10,19 @@ from typing import Any
 import jax
 
 from pallas_kernels.products.groups import Groups
+from pallas_kernels.products.support import TARGETS
 from pallas_kernels.products.weights import stored, weight_of
-from pallas_kernels.targets import Impl
+from pallas_kernels.targets import XLA, Choice, Impl
+
+
+def explain_product(x: jax.Array, weight: Any, *, grouped: bool, device: jax.Device) -> Choice:
+    """Which implementation multiplies by a weight on a GPU, and why not the newest one."""
+    weight = stored(weight)
+    if not grouped and weight.format == str(weight.dtype):
+        return Choice(XLA, None)  # cuBLAS multiplies what is not quantized
+    if (why := weight.why_unsupported(x, grouped=grouped, device=device)) is not None:
+        return Choice(XLA, why)
+    return Choice(next(target.name for target in TARGETS if target.includes(device)), None)
 
 
 def why_grouped_product_unsupported(

@@ -16,14 +16,9 @@ from pallas_kernels import targets
 from pallas_kernels.products import xla
 from pallas_kernels.products.groups import GRID as ROW_GRID
 from pallas_kernels.products.groups import Groups, one_group
-from pallas_kernels.products.quantize_rows import quantize_rows
+from pallas_kernels.products.quantize_rows import quantize_rows, why_quantize_rows_unsupported
 from pallas_kernels.products.rows import Rows, array_of
-from pallas_kernels.products.support import (
-    EIGHT_BIT_ROWS,
-    why_no_kernel,
-    why_quantize_rows_unsupported,
-    why_sizes_unsupported,
-)
+from pallas_kernels.products.support import EIGHT_BIT_ROWS, why_no_kernel, why_sizes_unsupported
 from pallas_kernels.products.weight import Axes, Forms, product_by_form
 from pallas_kernels.products.xla import multiply, multiply_converted, of_eight_bits
 from pallas_kernels.quantization.hadamard import transform
@@ -110,7 +105,7 @@ class EightBits:
         self, x: Rows, dtype: jnp.dtype[Any], *, impl: Impl = "auto", device: jax.Device | None = None
     ) -> jax.Array:
         numbers = self.numbers
-        serves = kernel_serves(impl, self.why_unsupported(x, grouped=False, device=device), device)
+        serves = kernel_serves(impl, self.why_unsupported(x, grouped=False, device=device))
         if numbers.inputs:
             rows: Rows = x if numbers.hadamard == 1 else transform(array_of(x), numbers.hadamard)
             if not serves:
@@ -134,7 +129,7 @@ class EightBits:
         self, x: jax.Array, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None
     ) -> jax.Array:
         numbers, form = self.numbers, xla.grouped_product
-        if kernel_serves(impl, self.why_unsupported(x, grouped=True, device=device), device):
+        if kernel_serves(impl, self.why_unsupported(x, grouped=True, device=device)):
             from pallas_kernels.products.hopper import grouped_product as kernel
 
             form = kernel.grouped_product

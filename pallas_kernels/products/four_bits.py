@@ -88,7 +88,7 @@ class FourBits:
     def on_gpu(
         self, x: Rows, dtype: jnp.dtype[Any], *, impl: Impl = "auto", device: jax.Device | None = None
     ) -> jax.Array:
-        serves = kernel_serves(impl, self.why_unsupported(x, grouped=False, device=device), device)
+        serves = kernel_serves(impl, self.why_unsupported(x, grouped=False, device=device))
         x = array_of(x)
         if not serves:
             return self.by_xla(x, dtype)
@@ -100,7 +100,7 @@ class FourBits:
     def grouped_product(
         self, x: jax.Array, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None
     ) -> jax.Array:
-        if kernel_serves(impl, self.why_unsupported(x, grouped=True, device=device), device):
+        if kernel_serves(impl, self.why_unsupported(x, grouped=True, device=device)):
             from pallas_kernels.products.hopper import int4_product as kernel
 
             packed = self.numbers.map(lambda array: array.reshape(array.shape[0], -1, array.shape[-1]))

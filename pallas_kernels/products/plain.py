@@ -82,7 +82,7 @@ class Plain:
         self, x: jax.Array, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None
     ) -> jax.Array:
         form: Any = xla.grouped_product
-        if kernel_serves(impl, self.why_unsupported(x, grouped=True, device=device), device):
+        if kernel_serves(impl, self.why_unsupported(x, grouped=True, device=device)):
             from pallas_kernels.products.hopper import grouped_product as kernel
 
             form = kernel.grouped_product

@@ -1,4 +1,4 @@
-"""Chooses how rows of activations are quantized on a GPU; see `dispatch`."""
+"""Chooses how rows of activations are quantized on a GPU. ROW_QUANTIZATION is the table, see `targets`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,38 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.products.rows import Gated, Normed, Rows, Sum, array_of
-from pallas_kernels.products.support import why_quantize_rows_unsupported
+from pallas_kernels.products.support import why_no_hopper_rows
 from pallas_kernels.quantization.quantized import quantize
-from pallas_kernels.targets import Impl, kernel_serves
+from pallas_kernels.targets import HOPPER, Impl, Implementation, choose, why_none
+
+
+def _hopper_rows(x: Rows, kind: str, places: int | None) -> tuple[jax.Array, jax.Array]:
+    from pallas_kernels.products.hopper import quantize_rows as kernel
+
+    if isinstance(x, Gated) and x.activation in kernel.GATES and x.dtype == jnp.bfloat16:
+        values, scale, _ = kernel.quantize_rows(
+            x.gate_up.reshape(len(x.gate_up), -1), kind, gate=x.activation, places=places
+        )
+        return values, scale
+    if not isinstance(x, Normed):
+        values, scale, _ = kernel.quantize_rows(array_of(x), kind, places=places)
+        return values, scale
+    norm, whole = kernel.Norm(x.weight, x.eps, x.offset), x.x
+    first, add = (
+        whole.parts if isinstance(whole, Sum) and whole.parts is not None else (array_of(whole), None)
+    )
+    values, scale, total = kernel.quantize_rows(first, kind, add=add, norm=norm, places=places)
+    if isinstance(whole, Sum) and total is not None:
+        whole.computed(total)
+    return values, scale
+
+
+ROW_QUANTIZATION = (Implementation(HOPPER, why_no_hopper_rows, _hopper_rows),)
+
+
+def why_quantize_rows_unsupported(x: Rows, *, device: jax.Device | None = None) -> str | None:
+    """Why no kernel quantizes rows x [rows, size], or None."""
+    return why_none(ROW_QUANTIZATION, device, x)
 
 
 def quantize_rows(
@@ -28,25 +57,10 @@ def quantize_rows(
     Raises:
         ValueError: impl is "mosaic" and the kernel does not support the rows, or impl is "llvm".
     """
-    if not kernel_serves(impl, why_quantize_rows_unsupported(x, device=device), device):
+    kernel = choose(ROW_QUANTIZATION, impl, device, x)
+    if kernel is None:
         rows = quantize(array_of(x), kind)
         more = 0 if places is None else places - x.shape[0]
         return jnp.pad(rows.values, ((0, more), (0, 0))), jnp.pad(rows.scale, (0, more))
-    from pallas_kernels.products.hopper import quantize_rows as kernel
-
-    if isinstance(x, Gated) and x.activation in kernel.GATES and x.dtype == jnp.bfloat16:
-        values, scale, _ = kernel.quantize_rows(
-            x.gate_up.reshape(len(x.gate_up), -1), kind, gate=x.activation, places=places
-        )
-        return values, scale
-    if not isinstance(x, Normed):
-        values, scale, _ = kernel.quantize_rows(array_of(x), kind, places=places)
-        return values, scale
-    norm, whole = kernel.Norm(x.weight, x.eps, x.offset), x.x
-    first, add = (
-        whole.parts if isinstance(whole, Sum) and whole.parts is not None else (array_of(whole), None)
-    )
-    values, scale, total = kernel.quantize_rows(first, kind, add=add, norm=norm, places=places)
-    if isinstance(whole, Sum) and total is not None:
-        whole.computed(total)
-    return values, scale
+    quantized: tuple[jax.Array, jax.Array] = kernel.run(x, kind, places)
+    return quantized

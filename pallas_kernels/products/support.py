@@ -1,6 +1,6 @@
 """What GPUs' kernels for products support. Each `why_` function returns the reason why not, or None.
 
-Arrays may be any objects with a shape and a dtype. `device` is as in `support`.
+Arrays may be any objects with a shape and a dtype. `device` is as in `targets`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import math
 import jax
 
 from pallas_kernels.products.rows import Rows
-from pallas_kernels.targets import DTYPES, HOPPER, capability
+from pallas_kernels.targets import DTYPES, HOPPER, why_not_on
+
+TARGETS = (HOPPER,)  # of the kernels for products, of every format
 
 GRID = 64  # the numbers of outputs and inputs are multiples of this
 SIZE_GRID = 128  # the size of a quantized row is a multiple of this
@@ -19,7 +21,7 @@ EIGHT_BIT_ROWS = 512  # maximum of a dense product; for more, cuBLAS is faster, 
 
 def why_no_kernel(x: Rows, device: jax.Device | None) -> str | None:
     """Why no kernel for products supports rows x or the device."""
-    if (why := _why_device_unsupported(device)) is not None:
+    if (why := why_not_on(TARGETS, device)) is not None:
         return why
     return None if str(x.dtype) in DTYPES else f"dtype={x.dtype}: the kernel takes {' and '.join(DTYPES)}"
 
@@ -37,19 +39,10 @@ def why_sizes_unsupported(shape: tuple[int, ...], *, grouped: bool, inputs: bool
     return next(wrong, None)
 
 
-def why_quantize_rows_unsupported(x: Rows, *, device: jax.Device | None = None) -> str | None:
-    """Why no kernel quantizes rows x [rows, size]."""
-    if (why := _why_device_unsupported(device)) is not None:
-        return why
+def why_no_hopper_rows(x: Rows) -> str | None:
+    """Why Hopper's kernel does not quantize rows x [rows, size]."""
     if str(x.dtype) not in (*DTYPES, "float32"):
         return f"dtype={x.dtype}: the kernel takes {', '.join((*DTYPES, 'float32'))}"
     if x.shape[1] % SIZE_GRID:
         return f"size={x.shape[1]}: the kernel takes multiples of {SIZE_GRID}"
     return None
-
-
-def _why_device_unsupported(device: jax.Device | None) -> str | None:
-    if capability(device) in HOPPER:
-        return None
-    kind = (device or jax.devices()[0]).device_kind
-    return f"device={kind}: the kernel is for GPUs of compute capability {', '.join(HOPPER)}"

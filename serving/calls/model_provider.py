@@ -53,6 +53,7 @@ class ModelInfo:
         quantization: of the weights; empty: none.
         devices: their kind and number.
         mesh: number of devices along each axis.
+        kernels: which implementation serves each operation, and why not a newer one.
         has_chat_template: whether the model can chat.
         page_events: where its engine publishes them; None: nowhere.
         reads_images: whether it reads images.
@@ -65,6 +66,7 @@ class ModelInfo:
     quantization: str = ""
     devices: str = ""
     mesh: Mapping[str, int] = field(default_factory=dict)
+    kernels: str = ""
     has_chat_template: bool = False
     page_events: EventSource | None = None
     reads_images: bool = False

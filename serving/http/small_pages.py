@@ -23,8 +23,10 @@ LINKS = {
     "/v1/models": "the model",
     "/health": "200 if the model answers",
     "/version": "jengine's version",
+    "/info": "number formats, devices and kernels",
     "/metrics": "metrics for Prometheus, if --metrics-port is given",
 }
+SHOWN = "name", "dtype", "quantization", "devices", "mesh", "kernels"  # of ModelInfo, in /info
 POSTS = (
     "/v1/chat/completions",
     "/v1/responses",
@@ -64,9 +66,15 @@ def small_pages(parts: Parts) -> list[Route]:
     async def version(call: HttpCall) -> None:
         await call.answer(200, msgspec.json.encode({"version": __version__}))
 
+    async def info(call: HttpCall) -> None:
+        facts = parts.shared.models.info
+        shown = {name: getattr(facts, name) for name in SHOWN}
+        await call.answer(200, msgspec.json.encode(shown))
+
     routes = [
         endpoint(parts, "GET", "/", root, open=True),
         endpoint(parts, "GET", "/version", version),
+        endpoint(parts, "GET", "/info", info),
     ]
     if isinstance(parts.metrics, PrometheusMetrics):
         make = pages_of(parts.metrics, parts.why_not_ready)["/metrics"]

@@ -55,6 +55,7 @@ def model_engine(report: Callable[[str, str, int, int], None] | None = None, **o
         dtype=started.dtype,
         quantization=started.quantization,
         devices=started.devices,
+        kernels=started.kernels,
         mesh=_mesh(config),
         programs_compiled=started.programs_compiled,
         programs_loaded=started.programs_loaded,

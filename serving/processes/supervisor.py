@@ -300,6 +300,7 @@ class Supervisor:
             dtype=info.dtype,
             quantization=info.quantization,
             devices=info.devices,
+            kernels=info.kernels,
             mesh=info.mesh,
             has_chat_template=bool(self._tokenizer.chat_templates),
             page_events=info.page_events,

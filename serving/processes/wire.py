@@ -178,6 +178,7 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
     devices: str
     quantization: str = ""
     mesh: dict[str, int] = {}
+    kernels: str = ""
     programs_compiled: int = 0
     programs_loaded: int = 0
     seconds: dict[str, float] = {}

@@ -18,8 +18,9 @@ from pallas_kernels.elementwise.norm import rms_norm
 from pallas_kernels.products import quantize_rows as row_dispatch
 from pallas_kernels.products import weight as products
 from pallas_kernels.products.hopper.quantize_rows import GATES, Norm, quantize_rows
+from pallas_kernels.products.quantize_rows import why_quantize_rows_unsupported
 from pallas_kernels.products.rows import Gated, Normed, Sum, array_of
-from pallas_kernels.products.support import EIGHT_BIT_ROWS, why_quantize_rows_unsupported
+from pallas_kernels.products.support import EIGHT_BIT_ROWS
 from pallas_kernels.products.weights import product
 from pallas_kernels.quantization.quantized import Quantized, quantize
 from tests.kernels.interpreted import INTERPRETED, Runner, largest_error

@@ -1,6 +1,6 @@
-"""The kernel for Ampere and Ada as it ships: its PTX, executed on a CPU.
+"""The kernel for Ampere as it ships to Ampere and, with copies by TMA, to Blackwell: its PTX, executed.
 
-In a process of its own, since one compiles for one compute capability.
+In processes of their own, since one compiles for one compute capability.
 """
 
 from __future__ import annotations
@@ -15,14 +15,24 @@ import pytest
 from tests.compiling import quickly_compiled
 from tests.extras import compiler_for_gpus
 from tests.kernels.executed import Executed
-from tests.kernels.shipped import AMPERE, MORE_AMPERE, Check, parameters
+from tests.kernels.shipped import AMPERE, MORE_AMPERE, Cases, Check, parameters
 
 compiler_for_gpus()
 
 
+def process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+
 @pytest.fixture(scope="module")
-def process() -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+def ampere() -> Iterator[ProcessPoolExecutor]:
+    with process() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def blackwell() -> Iterator[ProcessPoolExecutor]:
+    with process() as pool:
         yield pool
 
 
@@ -37,6 +47,20 @@ def least_covered(check: Check, schedules: Any, target: str) -> float:
     ("check", "schedules", "covered"), parameters("paged_attention", few=AMPERE, more=MORE_AMPERE)
 )
 def test_the_reference_is_met(
-    check: Check, schedules: Any, covered: float, process: ProcessPoolExecutor
+    check: Check, schedules: Any, covered: float, ampere: ProcessPoolExecutor
 ) -> None:
-    assert process.submit(least_covered, check, schedules, "a100").result() >= covered
+    assert ampere.submit(least_covered, check, schedules, "a100").result() >= covered
+
+
+ON_BLACKWELL: Cases = {"paged_attention": dict([*AMPERE["paged_attention"].items()][:1])}
+MORE_ON_BLACKWELL: Cases = {"paged_attention": dict([*AMPERE["paged_attention"].items()][1:])}
+
+
+@pytest.mark.parametrize(
+    ("check", "schedules", "covered"),
+    parameters("paged_attention", few=ON_BLACKWELL, more=MORE_ON_BLACKWELL),
+)
+def test_the_reference_is_met_on_blackwell(
+    check: Check, schedules: Any, covered: float, blackwell: ProcessPoolExecutor
+) -> None:
+    assert blackwell.submit(least_covered, check, schedules, "b200").result() >= covered

@@ -102,12 +102,29 @@ def test_targets_that_do_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
         and "--memory" in said
     )
     assert cli.main(["compile", "--out=somewhere", model, "--target=rtx4090"]) == 2
-    compiled = "must be one of a100, h100, h200, l4, for which programs can be compiled without the device"
+    known = "a100, b200, h100, h200, l4, rtx5090"
+    compiled = f"must be one of {known}, for which programs can be compiled without the device"
     assert capsys.readouterr().err == f"jengine: error: target='rtx4090': {compiled}\n"
     assert cli.main(["plan", model]) == 2
     assert "plan needs --target NAME" in capsys.readouterr().err
 
 
-def test_attention_without_kernels_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["plan", str(DATA / "llama-3.1-8b"), "--target=b200", "--max-model-len=4096"]) == 0
-    assert "Attention is XLA's, without jengine's kernels (device=NVIDIA B200" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("target", "attention"),
+    [("h200", "Hopper for"), ("b200", "Ampere (device=NVIDIA B200: "), ("t4", "XLA (device=Tesla T4: ")],
+)
+def test_the_implementation_of_each_operation_is_said(
+    target: str, attention: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = ["--max-model-len=4096", "--dtype=float16", "--quantization=int8"]
+    assert cli.main(["plan", str(DATA / "llama-3.1-8b"), f"--target={target}", *how]) in (0, 1)  # fits or not
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Kernels: ")]
+    assert line.startswith(f"Kernels: {attention}")
+    for operation in (
+        "decode attention",
+        "prefill attention",
+        "KV writes",
+        "page copies",
+        "products of int8",
+    ):
+        assert operation in line

@@ -105,6 +105,7 @@ def serve_mock(
         dtype="float32",
         devices="1 mock",
         mesh={"tensor": 1},
+        kernels="none",
         has_chat_template=True,
         pages=exchange,
     )

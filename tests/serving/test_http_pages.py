@@ -31,6 +31,8 @@ def test_pages(tokenizer_folder: Path) -> None:
             and "/v1/models" in root.text
         )
         assert client.get("/version").json() == {"version": __version__}
+        facts = {"dtype": "float32", "quantization": "", "devices": "1 mock", "mesh": {"tensor": 1}}
+        assert client.get("/info").json() == {"name": "<demo>", **facts, "kernels": "none"}
         assert client.get("/ping").status_code == 200
         health = client.get("/health")
         assert health.status_code == 200

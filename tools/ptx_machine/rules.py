@@ -124,6 +124,14 @@ def integer_pairs(ins: Instruction, use: Operands, expression: str) -> list[Assi
     return [(d, "u4", f"({expression.format(x=x, y=y)}).view(u4)")]
 
 
+def float_pairs(ins: Instruction, use: Operands, expression: str) -> list[Assignment]:
+    """An instruction on pairs of float32 numbers (Blackwell). expression: of the operands, by number."""
+    known(ins, "rn", "ftz")
+    given = [f"{use.use(x, 'u8')}.view(f4)" for x in ins.args[1:]]
+    given = [f"flush({x})" for x in given] if "ftz" in ins.parts else given
+    return [(ins.args[0], "u8", f"({finish(ins, expression.format(*given))}).view(u8)")]
+
+
 @rule("add", "sub", "mul")
 def _sum(ins: Instruction, use: Operands) -> list[Assignment]:
     op, t, (d, a, b) = ins.parts[0], ins.parts[-1], ins.args
@@ -135,6 +143,8 @@ def _sum(ins: Instruction, use: Operands) -> list[Assignment]:
     if t == "f64":
         known(ins, "rn")
         return [(d, "f8", f"{use.use(a, 'f8')} {SIGNS[op]} {use.use(b, 'f8')}")]
+    if t == "f32x2":
+        return float_pairs(ins, use, f"canonical({{0}} {SIGNS[op]} {{1}})")
     if t == "f32":
         known(ins, "rn", "ftz", "sat", *DIRECTED)
         x, y = float32(ins, use, a), float32(ins, use, b)
@@ -173,6 +183,8 @@ def _multiply_add(ins: Instruction, use: Operands) -> list[Assignment]:
     if t in HALVES:
         known(ins, "rn")
         return halves(ins, use, "fma")
+    if t == "f32x2":
+        return float_pairs(ins, use, "fma32({0}, {1}, {2})")
     if t == "f32":
         known(ins, "rn", "ftz", "sat", *DIRECTED)
         given = ", ".join(float32(ins, use, x) for x in (a, b, c))

@@ -30,7 +30,7 @@ from jengine.core.config import EngineConfig
 from jengine.core.four_bits import FOUR_BITS
 from jengine.devices.device_defaults import sizes
 from jengine.devices.device_spec import DeviceSpec, device_spec
-from jengine.execution.kernels import kernels_refused
+from jengine.execution.kernels import implementations
 from jengine.execution.kinds import Key, kind_of
 from jengine.execution.kv_cache import SHARED
 from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside
@@ -109,7 +109,7 @@ def make_plan(
             one.key: [one.estimate(spec, device, Step(one.rows, context)) for context in contexts]
             for one in built
         },
-        without_kernels=kernels_refused(spec),
+        kernels=implementations(spec),
         fitting=[] if pages else _what_fits(config, device, spec, memory),
     )
 

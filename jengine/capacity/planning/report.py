@@ -12,9 +12,11 @@ from jengine.capacity.planning.estimate import CAUSES, Assumptions, Estimate
 from jengine.capacity.planning.fitting import Fitting
 from jengine.capacity.planning.roofline import Bound, Formats
 from jengine.devices.device_spec import DeviceSpec
+from jengine.execution.kernels import described
 from jengine.execution.kinds import Key
 from jengine.execution.memory import DeviceMemory, ProgramMemory
 from jengine.execution.spec import ExecutionSpec
+from pallas_kernels.targets import Choice
 
 GIB = 1 << 30
 LIMITS = {"memory": "memory bandwidth", "products": "matrix rate", "links": "links"}
@@ -51,7 +53,7 @@ class Plan:
             bound.
         seconds: compilation time of each program; empty if none was compiled.
         estimates: of the compiled programs, for full rows at each of `contexts` tokens.
-        without_kernels: why attention is XLA's, or None.
+        kernels: the implementation of each operation.
         fitting: settings with which the model fits, if it does not.
     """
 
@@ -67,7 +69,7 @@ class Plan:
     prefill: list[Rate]
     contexts: list[int]
     estimates: dict[Key, list[Estimate]]
-    without_kernels: str | None = None
+    kernels: dict[str, Choice] = field(default_factory=dict)
     fitting: list[Fitting] = field(default_factory=list)
 
     @property
@@ -191,11 +193,7 @@ def verdict(plan: Plan) -> tuple[str, ...]:
     return (
         f"Speeds are bounds: each resource of the data sheet used fully ({sources}).",
         *([estimates] if plan.estimates else []),
-        *(
-            [f"Attention is XLA's, without jengine's kernels ({plan.without_kernels})."]
-            if plan.without_kernels
-            else []
-        ),
+        f"Kernels: {described(plan.kernels)}.",
         *(
             []
             if device.target

@@ -48,6 +48,7 @@ def paged_attention_prefill(
     positions: jax.Array,
     lengths: jax.Array,
     options: AttentionOptions,
+    *,
     until: jax.Array | None = None,
 ) -> jax.Array:
     """Tiles of consecutive queries, as `xla.paged_attention_prefill`. Padding gives zeros.

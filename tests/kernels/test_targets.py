@@ -1,0 +1,151 @@
+"""The tables of implementations, for devices that are not there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.attention.dispatch import DECODE, PREFILL
+from pallas_kernels.attention.latent import LATENT_DECODE
+from pallas_kernels.attention.options import PLAIN
+from pallas_kernels.cache.dispatch import KV_WRITE, PAGE_COPY
+from pallas_kernels.cache.qkv import Qkv
+from pallas_kernels.devices import differentiable
+from pallas_kernels.products.dispatch import explain_product
+from pallas_kernels.products.quantize_rows import ROW_QUANTIZATION
+from pallas_kernels.quantization.int4 import quantize_int4
+from pallas_kernels.quantization.quantized import quantize
+from pallas_kernels.targets import (
+    AMPERE,
+    CPU,
+    HOPPER,
+    Choice,
+    Implementation,
+    Table,
+    capability,
+    choose,
+    explain,
+    why_none,
+)
+
+
+def gpu(version: str) -> Any:
+    return SimpleNamespace(platform="gpu", device_kind=f"GPU {version}", compute_capability=version)
+
+
+PROCESSOR: Any = SimpleNamespace(platform="cpu", device_kind="cpu")
+MMA = [
+    "8.0",
+    "8.6",
+    "8.7",
+    "8.9",
+    "10.0",
+    "10.3",
+    "11.0",
+    "12.0",
+]  # with products of warps, not of warpgroups
+NO_KERNELS = ["7.5", "9.1", "gfx942"]
+Q, TILES = jnp.zeros((1, 8, 64), jnp.bfloat16), jnp.zeros((1, 16, 8, 64), jnp.bfloat16)
+PAGES, VECTORS = jnp.zeros((2, 2, 16, 64), jnp.bfloat16), jnp.zeros((2, 1, 64, 576), jnp.bfloat16)
+ROWS = jnp.zeros((1, 128), jnp.bfloat16)
+CALLS: dict[str, tuple[Table, tuple[Any, ...]]] = {
+    "decode": (DECODE, (Q, PAGES, PAGES, PLAIN)),
+    "prefill": (PREFILL, (TILES, PAGES, PAGES, PLAIN, False)),
+    "latent decode": (LATENT_DECODE, (jnp.zeros((1, 8, 576), jnp.bfloat16), VECTORS, PLAIN, 512)),
+    "write": (KV_WRITE, (PAGES, PAGES, Qkv(Q, Q[:, :2], Q[:, :2]))),
+    "copy": (PAGE_COPY, (PAGES, PAGES)),
+    "rows": (ROW_QUANTIZATION, (ROWS,)),
+}
+
+
+def chosen(device: Any) -> dict[str, Choice]:
+    return {name: explain(table, device, *call) for name, (table, call) in CALLS.items()}
+
+
+@pytest.mark.parametrize("version", MMA)
+def test_a_gpu_without_kernels_of_its_generation_takes_those_of_an_older_one(version: str) -> None:
+    device = gpu(version)
+    names = {name: choice.name for name, choice in chosen(device).items()}
+    ampere = {"decode", "prefill"}
+    assert names == {name: "Ampere" if name in ampere else "XLA" for name in CALLS}
+    newer = f"device=GPU {version}: the kernel is for GPUs of compute capability 9.0"
+    reasons = {name: choice.why for name, choice in chosen(device).items()}
+    # the vectors are keys of ordinary attention, too
+    assert reasons.pop("latent decode") == "head_dim=576: the kernel takes 64, 128, 256"
+    assert set(reasons.values()) == {newer}
+
+
+def test_hopper_takes_its_own() -> None:
+    assert set(chosen(gpu("9.0")).values()) == {Choice("Hopper", None)}
+
+
+@pytest.mark.parametrize("version", NO_KERNELS)
+def test_other_devices_take_xla(version: str) -> None:
+    for name, choice in chosen(gpu(version)).items():
+        assert choice.name == "XLA", name
+        assert str(choice.why).startswith(f"device=GPU {version}: the kernel is for GPUs of"), name
+    assert str(chosen(gpu(version))["decode"].why).endswith(f"{HOPPER.devices}; {AMPERE.devices}")
+
+
+def test_a_cpu_has_kernels_for_attention_alone() -> None:
+    assert {choice.why for choice in chosen(PROCESSOR).values()} == {None}
+    names = {name: choice.name for name, choice in chosen(PROCESSOR).items()}
+    assert names == {name: "XLA" for name in CALLS} | dict.fromkeys(("decode", "prefill"), "CPU") | {
+        "latent decode": "CPU"
+    }
+
+
+def test_a_reason_of_the_call_comes_after_the_device_and_before_an_older_generation() -> None:
+    q = Q.astype(jnp.float32)
+    assert explain(DECODE, gpu("9.0"), q, PAGES, PAGES, PLAIN) == Choice(
+        "XLA", "dtype=float32: the kernel takes bfloat16 and float16"
+    )
+    assert str(why_none(DECODE, gpu("7.5"), q, PAGES, PAGES, PLAIN)).startswith("device=GPU 7.5")
+    assert str(why_none(DECODE, gpu("12.0"), q, PAGES, PAGES, PLAIN)).startswith("dtype=float32")
+
+
+def test_the_first_implementation_that_supports_the_call_is_chosen() -> None:
+    new = Implementation(AMPERE, lambda size: "size: too large" if size > 8 else None, lambda: "new")
+    old = Implementation(AMPERE, lambda size: None if size < 99 else "size: too large, too", lambda: "old")
+    table, device = (Implementation(HOPPER, lambda size: None, lambda: "hopper"), new, old), gpu("10.0")
+    assert choose(table, "auto", device, 8) is choose(table, "mosaic", device, 8) is new
+    assert choose(table, "auto", device, 9) is old
+    assert choose(table, "xla", device, 8) is choose(table, "auto", device, 99) is None
+    why = "size: too large; size: too large, too"
+    assert why_none(table, device, 99) == why
+    for impl, said in ("mosaic", why), ("llvm", "the operation has no such kernel"), ("ptx", "one of 'auto'"):
+        with pytest.raises(ValueError, match=f"impl='{impl}': {said}"):
+            choose(table, impl, device, 99)  # type: ignore[arg-type]
+
+
+def test_kernels_have_no_derivatives() -> None:
+    table = [Implementation(target, lambda: None, lambda: None) for target in (AMPERE, CPU)]
+    for device in gpu("12.0"), PROCESSOR:
+        assert choose(table, "auto", device) is not None
+        with differentiable():
+            assert choose(table, "auto", device) is None
+            assert why_none(table, device) == "kernels have no derivatives"
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted"), [("8.9", (8, 9)), ("12.0", (12, 0)), ("gfx942", None), ("gfx9.0", None)]
+)
+def test_compute_capabilities(version: str, wanted: tuple[int, int] | None) -> None:
+    assert capability(gpu(version)) == wanted
+    assert capability(PROCESSOR) is None
+
+
+def test_products_by_format() -> None:
+    plain = jax.random.normal(jax.random.key(0), (64, 128), jnp.bfloat16)
+    weights = {"bfloat16": plain, "int8": quantize(plain, "int8"), "int4": quantize_int4(plain)}
+    for version, by in ("9.0", "Hopper"), ("8.0", "XLA"), ("12.0", "XLA"):
+        for name, weight in weights.items():
+            choice = explain_product(ROWS, weight, grouped=False, device=gpu(version))
+            assert choice.name == ("XLA" if name == "bfloat16" else by)
+            assert (choice.why is None) == (version == "9.0" or name == "bfloat16")
+        experts = explain_product(ROWS, plain[None], grouped=True, device=gpu(version))
+        assert experts.name == by
