@@ -20,7 +20,7 @@ from support_matrix import write
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from jengine.checkpoints.quantization_config import METHODS  # noqa: E402
+from jengine.checkpoints.quantized_formats import METHODS  # noqa: E402
 from jengine.models import FAMILIES  # noqa: E402
 
 SURVEY = ROOT / "tests" / "data" / "popular_checkpoints.json"

@@ -32,7 +32,6 @@ from pallas_kernels.cache.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.elementwise.rotary import Rotation, rotate_by_xla
 from pallas_kernels.products.weights import is_weight, stored
 
-FORMATS = "int4", "w4a8"  # of weights that are calibrated
 LENGTH, SEQUENCES = 512, 64  # tokens per sequence; maximum sequences
 
 
@@ -106,11 +105,11 @@ def calibrate(
 
     def prepared(array: jax.Array, target: Any, axes: tuple[str | None, ...]) -> Any:
         stacked = len(axes) > 2 and axes[0] is None
-        if stored(target).format not in FORMATS or stacked:
+        if stored(target).format.numbers != "int4" or stacked:
             return fitted(array, target)
         return Calibrated(array, target, bar.update)
 
-    total = sum(stored(leaf).format in FORMATS for leaf in jax.tree.leaves(targets, is_leaf=is_weight))
+    total = sum(stored(leaf).format.numbers == "int4" for leaf in jax.tree.leaves(targets, is_leaf=is_weight))
     with progress_bar(total=total, desc="calibrating", show=progress) as bar:
         mixed = jax.tree.map(prepared, params, targets, model.axes, is_leaf=is_weight)
         tokens = twice(tokens)

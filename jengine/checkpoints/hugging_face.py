@@ -13,7 +13,7 @@ from typing import Any
 from jengine.base.errors import ModelError
 from jengine.base.model_files import malformed
 from jengine.checkpoints.config_fields import warn_of_unknown
-from jengine.checkpoints.quantization_config import quantization_config, quantized_inputs, stored_weights
+from jengine.checkpoints.quantized_formats import quantization_config, quantized_inputs, stored_weights
 from jengine.models import FAMILIES
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields, TextPart

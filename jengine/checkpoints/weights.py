@@ -25,8 +25,7 @@ from jengine.checkpoints.in_memory import PLACE, Tensors, assemble_on_devices
 from jengine.checkpoints.output_head import OUTPUT_HEADS, check_tied
 from jengine.checkpoints.own_tree import own_makers, own_names
 from jengine.checkpoints.quantization import Parameter, Target, fitted, placed, plain
-from jengine.checkpoints.quantization_config import quantization_config
-from jengine.checkpoints.quantized_formats import read_quantized
+from jengine.checkpoints.quantized_formats import quantization_config, read_quantized
 from jengine.checkpoints.safetensors import DTYPES, NUMBERS
 from jengine.checkpoints.stored import GroupedValues, StoredTensor, Tensor, dense
 from jengine.models import DRAFT_HEADS, Model, Params, build
@@ -166,11 +165,11 @@ def place_whole(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors
     return placed(assemble(target, source, tensors), target)
 
 
-def _kept(target: QuantizedWeight, source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> Parameter:
+def _kept(target: QuantizedWeight[Any], source: tuple[Piece, ...], tensors: dict[str, Tensor]) -> Parameter:
     """Loads a parameter whose tensors are stored in the form that programs use."""
     numbers, scale = target.parts
     source = tuple(piece._replace(transposed=False) for piece in source)  # groups are always [out, in]
-    group = target.group
+    group = target.format.group
     found: dict[str, GroupedValues] = {}
     for piece in source:
         tensor = tensors[piece.name]
@@ -182,7 +181,7 @@ def _kept(target: QuantizedWeight, source: tuple[Piece, ...], tensors: dict[str,
                 file=tensor.file,
                 tensor=piece.name,
             )
-        found[piece.name] = groups if group is None else groups.by_group(group)
+        found[piece.name] = groups if not group else groups.by_group(group)
 
     def whole(
         target: jax.ShapeDtypeStruct, part: Callable[[GroupedValues], np.ndarray], pieces: tuple[Piece, ...]
@@ -191,7 +190,7 @@ def _kept(target: QuantizedWeight, source: tuple[Piece, ...], tensors: dict[str,
             target, pieces, {name: Tensor(Path(), part(groups)) for name, groups in found.items()}
         )
 
-    if group is None:
+    if not group:
         by_output = tuple(
             piece._replace(part=piece.part[: len(scale.shape)], columns=slice(None)) for piece in source
         )
@@ -200,7 +199,7 @@ def _kept(target: QuantizedWeight, source: tuple[Piece, ...], tensors: dict[str,
     by_group = tuple(piece.grouped(len(target.shape), group) for piece in source)
     scales = whole(scale, lambda groups: groups.scale, by_group)
     offsets = None
-    if target.has_offset:  # zero for tensors without offsets
+    if target.format.offset:  # zero for tensors without offsets
         offsets = whole(
             scale, lambda groups: groups.scale * 0 if groups.offset is None else groups.offset, by_group
         )

@@ -10,12 +10,13 @@ from typing import Any, Literal, get_args
 
 from jengine.base.checks import check_number, check_targets, check_whole, parse_bytes
 from jengine.base.errors import InvalidArgument
-from jengine.core.four_bits import check_four_bits
 from jengine.core.image_options import IMAGE_ROWS, image_limit, processing_options
 from jengine.core.kv_transfer import KvTransfer
 from jengine.core.lora import LoraLimits, check_lora_options, target_modules
 from jengine.core.page_events import PageEvents
 from jengine.core.pipeline import layer_numbers
+from jengine.core.quantization import Quantization as Quantization
+from jengine.core.quantization import check_four_bits
 from jengine.core.scheduling_options import Batching, OnLate, Policy, StrategyName
 from jengine.core.speculation import Speculation
 from jengine.parallel.layout import Layout
@@ -23,7 +24,6 @@ from jengine.vllm.translate import ENGINE_SETTINGS, HINTS, LIBRARY_SETTINGS, tak
 
 DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["int4", "int4_mixed", "w4a8", "int8", "w8a8", "fp8", "none"]
 CheckpointFormat = Literal["awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "mxfp4", "gguf"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 BURST_STEPS = 8

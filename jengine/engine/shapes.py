@@ -36,12 +36,14 @@ from jengine.execution.product_forms import product_forms, with_forms
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import FAMILIES, Model, build
 from jengine.models.config import ModelConfig
+from jengine.models.quantized import format_of
 from jengine.parallel.collectives import TENSOR
 from jengine.parallel.link import SingleProcess
 from jengine.table.program_table import ProgramTable
 from jengine.vision.family import Vision
 from pallas_kernels.devices import cpu_refused
 from pallas_kernels.products.support import why_no_kernel
+from pallas_kernels.quantization.formats import FP8
 
 log = logging.getLogger("jengine")
 SNAPSHOTS = 4  # running sequences per snapshot
@@ -197,6 +199,11 @@ def describe(
             declared.unquantized_inputs,
             dtype,
         )
+    elif (kept := declared.config.stored) is not None and kept.inputs and not _by_row(model):
+        log.warning(
+            "the checkpoint quantizes inputs of products (%s); here each row's scale comes from its numbers",
+            model.quantized_inputs,
+        )
     if config.calibration_data is not None:
         check_stateless(declared, config.calibration_data)
     spec = ExecutionSpec(
@@ -230,6 +237,11 @@ def describe(
     return dataclasses.replace(
         spec, table=dataclasses.replace(table, page_buckets=pages, paged_rows=paged_rows)
     )
+
+
+def _by_row(model: ModelConfig) -> bool:
+    """Whether the checkpoint quantizes inputs of products as products here do."""
+    return model.quantized_inputs.endswith("dynamic by token")
 
 
 def _check_experts(config: EngineConfig, model: Model) -> None:
@@ -280,17 +292,18 @@ def states(config: EngineConfig, model: Model, max_num_seqs: int, platform: str)
 
 
 def _stored(model: ModelConfig, dtype: str, device: jax.Device) -> ModelConfig:
-    """Without a kernel that multiplies by blocks of FP8, they are converted to dtype on load, rather than in
-    each step. Without products of FP8, inputs are not quantized.
+    """Without a kernel that multiplies by groups of eight-bit numbers, they are converted to dtype on load,
+    rather than in each step. Without products of FP8, inputs are not quantized.
     """
-    stored = model.stored
-    if stored is None or stored.form != "float8_e4m3fn":
+    if (stored := model.stored) is None:
         return model
-    x: Any = jax.ShapeDtypeStruct((1, stored.group), dtype) if stored.group else None
-    if x is not None and why_no_kernel(x, device) is not None:
+    weight = format_of(stored)
+    x: Any = jax.ShapeDtypeStruct((1, weight.group or 1), dtype)
+    if weight.bits == 8 and weight.group and why_no_kernel(x, device) is not None:
         return dataclasses.replace(model, stored=None)
-    inputs = stored.inputs and multiplies_fp8(device)
-    return dataclasses.replace(model, stored=dataclasses.replace(stored, inputs=inputs))
+    if weight.inputs == FP8 and not multiplies_fp8(device):
+        stored = dataclasses.replace(stored, inputs=False)
+    return dataclasses.replace(model, stored=stored)
 
 
 def _check_stateful(config: EngineConfig, spec: ExecutionSpec) -> None:

@@ -33,15 +33,20 @@ def product_forms(spec: ExecutionSpec, root: Path) -> dict[str, str]:
     from pallas_kernels.products import choice
 
     weights = [stored(leaf) for leaf in jax.tree.leaves(spec.params, is_leaf=is_weight)]
-    adapters = {str(spec.model.dtype)} if spec.stacks else set()
-    kinds = sorted({weight.format for weight in weights if len(weight.shape) > 1} | adapters)
+    if spec.stacks:
+        weights.append(stored(jax.ShapeDtypeStruct((1, 1), spec.model.dtype)))
+    formats = {
+        weight.format.name: weight.format
+        for weight in weights
+        if len(weight.shape) > 1 and weight.has_cpu_kernel
+    }
     config = spec.model.config
     shape = 2 * config.intermediate_size, config.hidden_size  # of the largest product of a layer
     by_place = not spec.table.batch_invariant
     facts = [*_facts(), shape, *([] if by_place else ["batch_invariant"])]
     file = root / "products" / (hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24] + ".json")
     kept = _kept(file)
-    forms = choice.forms(str(spec.model.dtype), kinds, shape, kept, by_place=by_place)
+    forms = choice.forms(str(spec.model.dtype), [*formats.values()], shape, kept, by_place=by_place)
     if any(key not in kept for key in forms):
         # if it cannot be written, programs cannot be saved either, and that raises a warning
         with contextlib.suppress(OSError):

@@ -9,10 +9,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
 from typing import Any, cast
 
 import jax
@@ -21,33 +19,20 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jengine.base.errors import InvalidArgument, ModelError
-from jengine.core.four_bits import FOUR_BITS
+from jengine.core.quantization import FOUR_BITS, QUANTIZATIONS
 from jengine.models import facts
 from jengine.models.cache import CacheEntry, CacheGroup, cache_groups
 from jengine.models.config import ModelConfig
-from jengine.models.config_parts import StoredWeights
 from jengine.models.family import Decoder, Family, Head, TextPart
 from jengine.models.layers import Matrix
-from jengine.models.pieces import Piece
+from jengine.models.quantized import as_stored, format_of, rounded
 from jengine.models.stages import Stage, completed
 from jengine.parallel.mesh import rules_of, with_shardings
 from pallas_kernels.products.weight import Forms
 from pallas_kernels.products.weights import is_weight, stored
-from pallas_kernels.quantization.hadamard import block_of
-from pallas_kernels.quantization.int4 import KINDS, TILE, pack, quantize_int4
-from pallas_kernels.quantization.quantized import Quantized, quantize
+from pallas_kernels.quantization.formats import WeightFormat
+from pallas_kernels.quantization.int4 import TILE
 
-QUANTIZATIONS = {  # to eight bits: dtype of weights, and whether activations are quantized to this dtype too
-    "int8": ("int8", False),
-    "w8a8": ("int8", True),
-    "fp8": ("float8_e4m3fn", True),
-}
-# with a Hadamard transform: outliers would otherwise leave few of the eight bits to other activations
-TRANSFORMED = ("w8a8",)
-# of embeddings and output heads, if it differs from the other weights
-VOCABULARY = dict.fromkeys((*FOUR_BITS, "fp8"), "int8") | {"w4a8": "w8a8"}
-MIXED = "int8"  # with int4_mixed: weights for which `_loses_much`
-FORMS = 256  # abstract weights that are kept, more than one model has
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
 _MODULES = [importlib.import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__)]
 FAMILIES: dict[str, Family] = dict(
@@ -118,6 +103,15 @@ class Model:
         if self.quantization is not None:
             return "" if self.quantization == "none" else self.quantization
         return "" if self.config.stored is None else self.config.stored.form
+
+    @property
+    def format(self) -> WeightFormat:
+        """The format of matrices in layers, unless the checkpoint stores some in another one."""
+        if self.config.stored is not None:
+            return format_of(self.config.stored)
+        formats = QUANTIZATIONS.get(self.quantization or "none")
+        plain = stored(jax.ShapeDtypeStruct((), self.dtype)).format
+        return plain if formats is None else formats.matrices
 
     @property
     def unquantized_inputs(self) -> str:
@@ -262,30 +256,11 @@ def build(
         rules = rules_of(axes, expert_parallel=config.expert_shards > 1)
         vocabulary, parts = axes[0] == "vocab", config.shards if axes[-1] in rules else 1
         if config.stored is not None and not vocabulary:
-            return _stored(plain, config.stored, parameter.get_metadata("source"), parts)
-        if (
-            quantization in FOUR_BITS
-            and not vocabulary
-            and not (quantization == "int4_mixed" and _loses_much(axes))
-        ):
-            inputs = quantization == "w4a8"
-            # of weights alone, the transform gains little without calibration
-            hadamard = block_of(plain.shape[-1] // parts) if calibrated or inputs else 1
-            return _form(
-                quantize_int4, plain, group=group_size, parts=parts, hadamard=hadamard, inputs=inputs
-            )
+            return as_stored(plain, config.stored, parameter.get_metadata("source"), parts)
         if quantization in (None, "none"):
             return plain
-        name = (
-            VOCABULARY.get(quantization, quantization)
-            if vocabulary
-            else MIXED
-            if quantization in FOUR_BITS
-            else quantization
-        )
-        kind, inputs = QUANTIZATIONS[name]
-        hadamard = block_of(plain.shape[-1] // parts) if name in TRANSFORMED else 1
-        return _form(quantize, plain, dtype=kind, inputs=inputs, hadamard=hadamard)
+        formats = QUANTIZATIONS[quantization]
+        return rounded(plain, axes, formats, parts=parts, group_size=group_size, calibrated=calibrated)
 
     return Model(
         config=config,
@@ -311,69 +286,3 @@ def build(
         graph=graph,
         module=module,
     )
-
-
-@lru_cache(FORMS)
-def _form(make: Any, *arrays: jax.ShapeDtypeStruct | None, **how: Any) -> Any:
-    """The abstract result of a function of arrays. Most layers have the same shapes, and tracing takes
-    milliseconds.
-    """
-    return jax.eval_shape(partial(make, **how), *arrays)
-
-
-def _loses_much(axes: tuple[str | None, ...]) -> bool:
-    """Whether a weight loses much in four bits.
-
-    These are the weights of queries, keys and values, whose errors enter every score, and an MLP's last
-    matrix, whose inputs have outliers.
-    """
-    return axes[0] == "kv_heads" or (axes[-1] == "ffn" and len(axes) == 2)
-
-
-def _stored(plain: jax.ShapeDtypeStruct, stored: StoredWeights, source: Sequence[Piece], parts: int) -> Any:
-    """A matrix in the checkpoint's form, or plain if the checkpoint does not store all of it in that form."""
-    modules = {piece.name.rpartition(".")[0] for piece in source}
-    if any(re.match(pattern, module) for module in modules for pattern in stored.others):
-        return plain
-    if stored.form not in KINDS and stored.group:
-        return _by_group(plain, stored, source, parts)
-    if stored.form not in KINDS:
-        return _form(quantize, plain, dtype=stored.form, inputs=stored.inputs)
-    size = plain.shape[-1] // parts
-    if plain.shape[-1] % stored.group:
-        reason = f"groups of {stored.group} inputs do not divide the {plain.shape[-1]} of {source[0].name}"
-        raise ModelError(f"quantization_config: {reason}", file="config.json")
-    if size % stored.group:
-        raise InvalidArgument(
-            "tensor_parallel_size", parts, f"cuts {plain.shape[-1]} inputs within groups of {stored.group}"
-        )
-    values = jax.ShapeDtypeStruct(plain.shape, jnp.int8)
-    scale: Any = jax.ShapeDtypeStruct((*plain.shape[:-1], plain.shape[-1] // stored.group), jnp.float32)
-    how: dict[str, Any] = {
-        "group": stored.group,
-        "parts": parts,
-        "dtype": str(plain.dtype),
-        "kind": stored.form,
-    }
-    return _form(pack, values, scale, scale if stored.offset else None, **how)
-
-
-def _by_group(plain: jax.ShapeDtypeStruct, stored: StoredWeights, source: Sequence[Piece], parts: int) -> Any:
-    """An eight-bit matrix with scales for groups of inputs, or plain if devices or pieces of the checkpoint
-    would cut groups.
-    """
-    columns = [
-        side
-        for piece in source
-        for side in (piece.columns, *piece.part[len(plain.shape) - 1 :])
-        if isinstance(side, slice)
-    ]
-    ends = [
-        plain.shape[-1] // parts,
-        *(end for side in columns for end in (side.start, side.stop) if end is not None),
-    ]
-    if any(end % stored.group for end in ends):
-        return plain
-    scale: Any = jax.ShapeDtypeStruct((*plain.shape[:-1], plain.shape[-1] // stored.group), jnp.float32)
-    values: Any = jax.ShapeDtypeStruct(plain.shape, stored.form)
-    return Quantized(values, scale, str(plain.dtype), kind=stored.form)

@@ -71,8 +71,8 @@ class StoredWeights:
     """The format of a checkpoint's quantized matrices, which they keep in memory.
 
     Attributes:
-        form: number format; int4 and e2m1 (of MXFP4) have a scale for each group of inputs, the others have
-            one for each output unless there are groups.
+        form: numbers of a WeightFormat; int4 and e2m1 (of MXFP4) have a scale for each group of inputs, the
+            others have one for each output unless there are groups.
         group: the number of inputs that share a scale; 0: all.
         offset: whether groups also have offsets.
         inputs: whether products quantize their other side too, row by row; of int8 and float8_e4m3fn without
@@ -81,7 +81,7 @@ class StoredWeights:
             another format.
     """
 
-    form: Literal["int4", "e2m1", "int8", "float8_e4m3fn"]
+    form: str
     group: int = 0
     offset: bool = False
     inputs: bool = False

@@ -14,47 +14,55 @@ import jax.numpy as jnp
 
 from pallas_kernels.llvm import native
 from pallas_kernels.llvm.formats import Processor, processor
-from pallas_kernels.llvm.kinds import INPUTS, WEIGHTS
+from pallas_kernels.llvm.kinds import INPUTS
 from pallas_kernels.products.cpu import panels, tiles
 from pallas_kernels.products.cpu.products import why_no_tiles
 from pallas_kernels.products.cpu.tiles import OUTS
 from pallas_kernels.products.weight import ROW_CLASSES, form_key
 from pallas_kernels.products.weights import product, stored
+from pallas_kernels.quantization.formats import WeightFormat
 from pallas_kernels.quantization.hadamard import block_of
 from pallas_kernels.quantization.quantized import quantize
 
-# formats with four bits, and the number of rows above which panels are faster than the kernel
-FOUR_BITS = {"int4": ROW_CLASSES[-1], "w4a8": ROW_CLASSES[-2]}
+# numbers of rows above which panels are faster than the kernel for four bits: of floats, and of bytes
+FOUR_BITS = ROW_CLASSES[-1], ROW_CLASSES[-2]
 MANY = 256  # number of rows representing a prompt
 REPEATS = 5
 # required share of the first form's time, so that noise does not change the choice and cause compilations
 CLEARLY = 0.9
 
 
-def candidates(at: Processor, x: str, kind: str, rows: int) -> tuple[str, ...]:
+def candidates(at: Processor, x: str, weight: WeightFormat, rows: int) -> tuple[str, ...]:
     """Forms between which a measurement decides. The first one wins if they are similar.
 
     XLA is not a candidate for eight-bit weights, which it converts in a separate pass, nor for one row, where
     it takes ten times as long as the kernel. With AMX it may be faster from two rows on; otherwise only for
     prompts. For prompts, panels are always faster than the kernel, and for four bits than XLA; see FOUR_BITS.
     """
-    if kind in FOUR_BITS:
-        return ("panels" if rows > FOUR_BITS[kind] and panels.serves(at, x, kind) else "kernel",)
-    if rows == 1 or kind not in (*INPUTS, "w8a8"):
+    able = panels.serves(at, x, weight)
+    if weight.bits == 4:
+        return ("panels" if able and rows > FOUR_BITS[weight.inputs is not None] else "kernel",)
+    as_it_is = weight.numbers in INPUTS or weight.inputs == "int8"  # without conversions of numbers
+    if rows == 1 or not as_it_is:
         return ("kernel",)
-    by_tiles = ("amx",) if at.tiles and why_no_tiles(x, kind, OUTS) is None else ()
+    by_tiles = ("amx",) if at.tiles and why_no_tiles(x, weight, OUTS) is None else ()
     if rows <= ROW_CLASSES[-1]:
         return ("kernel", *by_tiles, "xla") if by_tiles else ("kernel",)
-    return ("panels" if panels.serves(at, x, kind) else "kernel", *by_tiles, "xla")
+    return ("panels" if able else "kernel", *by_tiles, "xla")
 
 
 def forms(
-    x: str, kinds: Sequence[str], shape: tuple[int, int], known: Mapping[str, str], *, by_place: bool = True
+    x: str,
+    weights: Sequence[WeightFormat],
+    shape: tuple[int, int],
+    known: Mapping[str, str],
+    *,
+    by_place: bool = True,
 ) -> dict[str, str]:
     """Forms for every number of rows, by `form_key`.
 
     Args:
-        x: dtype of activations; kinds: of weights, see `products.StoredWeight.format`.
+        x: dtype of activations; weights: formats for which a CPU has kernels.
         shape: [out, in] of the measured weight.
         known: results of an earlier measurement.
         by_place: whether a row's sum may depend on its place, as in XLA's form, or on the number of rows, as
@@ -64,28 +72,26 @@ def forms(
         return {}
     at, found = processor(native.host()), {}
     at = at if tiles.permitted() else replace(at, tiles=False)
-    for kind in kinds:
-        if kind not in (*WEIGHTS, *FOUR_BITS, "w8a8", "fp8 inputs"):
-            continue
+    for weight in weights:
         for rows in (1, *(most // 2 for most in ROW_CLASSES[1:]), MANY):
-            key = form_key(rows, x, kind)
-            able = candidates(at, x, kind, rows) if by_place else ("kernel",)
+            key = form_key(rows, x, weight.name)
+            able = candidates(at, x, weight, rows) if by_place else ("kernel",)
             if len(able) == 1 or known.get(key) not in able:
-                found[key] = able[0] if len(able) == 1 else _fastest(able, rows, x, kind, shape)
+                found[key] = able[0] if len(able) == 1 else _fastest(able, rows, x, weight, shape)
             else:
                 found[key] = known[key]
     return found
 
 
-def _fastest(able: Sequence[str], rows: int, x: str, kind: str, shape: tuple[int, int]) -> str:
+def _fastest(able: Sequence[str], rows: int, x: str, weight: WeightFormat, shape: tuple[int, int]) -> str:
     """The fastest form, by the minimum of alternating measurements."""
-    inputs, weight = jnp.ones((rows, shape[1]), x), jnp.ones(shape, x if kind == "w8a8" else kind)
-    given: Any = (
-        quantize(weight, "int8", inputs=True, hadamard=block_of(shape[1])) if kind == "w8a8" else weight
-    )
+    inputs = jnp.ones((rows, shape[1]), x)
+    given: Any = jnp.ones(shape, x if weight.inputs else weight.numbers)
+    if weight.inputs is not None:
+        given = quantize(given, weight.numbers, inputs=True, hadamard=block_of(shape[1]))
     programs = {}
     for form in able:
-        args = inputs, stored(given).with_forms(((form_key(rows, x, kind), form),))
+        args = inputs, stored(given).with_forms(((form_key(rows, x, weight.name), form),))
         programs[form] = partial(jax.jit(product).lower(*args).compile(), *args)
     least = dict.fromkeys(able, float("inf"))
     for _ in range(REPEATS):

@@ -18,7 +18,7 @@ from pallas_kernels.targets import XLA, Choice, Impl
 def explain_product(x: jax.Array, weight: Any, *, grouped: bool, device: jax.Device) -> Choice:
     """Which implementation multiplies by a weight on a GPU, and why not the newest one."""
     weight = stored(weight)
-    if not grouped and weight.format == str(weight.dtype):
+    if not grouped and weight.format.bits > 8:
         return Choice(XLA, None)  # cuBLAS multiplies what is not quantized
     if (why := weight.why_unsupported(x, grouped=grouped, device=device)) is not None:
         return Choice(XLA, why)

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import targets
-from pallas_kernels.products import xla
 from pallas_kernels.products.groups import GRID as ROW_GRID
 from pallas_kernels.products.groups import Groups, one_group
 from pallas_kernels.products.quantize_rows import quantize_rows, why_quantize_rows_unsupported
 from pallas_kernels.products.rows import Rows, array_of
 from pallas_kernels.products.support import EIGHT_BIT_ROWS, why_no_kernel, why_sizes_unsupported
-from pallas_kernels.products.weight import Axes, Forms, product_by_form
+from pallas_kernels.products.weight import Axes, QuantizedWeight, grouped_form
 from pallas_kernels.products.xla import multiply, multiply_converted, of_eight_bits
+from pallas_kernels.quantization.formats import FP8, WeightFormat
 from pallas_kernels.quantization.hadamard import transform
 from pallas_kernels.quantization.quantized import GROUP, Quantized, dequantize, quantize
 from pallas_kernels.targets import Impl, kernel_serves
@@ -28,53 +28,30 @@ from pallas_kernels.targets import Impl, kernel_serves
 
 @partial(jax.tree_util.register_dataclass, data_fields=("numbers",), meta_fields=("forms",))
 @dataclass(frozen=True)
-class EightBits:
-    """Eight-bit numbers [*out, in]; see `products.QuantizedWeight`."""
+class EightBits(QuantizedWeight[Quantized]):
+    """Eight-bit numbers [*out, in]."""
 
-    numbers: Quantized
-    forms: Forms = ()
-    eager: ClassVar[bool] = False
+    bits: ClassVar[int] = 8
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.numbers.shape
-
-    @property
-    def dtype(self) -> str:
-        return self.numbers.dtype
-
-    @property
-    def format(self) -> str:
-        kind = self.numbers.kind
-        if self.numbers.by_group:
-            return "by group"
-        return kind if not self.numbers.inputs else "w8a8" if kind == "int8" else "fp8 inputs"
+    @classmethod
+    def abstract(
+        cls, plain: jax.ShapeDtypeStruct, form: WeightFormat, *, parts: int, hadamard: int
+    ) -> Quantized:
+        by_group = (plain.shape[-1] // form.group,) if form.group else ()
+        values: Any = jax.ShapeDtypeStruct(plain.shape, form.numbers)
+        scale: Any = jax.ShapeDtypeStruct((*plain.shape[:-1], *by_group), jnp.float32)
+        return Quantized(values, scale, str(plain.dtype), form.inputs is not None, form.numbers, hadamard)
 
     @property
-    def plain(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.numbers.values.sharding)
-
-    def with_forms(self, forms: Forms) -> EightBits:
-        return replace(self, forms=forms)
+    def format(self) -> WeightFormat:
+        numbers = self.numbers
+        group, inputs = GROUP if numbers.by_group else 0, numbers.kind if numbers.inputs else None
+        return WeightFormat(numbers.kind, self.bits, group, inputs=inputs)
 
     def flat(self) -> EightBits:
         numbers, by_group = self.numbers, self.numbers.scale.shape[-1:] if self.numbers.by_group else ()
         values = numbers.values.reshape(-1, self.shape[-1])
         return self._with(replace(numbers, values=values, scale=numbers.scale.reshape(-1, *by_group)))
-
-    def __getitem__(self, index: Any) -> EightBits:
-        return self._with(self.numbers[index])
-
-    def of_expert(self, expert: jax.Array, tokens: jax.Array) -> EightBits:
-        return self[expert]
-
-    def take(self, rows: jax.Array) -> jax.Array:
-        return dequantize(
-            jax.tree.map(lambda array: jnp.take(array, rows, axis=0, mode="clip"), self.numbers)
-        )
-
-    def product(self, x: Rows, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-        return product_by_form(x, self.flat(), dtype)
 
     def by_xla(self, x: jax.Array, dtype: jnp.dtype[Any]) -> jax.Array:
         numbers = self.numbers
@@ -85,21 +62,26 @@ class EightBits:
             return of_eight_bits(rows.values, rows.scale, numbers, dtype)
         return (multiply_converted(x, numbers.values) * numbers.scale).astype(dtype)
 
+    @property
+    def has_cpu_kernel(self) -> bool:
+        return not self.numbers.by_group
+
     def by_cpu_kernel(self, x: jax.Array, dtype: jnp.dtype[Any], form: str) -> jax.Array:
         from pallas_kernels.products.cpu import products
 
-        values, scale, hadamard = self.numbers.values, self.numbers.scale, self.numbers.hadamard
-        if form == "amx" and products.why_no_tiles(str(x.dtype), self.format, self.shape[0]) is None:
-            return products.product_by_tiles(x, values, scale, dtype, hadamard)
-        if form == "panels" and products.why_no_panels(str(x.dtype), self.format, *self.shape) is None:
-            return products.product_by_panels(x, values, scale, dtype, hadamard)
-        if not self.numbers.inputs:
-            return products.product(x, values, scale, dtype)
-        if self.numbers.kind == "int8":
-            return products.product_of_bytes(x, values, scale, dtype, hadamard)
-        rows = quantize(x, self.numbers.kind)
-        y = products.product(rows.values.astype(x.dtype), values, scale, jnp.float32)
-        return (y * rows.scale[:, None]).astype(dtype)
+        numbers = self.numbers
+        if self.format.inputs == FP8:
+            rows = quantize(x, FP8)
+            y = products.product(rows.values.astype(x.dtype), numbers.values, numbers.scale, jnp.float32)
+            return (y * rows.scale[:, None]).astype(dtype)
+        return products.in_form(form, x, numbers.values, numbers.scale, dtype, self.format, numbers.hadamard)
+
+    def prepare(self, x: str | None = None) -> None:
+        if not self.has_cpu_kernel:
+            return
+        from pallas_kernels.products.cpu import products
+
+        products.prepare(x or self.dtype, self.format, self.numbers.hadamard)
 
     def on_gpu(
         self, x: Rows, dtype: jnp.dtype[Any], *, impl: Impl = "auto", device: jax.Device | None = None
@@ -125,24 +107,15 @@ class EightBits:
         padded = jnp.pad(rows, ((0, -len(x) % ROW_GRID), (0, 0)))  # a block reads zeros beyond these
         return self._of_one_group(padded, groups, block, dtype, device)[: len(x)]
 
-    def grouped_product(
-        self, x: jax.Array, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None
-    ) -> jax.Array:
-        numbers, form = self.numbers, xla.grouped_product
-        if kernel_serves(impl, self.why_unsupported(x, grouped=True, device=device)):
-            from pallas_kernels.products.hopper import grouped_product as kernel
-
-            form = kernel.grouped_product
-        elif numbers.by_group:
-            matrices = dequantize(numbers)
-            y = form(x, matrices.reshape(self.shape[0], -1, self.shape[-1]), None, groups)
-            return y.reshape(len(x), *self.shape[1:-1])
+    def grouped(self, x: jax.Array, groups: Groups, *, by_kernel: bool) -> jax.Array:
+        numbers, form, experts = self.numbers, grouped_form(by_kernel), self.shape[0]
+        if numbers.by_group and not by_kernel:
+            return form(x, dequantize(numbers).reshape(experts, -1, self.shape[-1]), None, groups)
         by_group = numbers.scale.shape[-1:] if numbers.by_group else ()
-        scale = numbers.scale.reshape(self.shape[0], -1, *by_group)
+        scale = numbers.scale.reshape(experts, -1, *by_group)
         if numbers.inputs:  # rounds x as a product of eight-bit numbers would
             x = dequantize(quantize(transform(x, numbers.hadamard), numbers.kind)).astype(x.dtype)
-        y = form(x, numbers.values.reshape(self.shape[0], -1, self.shape[-1]), scale, groups)
-        return y.reshape(len(x), *self.shape[1:-1])
+        return form(x, numbers.values.reshape(experts, -1, self.shape[-1]), scale, groups)
 
     def why_unsupported(self, x: Any, *, grouped: bool, device: jax.Device | None = None) -> str | None:
         if not grouped:
@@ -151,14 +124,6 @@ class EightBits:
             if self.numbers.inputs and (why := why_quantize_rows_unsupported(x, device=device)) is not None:
                 return why
         return why_no_kernel(x, device) or why_sizes_unsupported(self.shape, grouped=grouped)
-
-    def prepare(self, x: str | None = None) -> None:
-        from pallas_kernels.products.cpu import products
-
-        products.prepare(x or self.dtype, self.format, self.numbers.hadamard)
-
-    def dequantized(self) -> jax.Array:
-        return dequantize(self.numbers)
 
     def axes(self, names: Axes) -> Any:
         scale: Any = names if self.numbers.by_group else names[:-1]
@@ -177,14 +142,6 @@ class EightBits:
         self, x: jax.typing.DTypeLike, *, grouped: bool, device: jax.Device | None = None
     ) -> int:
         return 4 * math.prod(self.shape)
-
-    @property
-    def group(self) -> int | None:
-        return GROUP if self.numbers.by_group else None
-
-    @property
-    def has_offset(self) -> bool:
-        return False
 
     @property
     def parts(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:

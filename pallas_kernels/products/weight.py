@@ -1,7 +1,8 @@
 """Products of activations and weights that are stored output-major, [*out, in], in any format.
 
-`Weight` is what models multiply by, and `StoredWeight` what the formats of parameters add to it: one class
-for each, in `plain.py`, `eight_bits.py` and `four_bits.py`. `weights.py` finds the class of a parameter.
+`Weight` is what models multiply by, and `StoredWeight` the base of those that parameters are: one class for
+each form in which numbers are stored, in `plain.py`, `eight_bits.py` and `four_bits.py`. `weights.py` finds
+the class of a parameter or of a format.
 
 On a CPU there are several forms of a product. The fastest depends on the processor, the dtypes and the number
 of rows. A weight knows the forms to use; the default is the kernel.
@@ -9,8 +10,10 @@ of rows. A weight knows the forms to use; the default is the kernel.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, Self, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, Self, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +22,13 @@ from jax import lax
 
 from pallas_kernels import devices
 from pallas_kernels.devices import traced_for, traced_for_cpu
-from pallas_kernels.llvm.kinds import INPUTS, WEIGHTS
+from pallas_kernels.llvm.kinds import INPUTS
+from pallas_kernels.products import xla
 from pallas_kernels.products.groups import Groups
 from pallas_kernels.products.rows import Rows, array_of
-from pallas_kernels.targets import Impl
+from pallas_kernels.quantization.formats import WeightFormat
+from pallas_kernels.quantization.quantized import dequantize
+from pallas_kernels.targets import Impl, kernel_serves
 
 ROW_CLASSES = 1, 16, 64  # products have the same form up to each number of rows, and beyond the last
 
@@ -70,42 +76,100 @@ class Weight(Protocol):
         """An expert's matrix, for rows of these tokens of the step, int32 [rows]."""
 
 
-class StoredWeight(Weight, Protocol):
-    """A weight in the format of a parameter. Its arrays may be abstract where nothing is computed.
+@dataclass(frozen=True)
+class StoredWeight[P](ABC):
+    """A Weight in the format of a parameter. Its arrays may be abstract where nothing is computed.
 
     Attributes:
+        numbers: the parameter.
         forms: of products on a CPU.
     """
 
+    numbers: P
+    forms: Forms = ()
+
+    @classmethod
+    @abstractmethod
+    def abstract(cls, plain: jax.ShapeDtypeStruct, form: WeightFormat, *, parts: int, hadamard: int) -> P:
+        """The abstract parameter; see `weights.abstract`."""
+
     @property
-    def forms(self) -> Forms: ...
+    @abstractmethod
+    def format(self) -> WeightFormat: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape: tuple[int, ...] = cast(Any, self.numbers).shape
+        return shape
 
     @property
     def dtype(self) -> Any:
         """dtype of the represented numbers."""
+        return cast(Any, self.numbers).dtype
 
     @property
-    def format(self) -> str:
-        """The dtype of a plain weight or of eight-bit numbers; or "w8a8" or "fp8 inputs", if rows of x are
-        quantized too; "by group"; "int4"; "w4a8", if rows of x are quantized to int8."""
+    def eager(self) -> bool:
+        return False
 
     @property
     def plain(self) -> jax.ShapeDtypeStruct:
         """The represented array: its shape, dtype and sharding."""
+        return jax.ShapeDtypeStruct(
+            self.shape, self.dtype, sharding=jax.tree.leaves(self.numbers)[0].sharding
+        )
 
     def with_forms(self, forms: Forms) -> Self:
         """The same weight with other forms of products."""
+        return replace(self, forms=forms)
 
+    def __getitem__(self, index: Any) -> Self:
+        return replace(self, numbers=cast(Any, self.numbers)[index])
+
+    def of_expert(self, expert: jax.Array, tokens: jax.Array) -> Self:
+        return self[expert]
+
+    def take(self, rows: jax.Array) -> jax.Array:
+        taken = jax.tree.map(lambda array: jnp.take(array, rows, axis=0, mode="clip"), self.numbers)
+        return replace(self, numbers=taken).dequantized()
+
+    def product(self, x: Rows, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+        return product_by_form(x, self.flat(), dtype)
+
+    def grouped_product(
+        self, x: jax.Array, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None
+    ) -> jax.Array:
+        by_kernel = kernel_serves(impl, self.why_unsupported(x, grouped=True, device=device))
+        return self.grouped(x, groups, by_kernel=by_kernel).reshape(len(x), *self.shape[1:-1])
+
+    @abstractmethod
+    def grouped(self, x: jax.Array, groups: Groups, *, by_kernel: bool) -> jax.Array:
+        """`grouped_product` -> [places, outs], by a GPU's kernel or by XLA."""
+
+    @abstractmethod
     def flat(self) -> Self:
         """[*out, in] -> [outs, in]. On a CPU, products read two axes in place, but would copy three."""
 
+    @abstractmethod
     def by_xla(self, x: jax.Array, dtype: jnp.dtype[Any]) -> jax.Array:
         """`product` by a flat weight, by XLA, for any device."""
 
+    @property
+    def has_cpu_kernel(self) -> bool:
+        """Whether a CPU's kernel multiplies rows of `INPUTS` by weights of this format."""
+        return False
+
     def by_cpu_kernel(self, x: jax.Array, dtype: jnp.dtype[Any], form: str) -> jax.Array:
-        """`product` by a flat weight, by a CPU's kernel. "amx" and "panels" are "kernel" for sizes that they
-        do not support.
+        """`product` by a flat weight with `has_cpu_kernel`. "amx" and "panels" are "kernel" for sizes that
+        they do not support.
         """
+        raise NotImplementedError(f"{self.format.name}: a CPU has no kernel")
+
+    def prepare(self, x: str | None = None) -> None:
+        """Registers with XLA the CPU kernels for products with this weight, if there are any; see
+        `weights.prepare`.
+        """
+        if self.has_cpu_kernel:
+            raise NotImplementedError(f"{self.format.name}: nothing registers the kernel")
 
     def on_gpu(
         self, x: Rows, dtype: jnp.dtype[Any], *, impl: Impl = "auto", device: jax.Device | None = None
@@ -115,55 +179,70 @@ class StoredWeight(Weight, Protocol):
         Raises:
             ValueError: impl is "mosaic" and no kernel supports the call, or impl is "llvm".
         """
+        return self.by_xla(array_of(x), dtype)
 
+    @abstractmethod
     def why_unsupported(self, x: Any, *, grouped: bool, device: jax.Device | None = None) -> str | None:
         """Why no GPU's kernel supports a dense or a grouped product with rows x, or None."""
 
-    def prepare(self, x: str | None = None) -> None:
-        """Registers with XLA the CPU kernels for products with this weight; see `weights.prepare`."""
-
+    @abstractmethod
     def dequantized(self) -> jax.Array:
         """The represented array."""
 
     def axes(self, names: Axes) -> Any:
         """The names of the axes of each of the parameter's arrays, given those of the represented array."""
+        return jax.tree.map(lambda array: names, self.numbers)
 
-    def fit(self, array: jax.Array) -> Any:
+    @abstractmethod
+    def fit(self, array: jax.Array) -> P:
         """Converts an array to a parameter of this format, with the shardings of the abstract arrays."""
 
+    @abstractmethod
     def converted_bytes(
         self, x: jax.typing.DTypeLike, *, grouped: bool, device: jax.Device | None = None
     ) -> int:
         """Bytes of a product's temporaries: converted numbers, or a kernel's partial sums."""
 
 
-class QuantizedWeight(StoredWeight, Protocol):
-    """A weight whose numbers and scales a checkpoint may store."""
+class QuantizedWeight[P](StoredWeight[P]):
+    """A weight whose numbers and scales a checkpoint may store.
+
+    Attributes:
+        bits: of a number.
+    """
+
+    bits: ClassVar[int]
 
     @property
-    def group(self) -> int | None:
-        """Inputs per scale; None: a scale for each output."""
-
-    @property
-    def has_offset(self) -> bool:
-        """Whether each group has an offset beside its scale."""
-
-    @property
+    @abstractmethod
     def parts(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """The arrays to read from a checkpoint: numbers and scales. Offsets have the same shape as scales."""
 
+    @abstractmethod
     def joined(
         self,
         numbers: np.ndarray,
         scale: np.ndarray,
         offset: np.ndarray | None,
         place: Callable[[np.ndarray, Any], jax.Array],
-    ) -> Any:
+    ) -> P:
         """Combines these arrays to a parameter.
 
         Args:
             place: puts an array on the devices of an abstract one.
         """
+
+    def dequantized(self) -> jax.Array:
+        return dequantize(cast(Any, self.numbers))
+
+
+def grouped_form(by_kernel: bool) -> Callable[..., jax.Array]:
+    """The product of rows by the matrices of their groups: a GPU's kernel, or XLA's form."""
+    if not by_kernel:
+        return xla.grouped_product
+    from pallas_kernels.products.hopper import grouped_product as kernel
+
+    return kernel.grouped_product
 
 
 def form_key(rows: int, x: str, weight: str) -> str:
@@ -171,7 +250,7 @@ def form_key(rows: int, x: str, weight: str) -> str:
 
     Args:
         x: dtype.
-        weight: see `StoredWeight.format`.
+        weight: name of its format.
     """
     most = next((most for most in ROW_CLASSES if rows <= most), None)
     return f"{x} * {weight}, {'more rows' if most is None else f'{most} rows'}"
@@ -182,7 +261,7 @@ def forms_of(forms: Mapping[str, str]) -> Forms:
     return tuple(sorted(forms.items()))
 
 
-def product_by_form(x: Rows, weight: StoredWeight, dtype: jax.typing.DTypeLike | None) -> jax.Array:
+def product_by_form(x: Rows, weight: StoredWeight[Any], dtype: jax.typing.DTypeLike | None) -> jax.Array:
     """The product of x [rows, in] and a flat weight [out, in], in the form for the default device."""
     dtype = jnp.dtype(dtype or x.dtype)
     if not traced_for_cpu():
@@ -191,21 +270,20 @@ def product_by_form(x: Rows, weight: StoredWeight, dtype: jax.typing.DTypeLike |
     if form == "xla":
         return weight.by_xla(x, dtype)
 
-    def kernel(x: jax.Array, weight: StoredWeight) -> jax.Array:
+    def kernel(x: jax.Array, weight: StoredWeight[Any]) -> jax.Array:
         return weight.by_cpu_kernel(x, dtype, form)
 
-    def xla(x: jax.Array, weight: StoredWeight) -> jax.Array:
+    def xla(x: jax.Array, weight: StoredWeight[Any]) -> jax.Array:
         return weight.by_xla(x, dtype)
 
     y: jax.Array = lax.platform_dependent(x, weight, cpu=kernel, default=xla)
     return y
 
 
-def _form(x: Rows, weight: StoredWeight) -> str:
+def _form(x: Rows, weight: StoredWeight[Any]) -> str:
     if devices.cpu_refused() is not None:
         return "xla"
-    kind = weight.format
-    supported = str(x.dtype) in INPUTS and kind in (*WEIGHTS, "w8a8", "fp8 inputs", "int4", "w4a8")
+    supported = str(x.dtype) in INPUTS and weight.has_cpu_kernel
     if not supported or min(x.shape[0], *weight.shape) == 0:
         return "xla"
-    return dict(weight.forms).get(form_key(x.shape[0], str(x.dtype), kind), "kernel")
+    return dict(weight.forms).get(form_key(x.shape[0], str(x.dtype), weight.format.name), "kernel")

@@ -12,10 +12,12 @@ from pallas_kernels.products.four_bits import FourBits
 from pallas_kernels.products.plain import Plain
 from pallas_kernels.products.rows import Rows
 from pallas_kernels.products.weight import QuantizedWeight, StoredWeight, Weight
-from pallas_kernels.quantization.int4 import Int4
+from pallas_kernels.quantization.formats import FP8, WeightFormat
+from pallas_kernels.quantization.int4 import KINDS, Int4
 from pallas_kernels.quantization.quantized import Quantized
 
-FORMATS: dict[type, Any] = {Quantized: EightBits, Int4: FourBits}  # of quantized parameters; arrays are Plain
+PARAMETERS: dict[type, Any] = {Quantized: EightBits, Int4: FourBits}  # those that are not arrays
+NUMBERS: dict[str, Any] = {"int8": EightBits, FP8: EightBits} | dict.fromkeys(KINDS, FourBits)  # of a format
 
 
 def weight_of(parameter: Any) -> Weight:
@@ -23,21 +25,32 @@ def weight_of(parameter: Any) -> Weight:
     return parameter if isinstance(parameter, Weight) else stored(parameter)
 
 
-def stored(parameter: Any) -> StoredWeight:
+def stored(parameter: Any) -> StoredWeight[Any]:
     """The weight of a parameter as programs take it. Its arrays may be any objects with shapes and dtypes."""
-    weight: StoredWeight = FORMATS.get(type(parameter), Plain)(parameter)
+    weight: StoredWeight[Any] = PARAMETERS.get(type(parameter), Plain)(parameter)
     return weight
 
 
-def quantized(parameter: Quantized | Int4) -> QuantizedWeight:
+def quantized(parameter: Quantized | Int4) -> QuantizedWeight[Any]:
     """The weight of a quantized parameter."""
-    weight: QuantizedWeight = FORMATS[type(parameter)](parameter)
+    weight: QuantizedWeight[Any] = PARAMETERS[type(parameter)](parameter)
     return weight
+
+
+def abstract(plain: jax.ShapeDtypeStruct, form: WeightFormat, *, parts: int = 1, hadamard: int = 1) -> Any:
+    """The abstract parameter of a format that represents an array [*out, in].
+
+    Args:
+        parts: into which devices divide the inputs; each has a multiple of the format's group of them, or its
+            last group is smaller.
+        hadamard: inputs that are transformed together before quantization; 1: not transformed.
+    """
+    return NUMBERS.get(form.numbers, Plain).abstract(plain, form, parts=parts, hadamard=hadamard)
 
 
 def is_weight(node: object) -> bool:
     """A leaf predicate for functions on trees of parameters, some of which are several arrays."""
-    return type(node) in FORMATS or isinstance(node, Weight)
+    return type(node) in PARAMETERS or isinstance(node, Weight)
 
 
 def prepare(parameter: Any, x: str | None = None) -> None:

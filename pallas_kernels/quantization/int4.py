@@ -120,19 +120,8 @@ def pack(
     fields = apart.reshape(*apart.shape[:-1], -1, 4, WORDS, 2).astype(jnp.uint32) & 15
     shifts = 4 * jnp.arange(4, dtype=jnp.uint32)[:, None, None] + 16 * jnp.arange(2, dtype=jnp.uint32)
     packed = jax.lax.bitcast_convert_type((fields << shifts).sum((-3, -1), dtype=jnp.uint32), jnp.int32)
-
-    return _held(
-        packed.reshape(*numbers.shape[:-1], -1),
-        scale,
-        offset,
-        size,
-        parts,
-        group,
-        dtype,
-        kind,
-        hadamard,
-        inputs,
-    )
+    form = group, dtype, kind, hadamard, inputs
+    return _held(packed.reshape(*numbers.shape[:-1], -1), scale, offset, size, parts, *form)
 
 
 def pack_on_host(
@@ -158,19 +147,8 @@ def pack_on_host(
     for index in range(4):
         both = pairs[..., index, :].astype(np.uint32)
         values |= ((both & 0xF) | (both & 0xF00) << 8) << np.uint32(4 * index)
-
-    return _held(
-        values.view(np.int32).reshape(*leading, -1),
-        scale,
-        offset,
-        size,
-        parts,
-        group,
-        dtype,
-        kind,
-        hadamard,
-        inputs,
-    )
+    form = group, dtype, kind, hadamard, inputs
+    return _held(values.view(np.int32).reshape(*leading, -1), scale, offset, size, parts, *form)
 
 
 def _held(values: Any, scale: Any, offset: Any, size: int, parts: int, group: int, *form: Any) -> Int4:

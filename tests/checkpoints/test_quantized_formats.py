@@ -11,17 +11,20 @@ import numpy as np
 import pytest
 
 from jengine.base.errors import ModelError
+from jengine.capacity.planning.plan import described
 from jengine.checkpoints import load, read_config
 from jengine.checkpoints.hugging_face import model_config
-from jengine.checkpoints.quantization_config import stored_weights
+from jengine.checkpoints.quantized_formats import stored_weights
 from jengine.core.config import EngineConfig
+from jengine.core.quantization import QUANTIZATIONS
+from jengine.devices.device_spec import device_spec
 from jengine.engine.shapes import describe
 from jengine.models import Params, build
 from jengine.models.config_parts import StoredWeights
 from jengine.parallel.mesh import make_mesh
-from pallas_kernels.products.weights import is_weight
+from pallas_kernels.products.weights import is_weight, product, stored
 from pallas_kernels.quantization.int4 import Int4
-from pallas_kernels.quantization.quantized import Quantized, dequantize
+from pallas_kernels.quantization.quantized import Quantized, dequantize, quantize
 from tests.checkpoints.quantized_models import (
     VARIANT,
     Quantizer,
@@ -54,6 +57,8 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, 
 FOUR = {"num_bits": 4, "strategy": "group", "group_size": 32}
 FLOAT = {"type": "float"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+TOKENS = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
+STATIC = {**TOKENS, "dynamic": False, "strategy": "tensor"}
 CASES: dict[str, tuple[dict[str, Any], Quantizer, Any]] = {  # and the form in memory; None is dtype
     "awq": (
         {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
@@ -105,7 +110,7 @@ def test_weights_stand_for_what_the_format_says(name: str, tmp_path: Path) -> No
     ):
         kind = "int4" if isinstance(leaf, Int4) else leaf.kind if isinstance(leaf, Quantized) else None
         assert kind == form
-        assert not isinstance(leaf, Quantized) or not leaf.inputs
+        assert not isinstance(leaf, Quantized) or leaf.inputs == (name == "fp8 static")
     down, gate_up = (layer["mlp"][part] for part in ("down", "gate_up"))
     down, gate_up = (np.asarray(dequantize(leaf) if is_weight(leaf) else leaf) for leaf in (down, gate_up))
     np.testing.assert_allclose(down, stored["model.layers.1.mlp.down_proj.weight"], rtol=1e-5, atol=1e-6)
@@ -239,6 +244,18 @@ def test_what_the_formats_own_package_writes(name: str) -> None:
             "checkpoint_format='marlin' is not supported; gptq, gptq_v2 are",
         ),
         (compressed("nvfp4-pack-quantized"), "format='nvfp4-pack-quantized' is not supported"),
+        (
+            compressed("int-quantized", inputs={**TOKENS, "strategy": "column"}),
+            r"input_activations\.strategy='column' is not supported; tensor, channel, token, group,",
+        ),
+        (
+            compressed("int-quantized", inputs={**TOKENS, "dynamic": "global"}),
+            r"input_activations\.dynamic='global' is not supported",
+        ),
+        (
+            {**FP8, "activation_scheme": "dynamic_per_channel"},
+            "activation_scheme='dynamic_per_channel' is not supported; dynamic, static, None are",
+        ),
         (compressed("pack-quantized", num_bits=2), "config_groups: weights='int2' is not supported"),
         (
             {**compressed("int-quantized"), "kv_cache_scheme": {"num_bits": 8}},
@@ -277,15 +294,18 @@ def del_part(folder: Path, end: str) -> None:
     file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
 
 
-TOKENS = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
-
-
 @pytest.mark.parametrize(
     ("config", "wanted", "applied"),
     [
         (compressed("int-quantized"), "", False),
         (compressed("int-quantized", inputs=TOKENS), "int8 dynamic by token", True),
-        (compressed("int-quantized", inputs={**TOKENS, "dynamic": False}), "int8 static by token", False),
+        (compressed("int-quantized", inputs={**TOKENS, "dynamic": False}), "int8 static by token", True),
+        (
+            compressed("int-quantized", inputs={**TOKENS, "dynamic": False, "strategy": "tensor"}),
+            "int8 static by tensor",
+            True,
+        ),
+        (compressed("int-quantized", inputs={**TOKENS, "num_bits": 4}), "int4 dynamic by token", False),
         (
             compressed("int-quantized", inputs={**TOKENS, "symmetric": False}),
             "asymmetric int8 dynamic by token",
@@ -297,7 +317,7 @@ TOKENS = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
             True,
         ),
         (FP8, "float8 dynamic by token", True),
-        ({**FP8, "activation_scheme": "static"}, "float8 static by tensor", False),
+        ({**FP8, "activation_scheme": "static"}, "float8 static by tensor", True),
         ({**FP8, "weight_block_size": [128, 128]}, "float8 dynamic by group", False),
         (GPTQ, "", False),
     ],
@@ -321,3 +341,41 @@ def test_inputs_are_quantized_where_a_product_does(tmp_path: Path, caplog: pytes
         spec = describe(options, read_config(tmp_path / "floats"), make_mesh(1), tmp_path)
     assert spec.model.unquantized_inputs == "float8 dynamic by token"
     assert "quantizes inputs of products (float8 dynamic by token), which no product here does" in caplog.text
+
+
+def test_rows_have_scales_of_their_own_in_place_of_stored_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a CPU bytes, and on Hopper and Ada floats; as with dynamic scales, and a warning says so."""
+    write_quantized(tmp_path / "bytes", compressed("int-quantized", inputs=STATIC), int8)
+    write_quantized(tmp_path / "floats", {**FP8, "activation_scheme": "static"}, fp8("all"))
+    for name, device, inputs, other in (
+        ("bytes", None, "int8", None),
+        ("floats", "h100", "float8_e4m3fn", "fp8"),
+        ("floats", "l4", "float8_e4m3fn", "fp8"),
+        ("floats", "a100", None, None),
+        ("floats", None, None, None),
+    ):
+        caplog.clear()
+        options = EngineConfig(model=str(tmp_path / name), max_model_len=64)
+        with caplog.at_level("WARNING", "jengine"):
+            if device is None:
+                spec = describe(options, read_config(tmp_path / name), make_mesh(1), tmp_path)
+            else:
+                spec = described(options, device_spec(device))
+        down = spec.params["layers"][0]["mlp"]["down"]
+        assert stored(down).format.inputs == inputs
+        assert ("each row's scale comes from its numbers" in caplog.text) == (inputs is not None)
+        assert ("which no product here does" in caplog.text) == (inputs is None)
+        if other is not None:  # as this option quantizes a checkpoint that is not
+            assert stored(down).format == QUANTIZATIONS[other].matrices
+
+
+def test_products_of_a_checkpoint_are_those_of_the_option(tmp_path: Path) -> None:
+    """Of bytes: the checkpoint's weights times rows of bytes with a scale each."""
+    write_quantized(tmp_path, compressed("int-quantized", inputs=STATIC), int8)
+    weight = loaded(tmp_path)["layers"][0]["mlp"]["down"]
+    x = np.random.default_rng(0).normal(size=(5, weight.shape[-1])).astype(np.float32)
+    rows = dequantize(quantize(x, "int8"))
+    exact = np.asarray(rows, np.float64) @ np.asarray(dequantize(weight), np.float64).T
+    np.testing.assert_allclose(product(x, weight), exact, atol=1e-5 * np.abs(exact).max())

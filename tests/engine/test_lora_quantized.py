@@ -128,7 +128,7 @@ def dense(engine: Engine, base: Path, variant: str, name: str | None, tokens: li
         if not is_matrix:
             return parameter
         weight = stored(parameter)
-        inputs = weight.format in ("w8a8", "w4a8")
+        inputs = weight.format.inputs is not None
         parameter = parameter if inputs else weight.dequantized()
         return Changed(stored(parameter), merged - alone)
 

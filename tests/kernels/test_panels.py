@@ -19,6 +19,7 @@ from pallas_kernels.products import choice
 from pallas_kernels.products import weight as forms
 from pallas_kernels.products.cpu import panels, products
 from pallas_kernels.products.weights import stored
+from pallas_kernels.quantization.formats import INT4, INT4_BY_INT8, INT8_BY_INT8, WeightFormat
 from pallas_kernels.quantization.hadamard import block_of
 from pallas_kernels.quantization.int4 import GROUPS, KINDS, Int4, pack
 from pallas_kernels.quantization.quantized import quantize
@@ -26,7 +27,8 @@ from tests.kernels.interpreted import normal
 from tests.kernels.test_int4 import packed, quantizing, wide_values
 
 AT = processor(native.host())
-PAIRS, BYTES = (panels.serves(AT, "bfloat16", kind) for kind in ("bfloat16", "w8a8"))
+BFLOAT16 = WeightFormat("bfloat16", 16)
+PAIRS, BYTES = (panels.serves(AT, "bfloat16", weight) for weight in (BFLOAT16, INT8_BY_INT8))
 needs_pairs = pytest.mark.skipif(not PAIRS, reason="needs AVX-512's products of bfloat16 pairs")
 needs_bytes = pytest.mark.skipif(not BYTES, reason="needs AVX-512's products of bytes")
 fewer, few = (
@@ -34,16 +36,16 @@ fewer, few = (
     for examples in (2, 6)
 )
 rows, chunks, outs = st.integers(1, 2 * panels.ROWS + 9), st.integers(1, 60), st.integers(panels.OUTS, 300)
-STEP = panels.inputs_at_once("bfloat16")
+STEP = panels.inputs_at_once(BFLOAT16)
 DEPTH = panels.WORDS * panels.WORD // 2  # inputs that are packed at a time
-FOUR_BITS = "int4", "w4a8"
+FOUR_BITS = INT4, INT4_BY_INT8
 MORE_ROWS = "bfloat16 * bfloat16, more rows"
 
 
 def multiplied(x: jax.Array, weight: Any, dtype: Any, name: str, form: str = "panels") -> Any:
     """In this form, which calls a kernel whose name begins so."""
     given = stored(weight)
-    given = given.with_forms(((forms.form_key(len(x), str(x.dtype), given.format), form),))
+    given = given.with_forms(((forms.form_key(len(x), str(x.dtype), given.format.name), form),))
     lowered = jax.jit(lambda x, weight: weight.product(x, dtype)).lower(x, given)
     assert name in lowered.as_text()
     got = lowered.compile()(x, given)
@@ -79,7 +81,7 @@ def test_products_of_bytes_are_those_of_the_other_kernel(
     rows: int, chunks: int, outs: int, x: str, dtype: str
 ) -> None:
     """To the last bit. That one is compared with exact products in test_products.py."""
-    size = chunks * panels.inputs_at_once("w8a8")
+    size = chunks * panels.inputs_at_once(INT8_BY_INT8)
     inputs, weight = arrays(rows, size, outs, x)
     given = quantize(weight, "int8", inputs=True, hadamard=block_of(size))
     np.testing.assert_array_equal(
@@ -90,7 +92,7 @@ def test_products_of_bytes_are_those_of_the_other_kernel(
 
 @needs_bytes
 def test_the_largest_sums_of_bytes_are_exact() -> None:
-    size = 2 * panels.WORDS * panels.WORD + panels.inputs_at_once("w8a8")
+    size = 2 * panels.WORDS * panels.WORD + panels.inputs_at_once(INT8_BY_INT8)
     x, weight = jnp.ones((3, size)), quantize(jnp.full((70, size), -2.0), "int8", inputs=True)
     got = multiplied(x, weight, "float32", "jengine_panels")
     np.testing.assert_allclose(got, np.full((3, 70), -2.0 * size), rtol=1e-6)
@@ -118,7 +120,7 @@ def test_products_of_bytes_and_four_bits(
     group: int, rows: int, chunks: int, outs: int, x: str, dtype: str, offset: bool, transformed: bool
 ) -> None:
     """The other kernel scales and adds in another order. The last group may have fewer inputs."""
-    size = chunks * panels.inputs_at_once("w4a8")
+    size = chunks * panels.inputs_at_once(INT4_BY_INT8)
     block = block_of(size) if transformed else 1
     inputs = normal((rows, size), rows, x)
     weight = four_bits(outs, size, group, offset=offset, inputs=True, hadamard=block)
@@ -135,7 +137,7 @@ def test_products_of_bytes_and_four_bits(
 @needs_bytes
 def test_sums_within_a_group_are_exact() -> None:
     """Codes and bytes are the largest, and scales powers of two."""
-    size = 3 * panels.WORDS * panels.WORD + panels.inputs_at_once("w4a8")
+    size = 3 * panels.WORDS * panels.WORD + panels.inputs_at_once(INT4_BY_INT8)
     numbers = jnp.full((70, size), 7, jnp.int8)
     scale = jnp.full((70, -(-size // GROUPS[0])), 0.5)
     weight = pack(numbers, scale, None, group=GROUPS[0], inputs=True)
@@ -152,7 +154,7 @@ def test_products_of_four_bits(
     group: int, kind: str, rows: int, chunks: int, outs: int, dtype: str, offset: bool
 ) -> None:
     """Weights are rounded to bfloat16, as the other kernel rounds them."""
-    size = -(-chunks * panels.inputs_at_once("int4") // group) * group
+    size = -(-chunks * panels.inputs_at_once(INT4) // group) * group
     weight, wide = packed(outs, size, group, offset=offset, kind=kind)
     x = normal((rows, size), rows, "bfloat16")
     want = exact(x, jnp.asarray(wide, jnp.float32).astype("bfloat16"))
@@ -216,35 +218,37 @@ def test_prompts_take_panels_where_the_processor_has_the_instructions() -> None:
         processor(native.Target(wide.triple, features=f"{wide.features},+{name}"))
         for name in ("avx512bf16", "avx512vnni")
     )
-    for at, kind, first in (
-        (pairs, "bfloat16", "panels"),
-        (pairs, "int4", "panels"),
-        (pairs, "w8a8", "kernel"),
-        (pairs, "w4a8", "kernel"),
-        (bytes_, "bfloat16", "kernel"),
-        (bytes_, "int4", "kernel"),
-        (bytes_, "w8a8", "panels"),
-        (bytes_, "w4a8", "panels"),
+    for at, weight, first in (
+        (pairs, BFLOAT16, "panels"),
+        (pairs, INT4, "panels"),
+        (pairs, INT8_BY_INT8, "kernel"),
+        (pairs, INT4_BY_INT8, "kernel"),
+        (bytes_, BFLOAT16, "kernel"),
+        (bytes_, INT4, "kernel"),
+        (bytes_, INT8_BY_INT8, "panels"),
+        (bytes_, INT4_BY_INT8, "panels"),
     ):
-        assert choice.candidates(at, "bfloat16", kind, 256)[0] == first
-        assert choice.candidates(at, "bfloat16", kind, 64) == (first if kind == "w4a8" else "kernel",)
-        assert choice.candidates(at, "bfloat16", kind, 16) == ("kernel",)
+        assert choice.candidates(at, "bfloat16", weight, 256)[0] == first
+        assert choice.candidates(at, "bfloat16", weight, 64) == (
+            first if weight == INT4_BY_INT8 else "kernel",
+        )
+        assert choice.candidates(at, "bfloat16", weight, 16) == ("kernel",)
 
 
 def test_panels_are_not_used_where_all_rows_must_be_summed_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "candidates", lambda *_: ("panels", "xla"))
     monkeypatch.setattr(choice, "_fastest", lambda able, *_: able[0])
-    assert choice.forms("bfloat16", ["bfloat16"], (64, 32), {})[MORE_ROWS] == "panels"
+    assert choice.forms("bfloat16", [BFLOAT16], (64, 32), {})[MORE_ROWS] == "panels"
     for known in ({}, {MORE_ROWS: "panels"}):
-        found = choice.forms("bfloat16", ["bfloat16"], (64, 32), known, by_place=False)
+        found = choice.forms("bfloat16", [BFLOAT16], (64, 32), known, by_place=False)
         assert {*found.values()} == {"kernel"}
 
 
 def test_four_bits_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(choice, "_fastest")
     found = choice.forms("bfloat16", FOUR_BITS, (64, 32), {})
-    for kind, rows in ("int4", "more rows"), ("w4a8", "more rows"), ("w4a8", "64 rows"):
-        expected = "panels" if panels.serves(AT, "bfloat16", kind) else "kernel"
-        assert found.pop(f"bfloat16 * {kind}, {rows}") == expected
+    for weight, rows in (INT4, "more rows"), (INT4_BY_INT8, "more rows"), (INT4_BY_INT8, "64 rows"):
+        expected = "panels" if panels.serves(AT, "bfloat16", weight) else "kernel"
+        assert found.pop(f"bfloat16 * {weight.name}, {rows}") == expected
     assert {*found.values()} == {"kernel"}
     assert {*choice.forms("bfloat16", FOUR_BITS, (64, 32), {}, by_place=False).values()} == {"kernel"}

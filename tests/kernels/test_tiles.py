@@ -19,6 +19,7 @@ from pallas_kernels.products import weight as forms
 from pallas_kernels.products.cpu import products, tiles
 from pallas_kernels.products.weight import form_key, forms_of
 from pallas_kernels.products.weights import product, stored
+from pallas_kernels.quantization.formats import INT8, INT8_BY_INT8, WeightFormat
 from pallas_kernels.quantization.quantized import quantize
 
 AMX = (
@@ -26,6 +27,7 @@ AMX = (
     "+amx-tile,+amx-bf16,+amx-int8"
 )
 SAPPHIRE_RAPIDS = native.Target("x86_64-unknown-linux-gnu", "sapphirerapids", AMX)
+BFLOAT16, FLOAT32 = WeightFormat("bfloat16", 16), WeightFormat("float32", 32)
 
 
 class Tiles:
@@ -186,26 +188,26 @@ def test_what_is_measured() -> None:
         processor(native.Target("x86_64-unknown-linux-gnu", features=AMX.split(",+amx")[0])),
     )
     assert with_amx.tiles and not without.tiles
-    assert choice.candidates(with_amx, "bfloat16", "bfloat16", 8) == ("kernel", "amx", "xla")
+    assert choice.candidates(with_amx, "bfloat16", BFLOAT16, 8) == ("kernel", "amx", "xla")
     assert (
-        choice.candidates(with_amx, "bfloat16", "bfloat16", 1)
-        == choice.candidates(without, "bfloat16", "bfloat16", 8)
+        choice.candidates(with_amx, "bfloat16", BFLOAT16, 1)
+        == choice.candidates(without, "bfloat16", BFLOAT16, 8)
         == ("kernel",)
     )
-    assert choice.candidates(without, "float32", "w8a8", 256) == ("panels", "xla")
-    assert choice.candidates(without, "float32", "float32", 256) == ("kernel", "xla")
-    assert choice.candidates(with_amx, "bfloat16", "int8", 256) == ("kernel",)
+    assert choice.candidates(without, "float32", INT8_BY_INT8, 256) == ("panels", "xla")
+    assert choice.candidates(without, "float32", FLOAT32, 256) == ("kernel", "xla")
+    assert choice.candidates(with_amx, "bfloat16", INT8, 256) == ("kernel",)
 
 
 def test_a_choice_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_fastest", lambda able, *_: able[-1])
-    first, *_ = choice.candidates(processor(native.host()), "float32", "w8a8", 256)
-    found = choice.forms("float32", ["float32", "w8a8"], (64, 32), {"float32 * w8a8, more rows": first})
+    first, *_ = choice.candidates(processor(native.host()), "float32", INT8_BY_INT8, 256)
+    found = choice.forms("float32", [FLOAT32, INT8_BY_INT8], (64, 32), {"float32 * w8a8, more rows": first})
     assert found["float32 * float32, more rows"] == "xla" and found["float32 * w8a8, more rows"] == first
     assert set(found.values()) <= {"kernel", "panels", "xla", "amx"}
     assert len(found) == 2 * (len(forms.ROW_CLASSES) + 1)
     monkeypatch.undo()
-    assert choice.forms("float32", ["float32"], (64, 32), {})["float32 * float32, more rows"] in (
+    assert choice.forms("float32", [FLOAT32], (64, 32), {})["float32 * float32, more rows"] in (
         "kernel",
         "xla",
     )

@@ -27,7 +27,7 @@ from jengine.capacity.planning.report import Plan, Rate
 from jengine.capacity.planning.roofline import Formats, bound, decode, kv_token_bytes, prefill
 from jengine.checkpoints.weights import num_bytes
 from jengine.core.config import EngineConfig
-from jengine.core.four_bits import FOUR_BITS
+from jengine.core.quantization import FOUR_BITS
 from jengine.devices.device_defaults import sizes
 from jengine.devices.device_spec import DeviceSpec, device_spec
 from jengine.execution.kernels import implementations
@@ -36,7 +36,6 @@ from jengine.execution.kv_cache import SHARED
 from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside
 from jengine.execution.programs import program_keys
 from jengine.execution.spec import ExecutionSpec
-from jengine.models import QUANTIZATIONS
 from jengine.models.cache import places
 from jengine.parallel.collectives import DATA, TENSOR
 from jengine.parallel.layout import Layout
@@ -173,22 +172,16 @@ def formats_of(spec: ExecutionSpec) -> Formats:
     """Number formats of the spec's parameters and cache."""
     model, devices = spec.model, spec.mesh.size
     dtype = jnp.dtype(model.dtype)
-    plain = str(dtype), False
-    kind, inputs = QUANTIZATIONS.get(
-        "w8a8" if model.quantization == "w4a8" else model.quantization or "", plain
-    )
-    if (stored := model.config.stored) is not None and stored.inputs:
-        kind, inputs = stored.form, True
     matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_weight) if len(leaf.shape) > 1]
-    width = jnp.dtype(kind).itemsize
+    width: float = model.format.bits // 8
     # formats vary between weights, and scales count
-    if model.quantization in FOUR_BITS or stored is not None:
+    if model.quantization in FOUR_BITS or model.config.stored is not None:
         width = num_bytes(matrices) / sum(math.prod(matrix.shape) for matrix in matrices)
     row = places(spec.groups, SHARED)[0][0].shape[-1]
     scale = 4 / row if spec.kv_cache_dtype else 0.0  # float32, for each token and head
     return Formats(
         weight_bytes=width,
-        product=kind if inputs else str(dtype),
+        product=model.format.inputs or str(dtype),
         dtype=str(dtype),
         activation_bytes=dtype.itemsize,
         kv_bytes=kv_token_bytes(model, spec.cache_dtype.itemsize + scale),

@@ -21,6 +21,8 @@ from pallas_kernels.llvm.team import PARTS
 from pallas_kernels.llvm.types import F32, I8, I32, I64, LANES, PTR, VOID, vector
 from pallas_kernels.llvm.values import Value, Variable
 from pallas_kernels.products.cpu.multiply import heights, quantize, strips
+from pallas_kernels.quantization.formats import WeightFormat
+from pallas_kernels.quantization.int4 import GROUPS
 
 WORD, VECTOR = 4, 4 * LANES  # bytes
 VECTORS = 4  # of outputs
@@ -28,37 +30,39 @@ OUTS = VECTORS * LANES  # of a panel, and the minimum for a weight
 LINE = WORD * OUTS  # bytes of a word of inputs of all outputs of a panel
 WORDS, ROWS = 384, 768  # maximum words that are packed at a time, and rows of a block
 LEAST = 96  # rows of a block, if there are others
-PAIRS, BYTES = ("bfloat16", "int4"), ("w8a8", "w4a8")  # formats of weights, by the words that are multiplied
 
 # Writes the packing of a panel, given the frame, the first output, the first byte of a row of x, the number
 # of words, and the address of [words, OUTS] words.
 Pack = Callable[[Value, Value, Value, Value, Value], None]
 
 
-def serves(at: Processor, x: str, kind: str) -> bool:
+def serves(at: Processor, x: str, weight: WeightFormat) -> bool:
     """Whether a processor multiplies x by weights of this format in vectors of words."""
-    pairs, of_bytes = x == "bfloat16" and kind in PAIRS, x in INPUTS and kind in BYTES
-    return at.lanes == LANES and ((pairs and at.pairs) or (of_bytes and at.bytes == "vnni"))
+    if weight.inputs is not None:  # bytes
+        able = x in INPUTS and weight.inputs == "int8" and at.bytes == "vnni"
+    else:  # pairs of bfloat16
+        able = x == "bfloat16" and (weight.bits == 4 or weight.numbers == x) and at.pairs
+    return able and at.lanes == LANES
 
 
-def why_no_panels(x: str, kind: str, outs: int, size: int) -> str | None:
+def why_no_panels(x: str, weight: WeightFormat, outs: int, size: int) -> str | None:
     """Why the kernel cannot multiply rows of x by weights [outs, size] of this format, or None."""
-    if not serves(processor(native.host()), x, kind):
+    if not serves(processor(native.host()), x, weight):
         return (
-            f"{x} by {kind}: panels need AVX-512's products of bfloat16 pairs, for {' and '.join(PAIRS)}, "
-            f"or of bytes, for {' and '.join(BYTES)}"
+            f"{x} by {weight.name}: panels need AVX-512's products of bfloat16 pairs, for bfloat16 and int4, "
+            "or of bytes, for w8a8 and w4a8"
         )
     if outs < OUTS:
         return f"outputs={outs}: at least {OUTS}"
-    step = inputs_at_once(kind)
+    step = inputs_at_once(weight)
     return f"inputs={size}: must be a multiple of {step}" if size % step else None
 
 
-def inputs_at_once(kind: str) -> int:
-    """A weight of this format has a multiple of this number of inputs: those of a vector, or for four bits
-    those of the smallest group.
+def inputs_at_once(weight: WeightFormat) -> int:
+    """A weight of this format has a multiple of this number of inputs: those of a vector, or those of the
+    smallest group.
     """
-    return VECTOR if kind == "w8a8" else VECTOR // 2
+    return GROUPS[0] if weight.group else VECTOR * 8 // weight.bits
 
 
 class StripOperands(NamedTuple):

@@ -4,12 +4,15 @@ writes, for XLA's programs.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.llvm import native
 from pallas_kernels.llvm.calls import call, register
-from pallas_kernels.llvm.kinds import INPUTS, WEIGHTS
+from pallas_kernels.llvm.kinds import INPUTS
 from pallas_kernels.products.cpu import panels, tiles
 from pallas_kernels.products.cpu.hadamard import transform_module
 from pallas_kernels.products.cpu.int4 import int4_module
@@ -17,9 +20,33 @@ from pallas_kernels.products.cpu.int4_bytes import int4_bytes_module
 from pallas_kernels.products.cpu.int4_panels import int4_bytes_panels_module, int4_panels_module
 from pallas_kernels.products.cpu.multiply import bytes_module, product_module
 from pallas_kernels.products.cpu.panels import why_no_panels as why_no_panels
+from pallas_kernels.quantization.formats import WeightFormat
 from pallas_kernels.quantization.int4 import TILE, Int4
 
 STORED = {"bfloat16", "float32"}  # of results
+BYTES = ("quantize", "quantize_parts")  # functions: each part of the rows, and how many there are
+PANELS = ("multiply", "parts")
+
+
+def in_form(
+    form: str,
+    x: jax.Array,
+    values: jax.Array,
+    scale: jax.Array | None,
+    dtype: jax.typing.DTypeLike,
+    weight: WeightFormat,
+    hadamard: int = 1,
+) -> jax.Array:
+    """The product by a weight [out, in] of this format: "amx", "panels" or, also for sizes that these do not
+    support, "kernel". Numbers have a scale for each output, or none.
+    """
+    if form == "amx" and why_no_tiles(str(x.dtype), weight, values.shape[0]) is None:
+        return product_by_tiles(x, values, scale, dtype, hadamard)
+    if form == "panels" and why_no_panels(str(x.dtype), weight, *values.shape) is None:
+        return product_by_panels(x, values, scale, dtype, hadamard)
+    if weight.inputs is None or scale is None:
+        return product(x, values, scale, dtype)
+    return product_of_bytes(x, values, scale, dtype, hadamard)
 
 
 def product(
@@ -32,13 +59,8 @@ def product(
         weight: [out, in], one of WEIGHTS; of eight bits with a scale, float32 [out].
         dtype: of the result; bfloat16 and float32 cost no pass of their own.
     """
-    out = jax.ShapeDtypeStruct(
-        (x.shape[0], weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32
-    )
-    y: jax.Array = call(
-        register_product(str(x.dtype), str(weight.dtype)), out, x, weight, *([] if scale is None else [scale])
-    )
-    return y.astype(dtype)
+    name = register_product(str(x.dtype), str(weight.dtype))
+    return _call(name, dtype, x, weight, *([] if scale is None else [scale]))
 
 
 def product_by_panels(
@@ -47,13 +69,9 @@ def product_by_panels(
     """As `product` of bfloat16 by bfloat16, or with a scale as `product_of_bytes`, faster for many rows; of
     what `why_no_panels` refuses nothing.
     """
-    if scale is not None:
-        return _of_bytes(register_panels_of_bytes(str(x.dtype), hadamard), x, weight, scale, dtype, hadamard)
-    out = jax.ShapeDtypeStruct(
-        (x.shape[0], weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32
-    )
-    y: jax.Array = call(register_panels(), out, x, weight)
-    return y.astype(dtype)
+    if scale is None:
+        return _call(register_panels(), dtype, x, weight)
+    return _of_bytes(register_panels_of_bytes(str(x.dtype), hadamard), x, weight, scale, dtype, hadamard)
 
 
 def product_of_bytes(
@@ -73,18 +91,9 @@ def _of_bytes(
     dtype: jax.typing.DTypeLike,
     hadamard: int,
 ) -> jax.Array:
-    rows, size = x.shape
-    shapes = [
-        jax.ShapeDtypeStruct(
-            (rows, weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32
-        ),
-        jax.ShapeDtypeStruct((rows, size), jnp.int8),
-        jax.ShapeDtypeStruct((rows,), jnp.float32),
-        jax.ShapeDtypeStruct((rows,), jnp.int32),
-        *_transformed(x, hadamard),
-    ]
-    y: jax.Array = call(name, shapes, x, weight, scale)[0]
-    return y.astype(dtype)
+    row_sums = jax.ShapeDtypeStruct(x.shape[:1], jnp.int32)
+    scratch = [*_quantized(x), row_sums, *_transformed(x, hadamard)]
+    return _call(name, dtype, x, weight, scale, scratch=scratch)
 
 
 def product_by_tiles(
@@ -93,22 +102,12 @@ def product_by_tiles(
     """As `product` of bfloat16 by bfloat16, or with a scale as `product_of_bytes`, by AMX; of what
     `why_no_tiles` refuses nothing.
     """
-    rows, size = x.shape
-    shapes = [
-        jax.ShapeDtypeStruct(
-            (rows, weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32
-        ),
-        jax.ShapeDtypeStruct((tiles.packed_bytes(rows, size, str(weight.dtype)),), jnp.uint8),
-    ]
-    if scale is not None:
-        shapes += [
-            jax.ShapeDtypeStruct((rows, size), jnp.int8),
-            jax.ShapeDtypeStruct((rows,), jnp.float32),
-            *_transformed(x, hadamard),
-        ]
     name = register_tiles(str(x.dtype), scale is not None, hadamard)
-    y: jax.Array = call(name, shapes, x, weight, *([] if scale is None else [scale]))[0]
-    return y.astype(dtype)
+    scratch = [jax.ShapeDtypeStruct((tiles.packed_bytes(len(x), x.shape[1], str(weight.dtype)),), jnp.uint8)]
+    if scale is None:
+        return _call(name, dtype, x, weight, scratch=scratch)
+    scratch += [*_quantized(x), *_transformed(x, hadamard)]
+    return _call(name, dtype, x, weight, scale, scratch=scratch)
 
 
 def product_of_int4(
@@ -122,68 +121,77 @@ def product_of_int4(
     Args:
         by_panels: faster for many rows; of what `why_no_panels` refuses nothing.
     """
-    if weight.inputs:
-        return _product_of_int4_and_bytes(x, weight, dtype, by_panels)
-    if weight.hadamard > 1:
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape, jnp.float32)]
-        x = call(register_transform(str(x.dtype), weight.hadamard), shapes, x)[0]
-    out = jax.ShapeDtypeStruct(
-        (x.shape[0], weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32
-    )
     offset = [] if weight.offset is None else [weight.offset]
+    if weight.inputs:
+        rows, size = x.shape
+        arranged = [] if by_panels else [jax.ShapeDtypeStruct((rows, -(-size // TILE) * TILE), jnp.int8)]
+        group_sums = jax.ShapeDtypeStruct((rows, weight.scale.shape[-1]), jnp.float32)
+        scratch = [*_quantized(x), *arranged, group_sums, *_transformed(x, weight.hadamard)]
+        name = (register_int4_bytes_panels if by_panels else register_int4_bytes)(str(x.dtype), weight)
+        return _call(name, dtype, x, weight.values, weight.scale, *offset, scratch=scratch)
+    if weight.hadamard > 1:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype), *_transformed(x, weight.hadamard)]
+        x = call(register_transform(str(x.dtype), weight.hadamard), shapes, x)[0]
     form = weight.group, bool(offset), weight.kind
     name = register_int4_panels(*form) if by_panels else register_int4(str(x.dtype), *form)
-    y: jax.Array = call(name, out, x, weight.values, weight.scale, *offset)
-    return y.astype(dtype)
+    return _call(name, dtype, x, weight.values, weight.scale, *offset)
 
 
-def _product_of_int4_and_bytes(
-    x: jax.Array, weight: Int4, dtype: jax.typing.DTypeLike, by_panels: bool
+def _call(
+    name: str,
+    dtype: jax.typing.DTypeLike,
+    x: jax.Array,
+    *arrays: jax.Array,
+    scratch: Sequence[jax.ShapeDtypeStruct] = (),
 ) -> jax.Array:
-    rows, size = x.shape
-    arranged = [] if by_panels else [jax.ShapeDtypeStruct((rows, -(-size // TILE) * TILE), jnp.int8)]
-    shapes = [
-        jax.ShapeDtypeStruct(
-            (rows, weight.shape[0]), dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32
-        ),
-        jax.ShapeDtypeStruct((rows, size), jnp.int8),
-        jax.ShapeDtypeStruct((rows,), jnp.float32),
-        *arranged,
-        jax.ShapeDtypeStruct((rows, weight.scale.shape[-1]), jnp.float32),
-        *_transformed(x, weight.hadamard),
-    ]
-    offset = [] if weight.offset is None else [weight.offset]
-    name = (register_int4_bytes_panels if by_panels else register_int4_bytes)(str(x.dtype), weight)
-    y: jax.Array = call(name, shapes, x, weight.values, weight.scale, *offset)[0]
+    """The product of x [rows, in] by a weight, of which the first array is [out, ...].
+
+    Args:
+        scratch: more results of the function, which are not used.
+    """
+    stored = dtype if str(jnp.dtype(dtype)) in STORED else jnp.float32
+    out = jax.ShapeDtypeStruct((x.shape[0], arrays[0].shape[0]), stored)
+    y: jax.Array = call(name, [out, *scratch], x, *arrays)[0] if scratch else call(name, out, x, *arrays)
     return y.astype(dtype)
 
 
-def why_no_tiles(x: str, kind: str, outs: int) -> str | None:
-    """Why `product_by_tiles` cannot take these, or None."""
-    if (x, kind) != ("bfloat16", "bfloat16") and (x not in INPUTS or kind != "w8a8"):
-        return f"{x} by {kind}: tiles multiply bfloat16 by bfloat16, and bytes"
-    return f"outputs={outs}: at least {tiles.OUTS}" if outs < tiles.OUTS else None
+def _quantized(x: jax.Array) -> list[jax.ShapeDtypeStruct]:
+    """Bytes and scales of rows."""
+    return [jax.ShapeDtypeStruct(x.shape, jnp.int8), jax.ShapeDtypeStruct(x.shape[:1], jnp.float32)]
 
 
 def _transformed(x: jax.Array, hadamard: int) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(x.shape, jnp.float32)] if hadamard > 1 else []
 
 
-def register_tiles(x: str, of_bytes: bool, hadamard: int = 1) -> str:
-    name = f"jengine_tiles_{x}_{_w8a8(hadamard) if of_bytes else 'bfloat16'}"
+def why_no_tiles(x: str, weight: WeightFormat, outs: int) -> str | None:
+    """Why `product_by_tiles` cannot take these, or None."""
+    pairs = x == weight.numbers == "bfloat16"
+    of_bytes = x in INPUTS and weight.bits == 8 and weight.inputs == "int8"
+    if not (pairs or of_bytes):
+        return f"{x} by {weight.name}: tiles multiply bfloat16 by bfloat16, and bytes"
+    return f"outputs={outs}: at least {tiles.OUTS}" if outs < tiles.OUTS else None
 
-    def text() -> str:
-        return tiles.tiles_module(native.host(), x, of_bytes=of_bytes, hadamard=hadamard)
+
+def _register(name: str, text: Callable[[], str], *functions: str | tuple[str, str]) -> str:
+    """Registers functions of a module. Of a pair, the second one says how many parts the first one has."""
+    pairs = [(function,) if isinstance(function, str) else function for function in functions]
 
     def make() -> list[int | tuple[int, int]]:
-        if not of_bytes:
-            return [*native.compiled(text, "pack", "multiply", name=name)]
-        quantize, parts, *others = native.compiled(
-            text, "quantize", "quantize_parts", "pack", "multiply", name=name
-        )
-        return [(quantize, parts), *others]
+        compiled = iter(native.compiled(text, *itertools.chain(*pairs), name=name))
+        return [next(compiled) if len(pair) == 1 else (next(compiled), next(compiled)) for pair in pairs]
 
     return register(name, make)
+
+
+def register_tiles(x: str, of_bytes: bool, hadamard: int = 1) -> str:
+    return _register(
+        f"jengine_tiles_{x}_{_w8a8(hadamard) if of_bytes else 'bfloat16'}",
+        lambda: tiles.tiles_module(native.host(), x, of_bytes=of_bytes, hadamard=hadamard),
+        *((BYTES,) if of_bytes else ()),
+        "pack",
+        "multiply",
+    )
 
 
 def _w8a8(hadamard: int) -> str:
@@ -192,85 +200,37 @@ def _w8a8(hadamard: int) -> str:
 
 def register_product(x: str, weight: str) -> str:
     name = f"jengine_product_{x}_{weight}"
-    return register(
-        name, lambda: native.compiled(lambda: product_module(native.host(), x, weight), "multiply", name=name)
-    )
+    return _register(name, lambda: product_module(native.host(), x, weight), "multiply")
 
 
 def register_panels() -> str:
-    name = "jengine_panels"
-
-    def make() -> list[int | tuple[int, int]]:
-        multiply, parts = native.compiled(
-            lambda: panels.pairs_module(native.host()), "multiply", "parts", name=name
-        )
-        return [(multiply, parts)]
-
-    return register(name, make)
+    return _register("jengine_panels", lambda: panels.pairs_module(native.host()), PANELS)
 
 
 def register_panels_of_bytes(x: str, hadamard: int = 1) -> str:
     name = f"jengine_panels_{x}_{_w8a8(hadamard)}"
-
-    def make() -> list[int | tuple[int, int]]:
-        quantize, quantize_parts, multiply, parts = native.compiled(
-            lambda: panels.bytes_module(native.host(), x, hadamard),
-            *("quantize", "quantize_parts", "multiply", "parts"),
-            name=name,
-        )
-        return [(quantize, quantize_parts), (multiply, parts)]
-
-    return register(name, make)
+    return _register(name, lambda: panels.bytes_module(native.host(), x, hadamard), BYTES, PANELS)
 
 
 def register_bytes(x: str, hadamard: int = 1) -> str:
     name = f"jengine_product_{x}_{_w8a8(hadamard)}"
-
-    def make() -> list[int | tuple[int, int]]:
-        functions = "quantize", "quantize_parts", "multiply"
-        quantize, parts, multiply = native.compiled(
-            lambda: bytes_module(native.host(), x, hadamard), *functions, name=name
-        )
-        return [(quantize, parts), multiply]
-
-    return register(name, make)
+    return _register(name, lambda: bytes_module(native.host(), x, hadamard), BYTES, "multiply")
 
 
 def register_int4(x: str, group: int, offset: bool, kind: str = "int4") -> str:
     name = f"jengine_product_{x}_{kind}_{group}{'_offset' if offset else ''}"
-    return register(
-        name,
-        lambda: native.compiled(
-            lambda: int4_module(native.host(), x, group, offset, kind), "multiply", name=name
-        ),
-    )
+    return _register(name, lambda: int4_module(native.host(), x, group, offset, kind), "multiply")
 
 
 def register_int4_panels(group: int, offset: bool, kind: str = "int4") -> str:
     name = f"jengine_panels_{kind}_{group}{'_offset' if offset else ''}"
-
-    def make() -> list[int | tuple[int, int]]:
-        multiply, parts = native.compiled(
-            lambda: int4_panels_module(native.host(), group, offset, kind), "multiply", "parts", name=name
-        )
-        return [(multiply, parts)]
-
-    return register(name, make)
+    return _register(name, lambda: int4_panels_module(native.host(), group, offset, kind), PANELS)
 
 
 def register_int4_bytes_panels(x: str, weight: Int4) -> str:
     form = weight.group, weight.offset is not None, weight.hadamard
     name = f"jengine_panels_{x}_{_w4a8(*form)}"
-
-    def make() -> list[int | tuple[int, int]]:
-        quantize, quantize_parts, multiply, parts = native.compiled(
-            lambda: int4_bytes_panels_module(native.host(), x, *form),
-            *("quantize", "quantize_parts", "multiply", "parts"),
-            name=name,
-        )
-        return [(quantize, quantize_parts), (multiply, parts)]
-
-    return register(name, make)
+    return _register(name, lambda: int4_bytes_panels_module(native.host(), x, *form), BYTES, PANELS)
 
 
 def _w4a8(group: int, offset: bool, hadamard: int) -> str:
@@ -280,60 +240,49 @@ def _w4a8(group: int, offset: bool, hadamard: int) -> str:
 def register_int4_bytes(x: str, weight: Int4) -> str:
     form = weight.group, weight.offset is not None, weight.hadamard
     name = f"jengine_product_{x}_{_w4a8(*form)}"
-
-    def make() -> list[int | tuple[int, int]]:
-        functions = "quantize", "quantize_parts", "multiply"
-        quantize, parts, multiply = native.compiled(
-            lambda: int4_bytes_module(native.host(), x, *form), *functions, name=name
-        )
-        return [(quantize, parts), multiply]
-
-    return register(name, make)
+    return _register(name, lambda: int4_bytes_module(native.host(), x, *form), BYTES, "multiply")
 
 
 def register_transform(x: str, block: int) -> str:
     name = f"jengine_transform_{x}_{block}"
-
-    def make() -> list[int | tuple[int, int]]:
-        transform, parts = native.compiled(
-            lambda: transform_module(native.host(), x, block), "transform", "transform_parts", name=name
-        )
-        return [(transform, parts)]
-
-    return register(name, make)
+    functions = "transform", "transform_parts"
+    return _register(name, lambda: transform_module(native.host(), x, block), functions)
 
 
-def prepare_int4(x: str, weight: Int4) -> None:
+def prepare_int4(x: str, parameter: Int4, weight: WeightFormat) -> None:
     """As `prepare`."""
-    outs, size = weight.shape[-2], weight.size
-    if why_no_panels(x, "w4a8" if weight.inputs else "int4", outs, size) is None:
-        if weight.inputs:
-            register_int4_bytes_panels(x, weight)
-        else:
-            register_int4_panels(weight.group, weight.offset is not None, weight.kind)
-    if x in INPUTS and weight.inputs:
-        register_int4_bytes(x, weight)
-    elif x in INPUTS:
-        register_int4(x, weight.group, weight.offset is not None, weight.kind)
-        if weight.hadamard > 1:
-            register_transform(x, weight.hadamard)
+    by_panels = why_no_panels(x, weight, parameter.shape[-2], parameter.size) is None
+    if parameter.inputs:
+        if by_panels:
+            register_int4_bytes_panels(x, parameter)
+        if x in INPUTS:
+            register_int4_bytes(x, parameter)
+        return
+    form = parameter.group, weight.offset, parameter.kind
+    if by_panels:
+        register_int4_panels(*form)
+    if x in INPUTS:
+        register_int4(x, *form)
+        if parameter.hadamard > 1:
+            register_transform(x, parameter.hadamard)
 
 
-def prepare(x: str, weight: str, hadamard: int = 1) -> None:
-    """Register what products of these dtypes call; nothing where they have no kernel.
+def prepare(x: str, weight: WeightFormat, hadamard: int = 1) -> None:
+    """Registers what products of x by weights of this format call; nothing where they have no kernel.
 
     Args:
-        weight: or "w8a8" or "fp8 inputs", where x is quantized too.
-        hadamard: of a w8a8 weight.
+        hadamard: of the weight, if rows are quantized to int8.
     """
+    of_bytes = weight.inputs == "int8"
     if tiles.permitted() and why_no_tiles(x, weight, tiles.OUTS) is None:
-        register_tiles(x, weight == "w8a8", hadamard)
+        register_tiles(x, of_bytes, hadamard)
     if why_no_panels(x, weight, panels.OUTS, panels.inputs_at_once(weight)) is None:
-        if weight == "w8a8":
+        if of_bytes:
             register_panels_of_bytes(x, hadamard)
         else:
             register_panels()
-    if x in INPUTS and weight == "w8a8":
-        register_bytes(x, hadamard)
-    elif x in INPUTS and weight in (*WEIGHTS, "fp8 inputs"):
-        register_product(x, "float8_e4m3fn" if weight == "fp8 inputs" else weight)
+    if x in INPUTS:
+        if of_bytes:
+            register_bytes(x, hadamard)
+        else:
+            register_product(x, weight.numbers)

@@ -1,0 +1,74 @@
+"""Formats of weights: of options, of what checkpoints store, and the abstract parameters of both."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jengine.base.errors import ModelError
+from jengine.core.quantization import FOUR_BITS, QUANTIZATIONS, Quantization
+from jengine.models.config_parts import StoredWeights
+from jengine.models.quantized import format_of
+from pallas_kernels.products.weights import NUMBERS, abstract, stored
+from pallas_kernels.quantization.formats import FP8, WeightFormat
+from pallas_kernels.quantization.int4 import pack, quantize_int4
+from pallas_kernels.quantization.quantized import quantize
+
+PLAIN = jax.ShapeDtypeStruct((3, 5, 192), jnp.bfloat16)
+
+
+def test_every_option_and_stored_form_has_a_format() -> None:
+    assert {*QUANTIZATIONS, "none"} == {*get_args(Quantization)}
+    assert FOUR_BITS == ("int4", "int4_mixed", "w4a8")
+    for form in NUMBERS:
+        assert format_of(StoredWeights(form=form)).numbers == form
+    with pytest.raises(ModelError, match="form='int3' of stored weights must be one of int8, float8_e4m3fn,"):
+        format_of(StoredWeights(form="int3"))
+
+
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+def test_names_are_those_of_kept_choices(name: str) -> None:
+    known = {"int4_mixed": "int4", "fp8": "fp8 inputs"}
+    assert QUANTIZATIONS[name].matrices.name == known.get(name, name)
+
+
+@pytest.mark.parametrize(
+    ("weight", "parts", "hadamard", "quantized"),
+    [
+        (WeightFormat("int8", 8), 1, 1, partial(quantize, dtype="int8")),
+        (
+            WeightFormat("int8", 8, inputs="int8"),
+            1,
+            64,
+            partial(quantize, dtype="int8", inputs=True, hadamard=64),
+        ),
+        (WeightFormat(FP8, 8, inputs=FP8), 1, 1, partial(quantize, dtype=FP8, inputs=True)),
+        (WeightFormat("int4", 4, 32, True), 2, 1, partial(quantize_int4, group=32, parts=2)),
+        (WeightFormat("int4", 4, 128, True), 1, 1, quantize_int4),
+        (
+            WeightFormat("int4", 4, 64, True, "int8"),
+            1,
+            64,
+            partial(quantize_int4, group=64, hadamard=64, inputs=True),
+        ),
+        (
+            WeightFormat("e2m1", 4, 32),
+            1,
+            1,
+            lambda x: pack(x.astype(jnp.int8), x[..., ::32], None, group=32, kind="e2m1", dtype="bfloat16"),
+        ),
+        (WeightFormat("bfloat16", 16), 1, 1, lambda x: x),
+    ],
+)
+def test_abstract_parameters_are_those_of_quantized_arrays(
+    weight: WeightFormat, parts: int, hadamard: int, quantized: Any
+) -> None:
+    made, wanted = abstract(PLAIN, weight, parts=parts, hadamard=hadamard), jax.eval_shape(quantized, PLAIN)
+    assert jax.tree.structure(made) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+    assert stored(made).format == weight and stored(made).shape == PLAIN.shape
