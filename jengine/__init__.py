@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     from jengine.replicas.replicas import Replicas
     from jengine.scheduling.forecasts.forecast import Prediction
     from jengine.scheduling.requests.sequence_limits import SequenceLimits
+    from jengine.text.call_grammars import calls_or_text
     from jengine.text.chat_template import ChatTemplate
     from jengine.text.constraints import after_thought, forced_calls, object_schema
     from jengine.text.grammars import check_structure, probe_structure, shown_value
@@ -193,6 +194,7 @@ __all__ = [
     "after_thought",
     "available_memory",
     "bound_thinking",
+    "calls_or_text",
     "can_bound",
     "capture_process",
     "chat_prompt",
@@ -299,6 +301,7 @@ _MODULES = {
     "jengine.engine.start": ("Started", "follow", "start_engine"),
     "jengine.replicas.replicas": ("Replicas",),
     "jengine.replicas.disaggregated": ("Disaggregated",),
+    "jengine.text.call_grammars": ("calls_or_text",),
     "jengine.text.constraints": ("after_thought", "forced_calls", "object_schema"),
     "jengine.text.grammars": ("check_structure", "probe_structure", "shown_value"),
     "jengine.text.masks": ("make_masks",),

@@ -11,12 +11,26 @@ from jengine.api.prompts import TokensPrompt, check_length
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.core.images import CutImage
 from jengine.core.request import check_cache_salt
+from jengine.text.template_adapter import joined
 from jengine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jengine.text.chat_template import ChatTemplate
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# Names of an answer's reasoning, the first of which jengine uses.
+REASONING = ("reasoning_content", "reasoning", "thinking")
+# Fields that are only for messages of one role.
+ROLES_OF = {
+    **dict.fromkeys(("tool_calls", "refusal", *REASONING), "assistant"),
+    "tool_call_id": "tool",
+}
+SHOWN = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", REASONING[0]))
+# Fields of answers that clients send back, which say nothing to a model.
+METADATA = frozenset((
+    "annotations", "cache_control", "id", "index", "parsed", "phase", "provider_specific_fields",
+    "reasoning_details", "status", "thinking_blocks", "type",
+))  # fmt: skip
 
 # {"role": one of ROLES, "content": text, or a list of parts: {"type": "text", "text": text};
 # {"type": "image", "image": a Pillow image, bytes, a path or a data URL};
@@ -32,7 +46,8 @@ class ChatOptions(TypedDict, total=False):
         add_generation_prompt: end the prompt with the beginning of an answer. True unless
             continue_final_message is set.
         continue_final_message: continue the last message instead of answering it.
-        tools: descriptions of tools, as JSON schemas, for templates that show them.
+        tools: descriptions of tools, as JSON schemas. If the template does not show tools, they become a part
+            of the system message.
         chat_template: a Jinja template to use instead of the model's.
         chat_template_kwargs: further variables for the template, such as {"enable_thinking": False}.
             Variables that the template does not use are ignored.
@@ -114,6 +129,7 @@ def rendered_chat(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
     tools: list[dict[str, Any]] | None = None,
+    tool_choice: str | None = None,
     chat_template: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> tuple[str, list[int]]:
@@ -122,6 +138,7 @@ def rendered_chat(
     Args:
         messages: with IMAGE in the place of each image.
         marker: stands for an image in a template that knows none.
+        tool_choice: "required" or a tool's name, if a grammar forces a call.
 
     Raises:
         InvalidArgument: a message or option is wrong, or the template refuses the conversation.
@@ -133,11 +150,13 @@ def rendered_chat(
     if add_generation_prompt and continue_final_message:
         raise InvalidArgument("add_generation_prompt", True, "excludes continue_final_message")
     template = own_template(tokenizer, tools is not None, chat_template)
+    _check_shown(messages, template)
     text = template.render(
         in_form(template, messages, marker),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         tools=plain_json("tools", tools),
+        tool_choice=tool_choice,
         variables=plain_json("chat_template_kwargs", chat_template_kwargs),
     )
     check_length(tokenizer, text, max_model_len)
@@ -201,17 +220,58 @@ def _checked(where: str, message: object) -> Message:
         plain["content"] = None
     else:
         raise InvalidArgument(f"{where}.content", None, "is missing; only an assistant's message may omit it")
-    if plain["role"] == "assistant" and isinstance(plain.get("tool_calls"), list):
-        plain["tool_calls"] = [_tool_call(call) for call in plain["tool_calls"]]
+    for name, role in ROLES_OF.items():
+        if plain.get(name) and plain["role"] != role:
+            raise InvalidArgument(f"{where}.{name}", plain[name], f"is only for messages of the role {role}")
+    for name in ("name", "refusal", *REASONING):
+        if not isinstance(plain.get(name, ""), str):
+            raise InvalidArgument(f"{where}.{name}", plain[name], "must be text")
+    if refusal := plain.pop("refusal", ""):
+        plain["content"] = joined(plain["content"], refusal)
+    _read_reasoning(where, plain)
+    if not plain.get("tool_calls", True):
+        del plain["tool_calls"]
+    if "tool_calls" in plain:
+        plain["tool_calls"] = _tool_calls(f"{where}.tool_calls", plain["tool_calls"])
     return plain
 
 
-def _tool_call(call: Any) -> Any:
-    """Without None values, which clients send for fields that are missing."""
-    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-        return call
-    function = {name: value for name, value in call["function"].items() if value is not None}
-    return {**{name: value for name, value in call.items() if value is not None}, "function": function}
+def _read_reasoning(where: str, message: Message) -> None:
+    """Servers and clients have several names for the same field."""
+    texts = {name: text for name in REASONING if (text := message.pop(name, ""))}
+    if len(set(texts.values())) > 1:
+        raise InvalidArgument(where, [*texts], "only one of these may be in a message")
+    for text in texts.values():
+        message[REASONING[0]] = text
+
+
+def _tool_calls(where: str, calls: object) -> list[Message]:
+    """Without None values, which clients send for fields that are missing. Arguments may have any form."""
+    if not isinstance(calls, list):
+        raise InvalidArgument(where, calls, "must be a list of calls")
+    checked_calls = []
+    for i, call in enumerate(calls):
+        if not isinstance(call, dict):
+            raise InvalidArgument(f"{where}[{i}]", call, "must be an object")
+        call = {name: value for name, value in call.items() if value is not None}
+        if call.get("type", "function") != "function":
+            raise InvalidArgument(f"{where}[{i}].type", call["type"], "must be function")
+        function = call.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            limit = 'must be an object such as {"name": "f", "arguments": "{}"}'
+            raise InvalidArgument(f"{where}[{i}].function", function, limit)
+        function = {name: value for name, value in function.items() if value is not None}
+        checked_calls.append({**call, "type": "function", "function": function})
+    return checked_calls
+
+
+def _check_shown(messages: Conversation, template: ChatTemplate) -> None:
+    """Raises InvalidArgument for a field that no template of models has, and this one does not mention."""
+    for i, message in enumerate(messages):
+        for name in message.keys() - SHOWN - METADATA:
+            if message[name] and name not in template.source:
+                limit = "the model's chat template does not show it"
+                raise InvalidArgument(f"messages[{i}].{name}", message[name], limit)
 
 
 def _text(where: str, content: object) -> str | list[dict[str, Any]]:
@@ -220,6 +280,7 @@ def _text(where: str, content: object) -> str | list[dict[str, Any]]:
         return content
     if not isinstance(content, list):
         raise InvalidArgument(where, content, 'must be text, or a list of {"type": "text", "text": ...}')
+    content = [_refusal_as_text(part) for part in content]
     for i, part in enumerate(content):
         if part == IMAGE:
             continue
@@ -229,6 +290,11 @@ def _text(where: str, content: object) -> str | list[dict[str, Any]]:
     if IMAGE in content:
         return [part if part == IMAGE else {"type": "text", "text": part["text"]} for part in content]
     return "\n".join(part["text"] for part in content)
+
+
+def _refusal_as_text(part: Any) -> Any:
+    refused = isinstance(part, dict) and part.get("type") == "refusal"
+    return {"type": "text", "text": part.get("refusal")} if refused else part
 
 
 def plain_json(where: str, value: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.base.gguf_file import is_gguf
 from jengine.base.model_files import read_object, read_text
+from jengine.text.plain_tools import with_tools_as_text
 from jengine.text.tekken import generated_template
 from jengine.text.template_adapter import adapt_messages
 from jengine.text.template_traits import Conversation, TemplateTraits, traits_of
@@ -98,7 +99,7 @@ class ChatTemplate:
             except InvalidArgument:
                 return None
 
-        return traits_of(shown, "tool_calls" in self.source)
+        return traits_of(shown, self.source)
 
     def render(
         self,
@@ -107,6 +108,7 @@ class ChatTemplate:
         add_generation_prompt: bool,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
+        tool_choice: str | None = None,
         variables: Mapping[str, Any] | None = None,
         adapts: bool = True,
     ) -> str:
@@ -117,7 +119,8 @@ class ChatTemplate:
                 {"type": "text", "text": ...} and {"type": "image"}.
             add_generation_prompt: whether to end with the beginning of an answer.
             continue_final_message: whether to end inside the last message.
-            tools: descriptions of tools, as JSON schemas.
+            tools: descriptions of tools, as JSON schemas. If the template has none, they become text.
+            tool_choice: see `with_tools_as_text`.
             variables: further variables. Those that the template does not mention are ignored, as in vLLM,
                 since clients send the same ones to all models.
             adapts: whether messages are adapted to what the template shows, see `adapt_messages`.
@@ -125,14 +128,26 @@ class ChatTemplate:
         Raises:
             InvalidArgument: the template rejects or cannot render this conversation.
         """
-        if tools is not None and "tools" not in self.names:
-            raise InvalidArgument("tools", tools, "the model's chat template does not support tools")
+        given = messages
+        if tools and "tools" not in self.names:
+            if not adapts:
+                raise InvalidArgument("tools", tools, "the model's chat template does not support tools")
+            messages, tools = with_tools_as_text(messages, tools, tool_choice), None
         if continue_final_message:
             messages = [*messages[:-1], _with_mark(messages[-1])]
-        if adapts:
-            messages = self._in_parts(adapt_messages(messages, self.traits))
-        own = {"tools": tools, "add_generation_prompt": add_generation_prompt}
-        text = self._rendered(messages, {**own, **(variables or {})})
+        values = {"tools": tools, "add_generation_prompt": add_generation_prompt, **(variables or {})}
+
+        def rendered(part: Conversation) -> tuple[str, Conversation]:
+            if adapts:
+                part = self._in_parts(adapt_messages(part, self.traits))
+            return self._rendered(part, values), part
+
+        try:
+            text, messages = rendered(messages)
+        except InvalidArgument as refusal:
+            added = len(messages) - len(given)  # a system message with tools
+            at = max(_refused(messages, refusal.limit, rendered) - added, 0)
+            raise InvalidArgument(f"messages[{at}]", given[at], refusal.limit) from None
         return _up_to_mark(text, messages) if continue_final_message else text
 
     def _rendered(self, messages: Conversation, variables: Mapping[str, Any]) -> str:
@@ -142,11 +157,11 @@ class ChatTemplate:
             return template.render({**known, **variables, "messages": messages})
         except TemplateError as refusal:
             raise InvalidArgument(
-                "messages", messages, f"the model's chat template rejects them: {refusal.message}"
+                "messages", messages, f"the model's chat template rejects it: {refusal.message}"
             ) from None
         except Exception as wrong:  # expressions of the template may raise anything
             raise InvalidArgument(
-                "messages", messages, f"the model's chat template fails on them: {wrong!r}"
+                "messages", messages, f"the model's chat template fails on it: {wrong!r}"
             ) from None
 
     def _in_parts(self, messages: Conversation) -> Conversation:
@@ -239,9 +254,22 @@ def _with_mark(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": marked}
 
 
+def _refused(messages: Conversation, reason: str, render: Callable[[Conversation], object]) -> int:
+    """The place of a message with which a conversation begins to be refused for this reason."""
+    accepted, refused = 0, len(messages)
+    while refused - accepted > 1:
+        size = (accepted + refused) // 2
+        try:
+            render(messages[:size])
+            accepted = size
+        except InvalidArgument as other:
+            accepted, refused = (accepted, size) if other.limit == reason else (size, refused)
+    return refused - 1
+
+
 def _up_to_mark(text: str, messages: Conversation) -> str:
     end = text.rfind(MARK.rstrip())
-    if end < 0 or MARK not in str(messages[-1].get("content")):
+    if end < 0 or MARK not in str(messages[-1].get("content")) or messages[-1].get("tool_calls"):
         limit = f"the model's chat template hides the last message: {messages[-1]}"
         raise InvalidArgument("continue_final_message", True, limit)
     return text[:end] if text.startswith(MARK, end) else text[:end].rstrip()

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jengine.base.errors import InvalidArgument
@@ -17,6 +17,8 @@ from jengine.core.structured_outputs import StructuredOutputs
 WHITESPACE = r"[ \t\n\r]{1,100}"  # the default; a schema's `x-guidance` overrides it
 CALL_PARAMETERS = "parameters_"  # with a number: the rule of a tool's parameters, on a line of its own
 ANSWER_JSON = "json"  # the rule of a schema
+TOKEN = "%token"  # before a marker that is a token, if the tokenizer has it
+MARKERS = re.compile(TOKEN + r' ("(?:[^"\\]|\\.)*")')
 
 
 def schema_text(schema: object) -> str:
@@ -49,6 +51,33 @@ def object_schema(field: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     return {**schema, "type": "object"}
 
 
+def mark(text: str) -> str:
+    """A marker of a model's format, as an expression of a grammar: the text or, if the tokenizer has it, the
+    token, which the text does not match.
+    """
+    literal = json.dumps(text, ensure_ascii=False)
+    return f"({literal} | {TOKEN} {literal})"
+
+
+def up_to(rule: str, end: str) -> list[str]:
+    """The rules of any text that ends with the first marker `end`. `rule`: the name of the rule."""
+    literal, pattern = json.dumps(end, ensure_ascii=False), re.escape(end).replace("/", r"\/")
+    return [
+        f"{rule}: {rule}_spelled | /(?s:.*)/ {TOKEN} {literal}",
+        f"{rule}_spelled[lazy]: /(?s:.*){pattern}/",
+    ]
+
+
+def with_tokens(grammar: str, ids: Mapping[str, int]) -> str:
+    """A grammar for a tokenizer. `ids`: of its added tokens, by their texts."""
+
+    def expression(marker: re.Match[str]) -> str:
+        number = ids.get(json.loads(marker[1]))
+        return marker[1] if number is None else f"<[{number}]>"
+
+    return MARKERS.sub(expression, grammar)
+
+
 def after_thought(what: StructuredOutputs, inside: bool) -> StructuredOutputs:
     """The same constraint after `</think>`. It must not be a Lark grammar, which cannot be moved.
 
@@ -59,14 +88,7 @@ def after_thought(what: StructuredOutputs, inside: bool) -> StructuredOutputs:
     Raises:
         InvalidArgument: the JSON schema is no JSON.
     """
-    if what.json is not None:
-        rules = [f"answer: {ANSWER_JSON}", f"{ANSWER_JSON}: %json {_one_line(schema_text(what.json))}"]
-    elif what.choice is not None:
-        rules = ["answer: CHOICE", "CHOICE: " + " | ".join(json.dumps(option) for option in what.choice)]
-    else:
-        pattern = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", what.regex or "", flags=re.DOTALL)
-        rules = ["answer: TEXT", f"TEXT: /{pattern}/"]
-    return _grammar(rules, inside)
+    return constrained(["answer: text", *text_rules(what)], inside)
 
 
 def forced_calls(
@@ -79,28 +101,58 @@ def forced_calls(
         parallel: whether there may be several.
         inside: see `after_thought`; None: the model does not think first.
     """
+    return constrained(["answer: calls", *call_array(parameters, parallel)], inside)
+
+
+def call_array(parameters: Mapping[str, Mapping[str, Any]], parallel: bool) -> list[str]:
+    """The rules of `calls` that are a JSON array; see `forced_calls`."""
     more = ' (SPACE? "," SPACE? call)*' if parallel else ""
-    rules = [
-        f'answer: "[" SPACE? call{more} SPACE? "]"',
-        f"SPACE: /{WHITESPACE}/",
-        "call: " + " | ".join(f"call_{number}" for number in range(len(parameters))),
-    ]
+    return [f'calls: "[" SPACE? call{more} SPACE? "]"', *call_objects(parameters, "parameters")]
+
+
+def call_objects(parameters: Mapping[str, Mapping[str, Any]], key: str) -> list[str]:
+    """The rules of a `call` that is a JSON object, whose arguments have this key, and of SPACE."""
+    rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(parameters)))]
     for number, name in enumerate(parameters):
         quoted = json.dumps(json.dumps(name))
         head = rf'"{{" SPACE? "\"name\"" SPACE? ":" SPACE? {quoted} SPACE? ","'
-        body = rf'"\"parameters\"" SPACE? ":" SPACE? {CALL_PARAMETERS}{number} SPACE? "}}"'
+        body = rf'"\"{key}\"" SPACE? ":" SPACE? {CALL_PARAMETERS}{number} SPACE? "}}"'
         rules.append(f"call_{number}: {head} SPACE? {body}")
-    for number, schema in enumerate(parameters.values()):
-        rules.append(f"{CALL_PARAMETERS}{number}: %json {_one_line(schema_text(schema))}")
-    return _grammar(rules, inside)
+    return [*rules, *parameter_rules(parameters), f"SPACE: /{WHITESPACE}/"]
 
 
-def _grammar(rules: list[str], inside: bool | None) -> StructuredOutputs:
+def parameter_rules(parameters: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The rules of each tool's arguments, as JSON, named by CALL_PARAMETERS and the tool's number."""
+    return [
+        f"{CALL_PARAMETERS}{number}: %json {_one_line(schema_text(schema))}"
+        for number, schema in enumerate(parameters.values())
+    ]
+
+
+def text_rules(what: StructuredOutputs) -> list[str]:
+    """The rules of `text` that follows a constraint, which must not be a Lark grammar.
+
+    Raises:
+        InvalidArgument: the JSON schema is no JSON.
+    """
+    if what.json is not None:
+        return [f"text: {ANSWER_JSON}", f"{ANSWER_JSON}: %json {_one_line(schema_text(what.json))}"]
+    if what.choice is not None:
+        return ["text: CHOICE", "CHOICE: " + " | ".join(json.dumps(option) for option in what.choice)]
+    pattern = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", what.regex or "", flags=re.DOTALL)
+    return ["text: TEXT", f"TEXT: /{pattern}/"]
+
+
+def constrained(rules: Iterable[str], inside: bool | None) -> StructuredOutputs:
+    """The constraint of these rules, of which `answer` is the first one.
+
+    Args:
+        inside: see `after_thought`; None: the model does not think first.
+    """
     if inside is None:
-        head = ["start: answer"]
-    else:
-        thought = "thought" if inside else '("<think>" thought)?'
-        head = [rf"start: {thought} /[\r\n]{{0,4}}/ answer", r"thought[lazy]: /(?s:.*)<\/think>/"]
+        return StructuredOutputs(grammar="\n".join(["start: answer", *rules]))
+    thought = "thought" if inside else f"({mark('<think>')} thought)?"
+    head = [rf"start: {thought} /[\r\n]{{0,4}}/ answer", *up_to("thought", "</think>")]
     return StructuredOutputs(grammar="\n".join([*head, *rules]))
 
 

@@ -20,7 +20,7 @@ import llguidance
 
 from jengine.base.errors import InvalidArgument
 from jengine.core.structured_outputs import StructuredOutputs
-from jengine.text.constraints import ANSWER_JSON, CALL_PARAMETERS, schema_text
+from jengine.text.constraints import ANSWER_JSON, CALL_PARAMETERS, schema_text, with_tokens
 from jengine.text.mask_thread import MASK_SECONDS
 from jengine.text.tokenizer import Tokenizer
 
@@ -82,7 +82,7 @@ def compile_structure(
         raise InvalidArgument("structured_outputs", shown_value(what), limit) from None
     try:
         matcher = _on_stack(
-            stack, lambda: llguidance.LLMatcher(guide, _grammar(what), log_level=0, limits=_LIMITS)
+            stack, lambda: llguidance.LLMatcher(guide, _grammar(what, tokenizer), log_level=0, limits=_LIMITS)
         )
     except (TypeError, ValueError, RecursionError) as wrong:
         limit = f"must be valid JSON or text: {wrong}"
@@ -144,7 +144,7 @@ def _unread(what: StructuredOutputs, error: str) -> InvalidArgument:
     if schema and rule == ANSWER_JSON:
         value = schema
     elif schema and rule.startswith(CALL_PARAMETERS):
-        field, value = f"{field}[{rule.removeprefix(CALL_PARAMETERS)}]", schema
+        field, value = f"tools[{rule.removeprefix(CALL_PARAMETERS)}]", schema
     if place and (schema or what.grammar is None):
         error = error[place.end() :].partition("\n   1 | ")[0].rstrip()
     if "coerce_one_of" in error:
@@ -177,7 +177,7 @@ def _text(what: StructuredOutputs) -> str:
     return what.json or what.regex or what.grammar or ""
 
 
-def _grammar(what: StructuredOutputs) -> str:
+def _grammar(what: StructuredOutputs, tokenizer: Tokenizer) -> str:
     matcher = llguidance.LLMatcher
     if what.json is not None:
         return str(matcher.grammar_from_json_schema(schema_text(_text(what))))
@@ -191,7 +191,9 @@ def _grammar(what: StructuredOutputs) -> str:
             )
         )
     assert what.grammar is not None
-    return str(matcher.grammar_from_lark(what.grammar))
+    added = tokenizer.backend.get_added_tokens_decoder()
+    ids = {token.content: number for number, token in added.items()}
+    return str(matcher.grammar_from_lark(with_tokens(what.grammar, ids)))
 
 
 def _on_stack[T](size: int, work: Callable[[], T]) -> T:

@@ -7,15 +7,16 @@ from __future__ import annotations
 import hashlib
 import json
 import string
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from jengine.text.template_traits import Conversation, TemplateTraits
+from jengine.text.template_traits import TAGS, Conversation, TemplateTraits
 
 Message = dict[str, Any]
 Content = str | list[dict[str, Any]] | None
 
 INSTRUCTIONS = ("system", "developer")
+REASONING = "reasoning_content"  # of an answer, in a conversation that is not adapted yet
 GAP = "\n\n"  # between the texts of joined messages
 RESULT = "Result of the call:"
 LETTERS = string.ascii_letters + string.digits
@@ -24,10 +25,22 @@ LETTERS = string.ascii_letters + string.digits
 def adapt_messages(messages: Conversation, traits: TemplateTraits) -> Conversation:
     """The conversation for a template with these traits. A role that it does not show becomes another one,
     and messages that it shows only together are joined.
+
+    Args:
+        messages: as `jengine.api.chat.checked` returns them.
     """
-    turns = _Turns(traits)
-    out = turns.of(_with_instructions(messages, traits))
+    messages = [_with_name(message, traits) for message in messages]
+    messages = _with_instructions(messages, traits)
+    out = _Turns(traits).of([*_joined_answers(messages, traits)])
     return out if traits.consecutive_users else [*_joined_users(out)]
+
+
+def _with_name(message: Message, traits: TemplateTraits) -> Message:
+    """A speaker's name as the beginning of the text, where the template does not show it."""
+    name, role = message.get("name"), message["role"]
+    if not name or role == "tool" or role in traits.names or not message.get("content"):
+        return message
+    return {**message, "content": joined(f"{name}:", message["content"], " ")}
 
 
 # --- instructions ---------------------------------------------------------------------------------
@@ -65,10 +78,35 @@ def _with_instructions(messages: Conversation, traits: TemplateTraits) -> Conver
 
 
 def _joined_users(messages: Iterable[Message]) -> Iterator[Message]:
+    return _joined_pairs(messages, lambda last, message: last["role"] == message["role"] == "user")
+
+
+def _joined_answers(messages: Conversation, traits: TemplateTraits) -> Iterator[Message]:
+    """Neighbouring messages of the assistant as one: where turns must alternate, after reasoning alone, and
+    between calls and their results.
+    """
+
+    def belong_together(last: Message, message: Message) -> bool:
+        if not last["role"] == message["role"] == "assistant":
+            return False
+        empty = not last["content"] and not last.get("tool_calls")
+        return empty or "tool_calls" in last or not traits.consecutive_users
+
+    return _joined_pairs(messages, belong_together)
+
+
+def _joined_pairs(
+    messages: Iterable[Message], belong_together: Callable[[Message, Message], bool]
+) -> Iterator[Message]:
     last: Message | None = None
     for message in messages:
-        if last is not None and last["role"] == message["role"] == "user":
-            last = {**last, "content": joined(last["content"], message["content"])}
+        if last is not None and belong_together(last, message):
+            joint = {**last, **message, "content": joined(last["content"], message["content"])}
+            if reasoning := joined(last.get(REASONING), message.get(REASONING)):
+                joint[REASONING] = reasoning
+            if "tool_calls" in last:
+                joint["tool_calls"] = [*last["tool_calls"], *message.get("tool_calls", [])]
+            last = joint
             continue
         if last is not None:
             yield last
@@ -92,71 +130,101 @@ class _Turns:
 
     def of(self, messages: Conversation) -> Conversation:
         out: Conversation = []
+        answers = [
+            place
+            for place, message in enumerate(messages)
+            if message["role"] == "assistant" and not message.get("tool_calls")
+        ]
         at = 0
         while at < len(messages):
             message = messages[at]
             at += 1
-            calls = _calls(message)
+            calls = message.get("tool_calls", [])
             if message["role"] == "tool":
                 self._add_result(out, message)
             elif message["role"] != "assistant":
+                called = bool(out) and (out[-1]["role"] == "tool" or "tool_calls" in out[-1])
+                if called and not self._traits.user_after_result:
+                    self._add_answer(out, {"role": "assistant", "content": ""})
                 out.append(message)
             elif not calls:
-                content = joined(self._later, message.get("content")) or ""
-                self._later = None
-                out.append({**_without_calls(message), "content": content})
-            elif self._traits.calls and not self._traits.several_calls and len(calls) > 1:
+                self._add_answer(out, message)
+            else:
                 first = at
                 while at < len(messages) and messages[at]["role"] == "tool":
                     at += 1
-                self._add_one_by_one(out, message, calls, messages[first:at])
-            else:
-                self._add_calls(out, message, calls)
+                answered = bool(answers) and answers[-1] >= at
+                self._add_turn(out, message, _in_order(messages[first:at], calls), answered)
         return out
 
-    def _add_one_by_one(
-        self, out: Conversation, message: Message, calls: list[Any], results: Conversation
-    ) -> None:
-        """A message for each call, followed by its result."""
-        left = list(results)
-        for number, call in enumerate(calls):
-            first = message if number == 0 else {"role": "assistant", "content": None}
-            self._add_calls(out, {**first, "tool_calls": [call]}, [call])
-            call_id = call.get("id") if isinstance(call, dict) else None
-            at = next((i for i, result in enumerate(left) if result.get("tool_call_id") == call_id), 0)
-            if left:
-                self._add_result(out, left.pop(at))
-        for result in left:
+    def _add_answer(self, out: Conversation, message: Message) -> None:
+        content = joined(self._later, message["content"]) or ""
+        self._later = None
+        out.append(self._with_reasoning({**_without_calls(message), "content": content}))
+
+    def _add_turn(self, out: Conversation, message: Message, results: Conversation, answered: bool) -> None:
+        """A message with calls and their results: where the template shows one call in a message, each in a
+        message of its own, followed by its result.
+        """
+        calls = message["tool_calls"]
+        while self._traits.calls and not self._traits.several_calls and len(calls) > 1:
+            self._add_calls(out, {**message, "tool_calls": calls[:1]}, answered)
+            message, calls = {"role": "assistant", "content": None}, calls[1:]
+            left = {_id_text(call.get("id")) for call in calls}
+            if results and _id_text(results[0].get("tool_call_id")) not in left - {None}:
+                self._add_result(out, results[0])
+                results = results[1:]
+        self._add_calls(out, {**message, "tool_calls": calls}, answered)
+        for result in results:
             self._add_result(out, result)
 
-    def _add_calls(self, out: Conversation, message: Message, calls: list[Any]) -> None:
-        content = message.get("content")
+    def _add_calls(self, out: Conversation, message: Message, answered: bool) -> None:
+        """`answered`: whether an answer without calls follows."""
+        content, calls, place = message["content"], message["tool_calls"], self._traits.text_of_calls
         if not self._traits.calls:
             text = f"[{', '.join(map(_as_text, calls))}]"
-            out.append({**_without_calls(message), "content": joined(content or None, text, "\n")})
+            content = joined(content, text, "\n")
+            out.append(self._with_reasoning({**_without_calls(message), "content": content}))
             return
-        if content and self._traits.text_of_calls != "beside":
-            if self._traits.text_of_calls == "before":
-                out.append(_without_calls(message))
+        if place == "current":
+            place = "before" if answered else "beside"
+        if content and place != "beside":
+            if place == "before":
+                out.append({"role": "assistant", "content": content})
             else:
                 self._later = joined(self._later, content)
-            message, content = _without_text(message, self._traits.text_of_calls == "before"), None
+            content = None
+        elif content and message.get(REASONING) and not self._traits.reasoning_beside_text:
+            message = {**message, REASONING: joined(message[REASONING], content)}
+            content = None
         called = {**message, "content": content, "tool_calls": [self._call(call) for call in calls]}
-        if not content:
+        called = self._with_reasoning(called)
+        if not called["content"]:
             called["content"] = None if self._traits.no_content == "null" else ""
             if self._traits.no_content == "absent":
                 del called["content"]
         out.append(called)
 
-    def _call(self, call: Any) -> Any:
-        if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-            return call
+    def _with_reasoning(self, message: Message) -> Message:
+        """The reasoning in the form that the template shows, if it shows any."""
+        place = self._traits.reasoning
+        if place == REASONING or not message.get(REASONING):
+            return message
+        message = {**message}
+        reasoning = message.pop(REASONING)
+        if place == "tags":
+            message["content"] = joined(TAGS.format(reasoning), message["content"], "") or ""
+        elif place is not None:
+            message[place] = reasoning
+        return message
+
+    def _call(self, call: Message) -> Message:
         function, call_id = call["function"], _id_text(call.get("id"))
-        name = function.get("name")
+        name = function["name"]
         new = {**call, "function": {**function, "arguments": self._arguments(function.get("arguments"))}}
         if (fitting := self._id(call_id, name)) is not None:
             new["id"] = fitting
-        if call_id is not None and isinstance(name, str):
+        if call_id is not None:
             self._names[call_id] = name
         self._number += 1
         return new
@@ -186,6 +254,9 @@ class _Turns:
 
     def _add_result(self, out: Conversation, message: Message) -> None:
         call_id = _id_text(message.get("tool_call_id"))
+        name = message.get("name", "")
+        if name not in ("", self._names.get(call_id)) and "tool" not in self._traits.names:
+            message = {**message, "content": joined(f"{name}:", message["content"], " ")}
         if self._traits.results:
             more = {}
             if call_id in self._ids:
@@ -248,29 +319,19 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _calls(message: Message) -> list[Any]:
-    calls = message.get("tool_calls")
-    return calls if isinstance(calls, list) else []
+def _in_order(results: Conversation, calls: list[Message]) -> Conversation:
+    """Results in the order of their calls, since not every template shows ids."""
+    places = {_id_text(call.get("id")): place for place, call in enumerate(calls)}
+    return sorted(results, key=lambda result: places.get(_id_text(result.get("tool_call_id")), len(calls)))
 
 
 def _without_calls(message: Message) -> Message:
     """Without the key, which some templates take for calls although its list is empty."""
-    if not isinstance(message.get("tool_calls"), list):
-        return message
     return {name: value for name, value in message.items() if name != "tool_calls"}
 
 
-def _without_text(message: Message, empty: bool) -> Message:
-    """Without the content. `empty`: without anything else either, since another message has it."""
-    return {
-        name: value for name, value in message.items() if name == "role" or not (empty or name == "content")
-    }
-
-
-def _as_text(call: Any) -> str:
-    """A call in the form that a grammar forces where the template has no tools."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
-        return json.dumps(call, ensure_ascii=False)
-    name = json.dumps(function.get("name"), ensure_ascii=False)
+def _as_text(call: Message) -> str:
+    """A call in the form of `call_array`."""
+    function = call["function"]
+    name = json.dumps(function["name"], ensure_ascii=False)
     return f'{{"name": {name}, "parameters": {arguments_of(function.get("arguments"))[1]}}}'

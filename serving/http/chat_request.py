@@ -31,7 +31,6 @@ class Chat(NamedTuple):
     """A validated request.
 
     Attributes:
-        template_has_tools: whether the chat template shows tools.
         own: the request's fields in the form of its API.
         count_tokens: counts a text's tokens.
         prompt: the prompt's text, once it has been rendered.
@@ -46,7 +45,6 @@ class Chat(NamedTuple):
     llm: AsyncLLM
     created: int
     model: NamedModel
-    template_has_tools: bool
     own: Mapping[str, Any]
     count_tokens: Callable[[str], Awaitable[int]]
 
@@ -61,8 +59,12 @@ class Chat(NamedTuple):
         if not isinstance(structure, StructuredOutputs):
             return self._replace(prompt=text)
         after = None
-        if inside is not None:
-            after = self.tools.structure(inside) or after_reasoning(structure, inside)
+        tools = self.tools
+        in_channels = self.form.channels and structure.grammar is None
+        if (tools.callable or in_channels) and tools.forced is None and not self.continues:
+            after = tools.or_text(structure, self.form, inside)
+        elif inside is not None:
+            after = tools.structure(inside) or after_reasoning(structure, inside)
         if after is None:
             if inside is not None and (budget := self.params.thinking_token_budget) is not None:
                 limit = "must not be given with a grammar, which applies from the first token on"
@@ -79,7 +81,7 @@ class Chat(NamedTuple):
         """A parser for one completion."""
         tools = self.tools
         return self.form.parser(
-            self.prompt, tools.callable, self.thinks, tools.forced_parser(), self.continues
+            self.prompt, tools.callable, self.thinks, tools.forced_parser(), self.continues, tools.plain
         )
 
     def read(self, text: str) -> list[Event]:
@@ -87,7 +89,13 @@ class Chat(NamedTuple):
         tools = self.tools
         return self.shown(
             self.form.read(
-                text, self.prompt, tools.callable, self.thinks, tools.forced_parser(), self.continues
+                text,
+                self.prompt,
+                tools.callable,
+                self.thinks,
+                tools.forced_parser(),
+                self.continues,
+                tools.plain,
             )
         )
 

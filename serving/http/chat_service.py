@@ -16,12 +16,11 @@ from jengine.serving.http.chat_api import Asked, ChatApi
 from jengine.serving.http.chat_request import Chat
 from jengine.serving.http.endpoint import Handler, while_connected
 from jengine.serving.http.parameters import chat_params
-from jengine.serving.http.plain_tools import shows_tools, with_tools_as_text
 from jengine.serving.http.service import HttpService, check_conversation, level_of
 from jengine.serving.http.thinking import effort_variables, with_thinking_budget
-from jengine.serving.http.tool_choice import read_tools
+from jengine.serving.http.tool_choice import read_tools, shows_tools
 from jengine.serving.requests.answers import Answer
-from jengine.serving.requests.service import Conversation, ParsedRequest, Shared
+from jengine.serving.requests.service import ParsedRequest, Shared
 from jengine.serving.requests.tracking import TrackedRequest
 
 Read = Callable[[dict[str, Any]], Asked]
@@ -76,8 +75,7 @@ class ChatService(HttpService):
         check_conversation(body)
         llm, tokenizer = model.llm, model.tokenizer
         form = await self._answer_format(tokenizer)
-        shown = shows_tools(tokenizer, body.get("chat_template"))
-        tools = read_tools(body, form, shown)
+        tools = read_tools(body, form, shows_tools(tokenizer, body.get("chat_template")))
         params = self._bounds.params(tools.constrain(chat_params(body, llm.get_default_sampling_params())))
         params = with_thinking_budget(params, body, form, tokenizer)
         if form.shows_special_tokens and (tools.callable or form.channels) and tools.forced is None:
@@ -87,7 +85,7 @@ class ChatService(HttpService):
         async def count(text: str) -> int:
             return len(await work(len(text), lambda: encode(text, False))) if text else 0
 
-        return Chat(body, params, tools, form, llm, int(time.time()), model, shown, asked.own, count)
+        return Chat(body, params, tools, form, llm, int(time.time()), model, asked.own, count)
 
     async def _prompt(self, call: HttpCall, chat: Chat, size: int) -> TokensPrompt:
         body = chat.body
@@ -95,16 +93,10 @@ class ChatService(HttpService):
         if (effort := body.get("reasoning_effort")) is not None:
             given = options.get("chat_template_kwargs", {})
             options["chat_template_kwargs"] = {**effort_variables(effort), **given}
-        if chat.tools.shown and chat.template_has_tools:
-            options["tools"] = chat.tools.shown
-
-        def read() -> Conversation:
-            plain = chat.tools.shown and not chat.template_has_tools
-            return with_tools_as_text(body.get("messages"), chat.tools) if plain else body.get(
-                "messages"
-            ), options
-
-        return await self._render(chat.model, read, body.get("chat_template"), size, call)
+        if chat.tools.shown:
+            options |= {"tools": chat.tools.shown, "tool_choice": chat.tools.forced}
+        messages, template = body.get("messages"), body.get("chat_template")
+        return await self._render(chat.model, lambda: (messages, options), template, size, call)
 
     async def _queue(
         self, call: HttpCall, chat: Chat, size: int, kind: OutputKind, request_id: str, place: Place

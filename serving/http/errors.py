@@ -97,8 +97,6 @@ def _named(error: InvalidArgument, names: Mapping[str, str]) -> tuple[str, str]:
     """The message, with the field's name in the request, and that name."""
     root = error.field.partition(".")[0].partition("[")[0]
     param = names.get(root, PLACES.get(error.field, error.field))
-    if root == "structured_outputs" and root in names:  # with the index of a tool
-        param += error.field[len(root) :].partition(".")[0]
     return (f"{param}: {error.limit}" if root in QUOTE else str(error).replace(error.field, param, 1)), param
 
 

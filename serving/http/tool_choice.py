@@ -8,7 +8,9 @@ from jengine import (
     InvalidArgument,
     SamplingParams,
     StructuredOutputs,
+    Tokenizer,
     after_thought,
+    calls_or_text,
     forced_calls,
     object_schema,
 )
@@ -23,16 +25,19 @@ class ToolChoice(NamedTuple):
     """The tool choice of a request.
 
     Attributes:
-        shown: the tools that the chat template shows.
+        shown: the tools in the prompt.
         callable: the tools that may be called in the answer; empty with "none".
         forced: "required", a tool's name, or nothing.
         parallel: whether there may be several calls.
+        plain: whether the chat template has no tools, so that their definitions are text, and calls are a
+            JSON array.
     """
 
     shown: list[dict[str, Any]]
     callable: list[dict[str, Any]]
     forced: str | None
     parallel: bool
+    plain: bool = False
 
     def constrain(self, params: SamplingParams) -> SamplingParams:
         """If calls are forced, the parameters with a constraint that allows only calls.
@@ -51,20 +56,52 @@ class ToolChoice(NamedTuple):
         """
         if self.forced is None:
             return None
-        schemas = {
-            tool["function"]["name"]: _schema(f"structured_outputs[{i}]", tool)
-            for i, tool in enumerate(self.shown)
-        }
+        schemas = self._schemas()
         if self.forced == "required":
             return forced_calls(schemas, self.parallel, inside)
         named = StructuredOutputs(json=schemas[self.forced])
         return named if inside is None else after_thought(named, inside)
+
+    def or_text(self, what: StructuredOutputs, form: AnswerFormat, inside: bool | None) -> StructuredOutputs:
+        """The constraint that allows calls, or text that follows another constraint.
+
+        Raises:
+            InvalidArgument: there is no grammar of the model's calls, or the other constraint is one.
+        """
+        calls = "plain" if self.plain else form.calls
+        if calls is None:
+            limit = (
+                "the format of this model's tool calls has no grammar, so that an answer in another format"
+                " excludes calls; use none, required or a tool's name"
+            )
+            raise InvalidArgument("tool_choice", "auto", limit)
+        return calls_or_text(calls, self._schemas(), self.parallel, what, inside)
+
+    def _schemas(self) -> dict[str, dict[str, Any]]:
+        """The parameters of each tool that may be called."""
+        return {
+            tool["function"]["name"]: _schema(f"tools[{i}]", tool) for i, tool in enumerate(self.callable)
+        }
 
     def forced_parser(self) -> OutputParser | None:
         """A parser for output under this constraint."""
         if self.forced is None:
             return None
         return CallArray() if self.forced == "required" else NamedCall(self.forced)
+
+
+def shows_tools(tokenizer: Tokenizer, template: str | None) -> bool:
+    """Whether the chat template shows tools.
+
+    Args:
+        template: the client's own; None: the model's. A client's is only searched for the word: it is parsed
+            later, in a sandbox.
+    """
+    if template is not None:
+        return "tools" in template
+    templates = tokenizer.chat_templates
+    used = templates.get("tool_use") or templates.get("default")
+    return used is None or "tools" in used.names  # without a template, the request fails later
 
 
 def read_tools(body: Body, form: AnswerFormat, shown: bool) -> ToolChoice:
@@ -87,23 +124,17 @@ def read_tools(body: Body, form: AnswerFormat, shown: bool) -> ToolChoice:
         raise InvalidArgument("tools", names, "must have different names")
     parallel = body.get("parallel_tool_calls", True)
     if choice == "none":
-        return ToolChoice(tools, [], None, parallel)
+        return ToolChoice(tools if shown else [], [], None, parallel)
     if choice in (None, "auto"):
-        if not shown:
-            limit = (
-                "the model's chat template has no tools, so the model cannot choose; use required or a tool's"
-                " name, or none"
-            )
-            raise InvalidArgument("tool_choice", choice or "auto", limit)
-        if not form.tools:
+        if shown and not form.tools:
             limit = (
                 "the format of this model's tool calls is unknown; use required, none or a tool's name (or"
                 " --tool-call-parser)"
             )
             raise InvalidArgument("tool_choice", choice, limit)
-        return ToolChoice(tools, tools, None, parallel)
+        return ToolChoice(tools, tools, None, parallel, not shown)
     if choice == "required":
-        return ToolChoice(tools, tools, choice, parallel)
+        return ToolChoice(tools, tools, choice, parallel, not shown)
     if choice.get("type") != "function":
         raise InvalidArgument("tool_choice.type", choice.get("type"), "must be function")
     name = choice["function"]["name"]
@@ -111,7 +142,7 @@ def read_tools(body: Body, form: AnswerFormat, shown: bool) -> ToolChoice:
         raise InvalidArgument(
             "tool_choice.function.name", name, f"must be one of the tools: {', '.join(names)[:200]}"
         )
-    return ToolChoice(tools, tools, name, parallel)
+    return ToolChoice(tools, tools, name, parallel, not shown)
 
 
 def _schema(field: str, tool: dict[str, Any]) -> dict[str, Any]:

@@ -57,6 +57,8 @@ class AnswerFormat:
         tool_parser, reasoning_parser: as in ServerConfig.
 
     Attributes:
+        calls: the format of tool calls, a key of TOOL_PARSERS; None: it is unknown, or described by the
+            response_template.
         tools: whether tool calls can be parsed.
         shows_special_tokens: whether their markers are special tokens, which texts normally omit.
         channels: whether answers consist of channels, whose markers are special tokens too.
@@ -71,6 +73,7 @@ class AnswerFormat:
             _response_template(tokenizer) if (tool_parser, reasoning_parser) == ("auto", "auto") else None
         )
         found = _tool_parser(sources) if tool_parser == "auto" else tool_parser
+        self.calls = found if self._template is None and found in TOOL_PARSERS else None
         self._tool_parser = TOOL_PARSERS.get(found or "none")
         self._reasoning = _reasoning_parser(sources) if reasoning_parser == "auto" else reasoning_parser
         self._turns = Turns(tokenizer)
@@ -106,6 +109,7 @@ class AnswerFormat:
         thinks: bool = True,
         forced: OutputParser | None = None,
         continues: bool = True,
+        plain: bool = False,
     ) -> OutputParser:
         """A parser for one completion.
 
@@ -115,8 +119,10 @@ class AnswerFormat:
             thinks: whether the model may reason; False if a grammar applies from the first token on.
             forced: the parser for text after the reasoning, if a grammar forces calls.
             continues: see `reasoning`.
+            plain: whether calls may also be a JSON array, since the chat template has no tools.
         """
-        if self._template is not None and thinks and forced is None:
+        plain = plain and bool(tools)
+        if self._template is not None and thinks and forced is None and not plain:
             return ResponseTemplate(self._template, prompt, tools)
         schemas = {
             tool["function"]["name"]: parameter_types(tool["function"].get("parameters")) for tool in tools
@@ -124,6 +130,7 @@ class AnswerFormat:
         if self.channels and forced is None:
             return Harmony(schemas)
         calls = self._tool_parser(schemas) if self._tool_parser is not None and schemas else PlainText()
+        calls = LlamaJson(schemas, calls) if plain else calls
         rest = calls if forced is None else forced
         inside = self.reasoning(prompt, continues) if thinks else None
         return rest if inside is None else Reasons(rest, inside)
@@ -136,11 +143,12 @@ class AnswerFormat:
         thinks: bool = True,
         forced: OutputParser | None = None,
         continues: bool = True,
+        plain: bool = False,
     ) -> list[Event]:
         """Parses a whole answer; see `parser`."""
-        if self._template is not None and thinks and forced is None:
+        if self._template is not None and thinks and forced is None and not (plain and tools):
             return read_whole(self._template, text, prompt, tools)
-        parser = self.parser(prompt, tools, thinks, forced, continues)
+        parser = self.parser(prompt, tools, thinks, forced, continues, plain)
         return joined([*parser.push(text), *parser.finish()])
 
 

@@ -86,11 +86,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"max_completion_tokens": 0}, "max_completion_tokens", "at least 1"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "required"),
-    (
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        "tool_choice",
-        "chat template has no tools",
-    ),
     ({"chat_template_kwargs": {"a": "x" * 2**20}}, "chat_template_kwargs", "at most 1048576"),
     ({"chat_template": "{{ messages }}"}, "chat_template", "does not accept templates"),
     ({"audio": {"voice": "x"}}, "audio", "does not support"),

@@ -201,6 +201,97 @@ def test_errors_of_schemas_name_the_tool(server: MockServer) -> None:
         assert "'/$defs/None' does not exist" in message and "StructuredOut" not in message
 
 
+BAD: dict[str, Any] = {"properties": {"n": {"$ref": "#/$defs/None"}}}
+
+
+@pytest.mark.parametrize(
+    "options, param, says",
+    [
+        ({}, "response_format", "'/$defs/None' does not exist"),
+        ({"schema": {}, "parameters": BAD}, "tools[0]", "'/$defs/None' does not exist"),
+        ({"schema": {}, "parameters": {"type": "string"}}, "tools[0]", "must be object"),
+        ({"schema": None, "guided_grammar": "start: /a/"}, "guided_grammar", "so no tool can be called"),
+    ],
+)
+def test_tools_beside_a_schema(server: MockServer, options: dict[str, Any], param: str, says: str) -> None:
+    """The constraint has both."""
+    options = {"schema": BAD, "parameters": {}, **options}
+    tool = {"type": "function", "function": {"name": "news", "parameters": options.pop("parameters")}}
+    schema = options.pop("schema")
+    if schema is not None:
+        options["response_format"] = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    body = asked("x", tools=[tool], **options)
+    answer = httpx.post(f"{server.http}/chat/completions", json=body, timeout=60)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and says in error["message"], error
+
+
+FORM = {"type": "json_object"}
+NATIVE = f"{{# <tool_call> #}}{{{{ tools }}}}{ECHO}"
+
+
+@pytest.mark.parametrize(
+    "template, options, rules",
+    [
+        (NATIVE, {}, ["answer: calls | text", '"\\"weather\\""', "<tool_call>", "thought"]),
+        (NATIVE, {"tool_choice": "none"}, ["answer: text", "thought"]),
+        ("{# no #}{{ messages[0].content }}", {}, ["answer: calls | text", 'calls: "["']),
+        ("{# <|channel|>analysis #}{{ tools }}", {}, ["(calls | final)", "to=functions."]),
+        ("{# <|channel|>analysis #}{{ messages[0].content }}", {"tools": None}, ["analysis* (final)"]),
+    ],
+)
+def test_calls_or_a_schema(
+    template: str, options: dict[str, Any], rules: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The constraint that reaches the engine, in each API."""
+    folder = write(byte_level(), tmp_path)
+    (folder / "chat_template.jinja").write_text(template)
+    constraints = []
+    function = WEATHER["function"]
+    choice = {"type": "none"} if options.get("tool_choice") else {"type": "auto"}
+    bodies: dict[str, dict[str, Any]] = {
+        "chat/completions": asked("x", response_format=FORM, **options),
+        "responses": {
+            "input": "x",
+            "text": {"format": FORM},
+            "max_output_tokens": 5,
+            "tools": [{"type": "function", **function}],
+            **options,
+        },
+        "messages": {
+            "messages": [{"role": "user", "content": "x"}],
+            "max_tokens": 5,
+            "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+            "tools": [{"name": "weather", "input_schema": function["parameters"]}],
+            "tool_choice": choice,
+        },
+    }
+    if "tools" in options:
+        del bodies["messages"]["tools"], bodies["messages"]["tool_choice"]
+    with serve_mock(folder, server={"http_port": 0}) as server:
+        prepare = server.llm.prepare
+
+        def prepared(prompt: Any, params: Any) -> Any:
+            constraints.append(params.structured_outputs.grammar)
+            return prepare(prompt, params)
+
+        monkeypatch.setattr(server.llm, "prepare", prepared)
+        for path, body in bodies.items():
+            answer = httpx.post(f"{server.http}/{path}", json={"model": "mock", **body}, timeout=60)
+            assert answer.status_code == 200, answer.text
+    assert len(constraints) == 3
+    for grammar in constraints:
+        assert all(rule in grammar for rule in rules), grammar
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_calls_beside_a_schema_are_parsed(client: OpenAI, kind: str) -> None:
+    """The mock engine knows no constraints."""
+    form = {"type": kind, **({"json_schema": {"name": "a", "schema": {}}} if kind == "json_schema" else {})}
+    assert whole(client, CALL, response_format=form)[1] == "tool_calls"
+    assert whole(client, "{}", response_format=form)[0].content == "{}"
+
+
 def test_null_is_no_value_at_any_depth(server: MockServer) -> None:
     """Clients send it for optional fields. In schemas and arguments, it is a value."""
     call = {"id": "1", "type": "function", "index": None, "function": {"name": "weather", "arguments": "{}"}}
@@ -314,7 +405,7 @@ def test_forced_calls_without_tools_in_the_template(without_tools: MockServer) -
     status, prompt = prompted(without_tools, "", tool_choice=named, tools=tools, messages=messages)
     assert (
         status == 200
-        and prompt.startswith(f"<system>Be brief.\nCall this function:\n{definition}\n\nAnswer")
+        and prompt.startswith(f"<system>Be brief.\n\nCall this function:\n{definition}\n\nAnswer")
         and "news" not in prompt
     )
 
@@ -330,23 +421,50 @@ def test_calls_and_results_without_tools_in_the_template(without_tools: MockServ
     assert (status, prompt) == (200, text)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"tool_choice": "auto"}, {"chat_template": PLAIN, "tool_choice": "auto"}]
-)
-def test_a_template_without_tools_says_what_works(without_tools: MockServer, options: dict[str, Any]) -> None:
-    status, message = prompted(without_tools, "x", **options)
-    assert (
-        status == 400
-        and "tool_choice='auto': the model's chat template has no tools" in message
-        and "use required" in message
+@pytest.mark.parametrize("options", [{}, {"tool_choice": "auto"}])
+def test_a_choice_without_tools_in_the_template(without_tools: MockServer, options: dict[str, Any]) -> None:
+    """The system message describes the tools and the form of calls, at /tokenize too."""
+    status, prompt = prompted(without_tools, "Rain?", **options)
+    definition = json.dumps(WEATHER["function"])
+    assert status == 200 and prompt == (
+        f"<system>You can call these functions:\n{definition}\n\nTo call functions, answer with a JSON"
+        ' array of calls and nothing else: [{"name": "...", "parameters": {...}}]'
+        "\nOtherwise answer with text."
+        "<user>Rain?" + END
     )
+    body = {"messages": asked("Rain?")["messages"], "tools": [WEATHER]}
+    base = without_tools.http.removesuffix("/v1")
+    tokens = httpx.post(f"{base}/tokenize", json=body, timeout=60).json()["tokens"]
+    text = httpx.post(f"{base}/detokenize", json={"tokens": tokens}, timeout=60).json()["prompt"]
+    assert text == prompt
+    assert "functions" not in prompted(without_tools, "Rain?", tool_choice="none")[1]
 
 
-def test_a_parser_does_not_give_a_template_tools(tokenizer_folder: Path) -> None:
-    options = {"http_port": 0, "tool_call_parser": "hermes"}
-    with serve_mock(tokenizer_folder, server=options) as server:
-        answer = httpx.post(f"{server.http}/chat/completions", json=asked("x"), timeout=60)
-        assert (
-            answer.status_code == 400
-            and "the model's chat template has no tools" in answer.json()["error"]["message"]
-        )
+# hides the tools' definitions, so that the mock engine answers with the last message alone
+HIDING = "{% for m in messages if 'functions' not in m.content %}{{ m.content }}{% endfor %}"
+PLAIN_CALL = '{"name": "weather", "parameters": {"city": "Köln"}}'
+PLAIN_CALLS = f'[{PLAIN_CALL}, {{"name": "weather", "parameters": {{}}}}]'
+
+
+@pytest.mark.parametrize("parser", ["auto", "hermes"])
+def test_plain_calls(parser: str, tmp_path: Path) -> None:
+    """Where the template has no tools, an answer that is an array of calls calls them. A parser that is
+    named reads its format, too.
+    """
+    folder = write(byte_level(), tmp_path)
+    (folder / "chat_template.jinja").write_text(HIDING)
+    with (
+        serve_mock(folder, server={"http_port": 0, "tool_call_parser": parser}) as server,
+        OpenAI(base_url=server.http, api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        for says in (PLAIN_CALLS, f"```json\n{PLAIN_CALLS}\n```", PLAIN_CALL):
+            message, reason = whole(client, says)
+            assert message.content is None and reason == "tool_calls", message
+            assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Köln"}
+            assert [call["arguments"] for call in streamed(client, says)[2]] == [
+                call.function.arguments for call in message.tool_calls
+            ]
+        for says in ('[{"name": "news", "parameters": {}}]', "[1, 2]", "It rains.", "```json\n{}\n```"):
+            assert whole(client, says)[0].content == streamed(client, says)[0] == says
+        called = whole(client, CALL)[0].tool_calls
+        assert bool(called) == (parser == "hermes")

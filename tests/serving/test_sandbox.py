@@ -159,8 +159,8 @@ def test_a_hanging_template_is_ended_and_others_go_on(tokenizer: Tokenizer) -> N
     "template, field, why",
     [
         ("{% if %}", "chat_template", "not a valid Jinja template"),
-        ("{{ 'x' * 10**11 }}", "messages", "MemoryError"),
-        ("{{ raise_exception('no') }}", "messages", "rejects"),
+        ("{{ 'x' * 10**11 }}", "messages[0]", "MemoryError"),
+        ("{{ raise_exception('no') }}", "messages[0]", "rejects"),
         ("{{ 'x ' * 10**7 }}", "", "processor time|too complex|tokens|memory"),
     ],
 )

@@ -122,25 +122,27 @@ def answer(form: str, text: str, calls: Calls) -> dict[str, Any]:
 
 
 def turn(form: str, number: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """A question, an answer with calls, their results and the last answer; and all texts in order. The second
-    turn has two calls.
+    """A question, two answers with calls and their results, and the last answer; and all texts in order. The
+    first answer of the second turn has two calls.
     """
-    names = ("weather", "news")[: 1 + number % 2]
-    calls: Calls = [(name, {"city": f"{name}-town{number}", "days": 70 + number}) for name in names]
-    said = answer(form, f"Look{number}.", calls)
-    results = [
-        {"role": "tool", "tool_call_id": call["id"], "content": f"result{number}-{call['function']['name']}"}
-        for call in said["tool_calls"]
-    ]
-    messages = [
-        {"role": "user", "content": f"Question{number}?"},
-        said,
-        *results,
-        {"role": "assistant", "content": f"Answer{number}."},
-    ]
-    texts = [f"Question{number}?", *([said["content"]] if said["content"] else [])]
-    for name, arguments in calls:
-        texts += [name, arguments["city"], str(arguments["days"]), f"result{number}-{name}"]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": f"Question{number}?"}]
+    texts = [f"Question{number}?"]
+    for place, names in ((f"{number}a", ("weather", "news")[: 1 + number % 2]), (f"{number}b", ("news",))):
+        calls: Calls = [(name, {"city": f"{name}-town{place}", "days": 70 + number}) for name in names]
+        said = answer(form, f"Look{place}.", calls)
+        messages.append(said)
+        messages += [
+            {
+                "role": "tool",
+                "tool_call_id": call["id"],
+                "content": f"result{place}-{call['function']['name']}",
+            }
+            for call in said["tool_calls"]
+        ]
+        texts += [said["content"]] if said["content"] else []
+        for name, arguments in calls:
+            texts += [name, arguments["city"], str(arguments["days"]), f"result{place}-{name}"]
+    messages.append({"role": "assistant", "content": f"Answer{number}."})
     return messages, [*texts, f"Answer{number}."]
 
 

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from jengine.base.errors import InvalidArgument
 from jengine.core.structured_outputs import StructuredOutputs
@@ -90,6 +91,39 @@ def test_an_answer_after_a_thought_has_the_same_limits(tokenizer: Tokenizer) -> 
         after_thought(StructuredOutputs(json="{\nx: /a/"), True)
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_a_thought_ends_with_the_models_token(special: bool) -> None:
+    """A text does not match the token of the same text. Models may also spell it."""
+    backend = byte_level()
+    spelled = [backend.token_to_id(character) for character in "hm</think>"]
+    backend.add_tokens([AddedToken(tag, special=special) for tag in ("<think>", "</think>")])
+    tokenizer = Tokenizer(backend, {"eos_token": "</s>"})
+    what = StructuredOutputs(json={"enum": [1]})
+    tools = {"f": {"type": "object", "properties": ONE}}
+    for inside, before in ((True, ""), (False, "<think>")):
+        for constraint, text in (
+            (after_thought(what, inside), "1"),
+            (forced_calls(tools, True, inside), calls(("f", {"a": 1}))),
+        ):
+            assert accepts(constraint, f"{before}hm</think>\n\n{text}", tokenizer)
+            assert not accepts(constraint, f"{before}hm</think>\n\nx", tokenizer)
+            assert not accepts(constraint, f"{before}hm</think>" + "\n" * 5 + text, tokenizer)
+            assert inside or accepts(constraint, text, tokenizer)
+    matcher = compile_structure(after_thought(what, True), tokenizer)
+    assert matcher.try_consume_tokens(spelled) == len(spelled) and not matcher.is_accepting()
+    assert matcher.try_consume_tokens(tokenizer.encode("1", add_special_tokens=False)) == 1
+
+
+def test_no_call_begins_with_whitespace(tokenizer: Tokenizer) -> None:
+    tools = {"f": {"type": "object", "properties": ONE}}
+    for what, text in (
+        (forced_calls(tools, True), calls(("f", {"a": 1}))),
+        (StructuredOutputs(json=object_schema("parameters", tools["f"])), '{"a": 1}'),
+    ):
+        assert accepts(what, text, tokenizer)
+        assert not accepts(what, " " + text, tokenizer) and not accepts(what, "\n" + text, tokenizer)
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -118,8 +152,8 @@ def test_parameters_that_allow_no_object(kind: Any) -> None:
     [
         (
             forced_calls({"f": {"type": "object"}, "g": {"$ref": "#/$defs/None"}}, True),
-            "structured_outputs[1]",
-            """structured_outputs[1]='{"$ref": "#/$defs/None", "x-guidance""",
+            "tools[1]",
+            """tools[1]='{"$ref": "#/$defs/None", "x-guidance""",
         ),
         (after_thought(StructuredOutputs(json={"not": {}}), True), "structured_outputs", """='{"not": {}"""),
         (StructuredOutputs(json={"uniqueItems": True}), "structured_outputs", """='{"uniqueItems": true}'"""),

@@ -8,14 +8,19 @@ SMOLLM2 = """{% for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
 {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
-# calls as JSON, arguments as text or as an object; no developers
+# calls as JSON, arguments as text or as an object; no developers; reasoning after the last question
 QWEN_3 = """{%- if messages[0].role == 'system' or tools %}{{- '<|im_start|>system\\n' }}
 {%- if messages[0].role == 'system' %}{{- messages[0].content }}{% endif %}
 {%- for tool in tools or [] %}{{- '\\n' }}{{- tool | tojson }}{% endfor %}{{- '<|im_end|>\\n' }}{% endif %}
+{%- set ns = namespace(last=0) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {%- for m in messages %}
 {%- if m.role == 'user' or (m.role == 'system' and not loop.first) %}
 {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
-{%- elif m.role == 'assistant' %}{{- '<|im_start|>assistant\\n' + (m.content if m.content is string else '') }}
+{%- elif m.role == 'assistant' %}{{- '<|im_start|>assistant\\n' }}
+{%- if m.reasoning_content is string and loop.index0 > ns.last %}
+{{- '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}
+{{- m.content if m.content is string else '' }}
 {%- for call in m.tool_calls or [] %}{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
 {%- if call.function.arguments is string %}{{- call.function.arguments }}
 {%- else %}{{- call.function.arguments | tojson }}{% endif %}{{- '}\\n</tool_call>' }}{% endfor %}
@@ -135,13 +140,17 @@ MINIMAX_M2 = """{%- for m in messages %}{{- ']~b]' + m.role + '\\n' }}{%- if m.c
 {{- '<parameter name="' + name + '">' }}{{- value if value is string else value | tojson }}{{- '</parameter>\\n' }}
 {%- endfor %}{{- '</invoke>\\n' }}{% endfor %}{{- '</minimax:tool_call>' }}{% endif %}{{- '[e~[\\n' }}{% endfor %}"""
 
-# a first message of either role is the developer's; one call in a message
+# a first message of either role is the developer's; one call in a message, with text or reasoning, up to the answer
 GPT_OSS = """{{- '<|start|>system<|message|>You are ChatGPT.<|end|>' }}
 {%- set turns = messages %}{%- if messages[0].role in ('developer', 'system') %}{%- set turns = messages[1:] %}
 {{- '<|start|>developer<|message|># Instructions\\n' + messages[0].content + '<|end|>' }}{% endif %}
 {%- set last = namespace(name=none) %}{%- for m in turns %}
 {%- if m.role == 'assistant' and 'tool_calls' in m %}{%- set call = m.tool_calls[0].function %}
-{%- if m.content %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.content + '<|end|>' }}{% endif %}
+{%- if m.content and m.thinking %}{{- raise_exception('Cannot pass both content and thinking!') }}{% endif %}
+{%- set later = namespace(answer=false) %}{%- for other in turns[loop.index:] %}
+{%- if other.role == 'assistant' and 'tool_calls' not in other %}{%- set later.answer = true %}{% endif %}{% endfor %}
+{%- if (m.content or m.thinking) and not later.answer %}
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + (m.content or m.thinking) + '<|end|>' }}{% endif %}
 {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
 {{- call.arguments | tojson }}{{- '<|call|>' }}{%- set last.name = call.name %}
 {%- elif m.role == 'assistant' %}{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}
@@ -156,6 +165,14 @@ GEMMA_2 = """{{- bos_token }}{%- if messages[0].role == 'system' %}{{- raise_exc
 {%- for m in messages %}{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('roles must alternate') }}{% endif %}
 {{- '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' + m.content | trim + '<end_of_turn>\\n' }}{% endfor %}
 {{- '<start_of_turn>model\\n' if add_generation_prompt }}"""
+
+# contents as lists of parts, with images
+QWEN_VL = """{%- macro show(content) %}{%- if content is string %}{{- content }}{%- else %}{%- for part in content or [] %}
+{{- '<|image_pad|>' if part.type == 'image' else part.text }}{% endfor %}{% endif %}{% endmacro %}
+{%- for tool in tools or [] %}{{- tool | tojson }}{% endfor %}
+{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + show(m.content) }}
+{%- for call in m.tool_calls or [] %}{{- '<tool_call>' }}{{- call.function | tojson }}{{- '</tool_call>' }}{% endfor %}
+{{- '<|im_end|>\\n' }}{% endfor %}{{- '<|im_start|>assistant\\n' if add_generation_prompt }}"""
 
 # results with the function's name
 NAMED_RESULTS = """{%- for m in messages %}{{- '<' + m.role + '>' + (m.content or '') }}
@@ -177,5 +194,6 @@ ALL = {
     "MiniMax M2": MINIMAX_M2,
     "gpt-oss": GPT_OSS,
     "Gemma 2": GEMMA_2,
+    "Qwen VL": QWEN_VL,
     "named results": NAMED_RESULTS,
 }

@@ -64,7 +64,9 @@ def _blocks(where: str, content: str | list[Any], place: str) -> list[dict[str, 
             raise InvalidArgument(f"{at}.type", kind, limit)
         block = checked(BLOCKS[kind], without_nulls(given, at, INPUT), at)
         if kind == "tool_result":
-            block = {**block, "content": _parts(f"{at}.content", block.get("content", ""), "result")}
+            failed = [text("Error:")] if block.get("is_error") else []
+            parts = _parts(f"{at}.content", block.get("content", ""), "result")
+            block = {**block, "content": [*failed, *parts]}
         elif kind in ("text", "image"):
             block = {"type": kind, "part": _part(block, at)}
         out.append(block)

@@ -1,0 +1,169 @@
+"""Answers that are calls in the model's format or follow a schema: what the grammar of each format allows,
+its parser reads.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+
+from jengine import InvalidArgument, StructuredOutputs, Tokenizer, calls_or_text
+from jengine.serving.http.blocks import blocks_of
+from jengine.serving.http.tool_choice import ToolChoice
+from jengine.serving.parsers.events import OutputParser, joined
+from jengine.serving.parsers.formats import TOOL_PARSERS, AnswerFormat
+from jengine.serving.parsers.llama import LlamaJson
+from jengine.serving.parsers.marked import DEEPSEEK, KIMI
+from jengine.text.call_grammars import CALL_RULES
+from jengine.text.grammars import compile_structure
+from tests.serving.test_response_template import TEMPLATE
+from tests.serving.test_tool_conversations import TOOLS, WRITTEN, Calls
+from tests.text.conftest import byte_level, write
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "additionalProperties": False,
+}
+SCHEMAS = dict.fromkeys(("weather", "news"), PARAMETERS)
+ANSWER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+WHAT = StructuredOutputs(json={**ANSWER, "additionalProperties": False})
+ONE: Calls = [("weather", {"city": "Bonn's", "days": 7})]
+TWO: Calls = [*ONE, ("news", {"city": 'a "b"', "days": 3})]
+MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>"]
+MARKS += ["</arg_value>", "<minimax:tool_call>", "</minimax:tool_call>", "[TOOL_CALLS]", "[ARGS]"]
+MARKS += ["<|python_tag|>", "<|python_start|>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>"]
+MARKS += ["<|call|>", "<|constrain|>"]
+MARKS += [DEEPSEEK.begin, DEEPSEEK.end, DEEPSEEK.call, DEEPSEEK.call_end, DEEPSEEK.separator]
+MARKS += [KIMI.begin, KIMI.end, KIMI.call, KIMI.call_end, KIMI.separator]
+
+
+@pytest.fixture(scope="module", params=["tokens", "texts"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    """Models have most markers as tokens, special or not."""
+    backend = byte_level()
+    if request.param == "tokens":
+        tokens = [AddedToken(mark, special=i % 2 == 0, normalized=False) for i, mark in enumerate(MARKS)]
+        backend.add_tokens(tokens)
+    return Tokenizer(backend, {"eos_token": "</s>"})
+
+
+def accepts(what: StructuredOutputs, text: str, tokenizer: Tokenizer) -> bool:
+    matcher = compile_structure(what, tokenizer)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def written(form: str, calls: Calls) -> str:
+    if form == "plain":
+        return json.dumps([{"name": name, "parameters": parameters} for name, parameters in calls])
+    text = WRITTEN[form]("", calls).lstrip("\n")
+    # a message of harmony has one call, and no preamble without text
+    return text.removeprefix("<|channel|>commentary<|message|><|end|><|start|>assistant")
+
+
+def read(form: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
+    """The answer's text and its calls."""
+    parser: OutputParser = LlamaJson(TOOLS) if form == "plain" else TOOL_PARSERS[form](TOOLS)
+    blocks = blocks_of(joined([*parser.push(text), *parser.finish()]))
+    calls = [(block.name, json.loads(block.text)) for block in blocks.all if block.kind == "call"]
+    return blocks.text("text"), calls
+
+
+def final(form: str, text: str) -> str:
+    return f"<|channel|>final<|message|>{text}" if form == "harmony" else text
+
+
+def thought(form: str) -> str:
+    if form == "harmony":
+        return "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    return "hm</think>\n\n"
+
+
+def test_every_format_has_a_grammar() -> None:
+    assert CALL_RULES.keys() == {*TOOL_PARSERS, "plain"}
+
+
+@pytest.mark.parametrize("form", CALL_RULES)
+def test_calls_or_a_schema(form: str, tokenizer: Tokenizer) -> None:
+    for inside, before in ((None, ""), (True, thought(form))):
+        what = calls_or_text(form, SCHEMAS, True, WHAT, inside)
+        for calls in (ONE,) if form == "harmony" else (ONE, TWO):
+            assert accepts(what, before + written(form, calls), tokenizer)
+            assert read(form, written(form, calls)) == ("", calls)
+        assert accepts(what, before + final(form, '{"a": 5}'), tokenizer)
+        assert read(form, final(form, '{"a": 5}')) == ('{"a": 5}', [])
+        for text in ("Hello.", '{"a": "x"}', "", final(form, written(form, [("other", {"days": 3})]))):
+            assert not accepts(what, before + text, tokenizer), text
+        unknown = written(form, ONE).replace("weather", "whether")
+        assert not accepts(what, before + unknown, tokenizer)
+        assert not accepts(what, before + " " * 101 + final(form, '{"a": 5}'), tokenizer)
+
+
+@pytest.mark.parametrize("form", CALL_RULES)
+def test_one_call(form: str, tokenizer: Tokenizer) -> None:
+    what = calls_or_text(form, SCHEMAS, False, WHAT)
+    assert accepts(what, written(form, ONE), tokenizer)
+    assert not accepts(what, written(form, TWO), tokenizer)
+
+
+@pytest.mark.parametrize(
+    "form, text",
+    [
+        ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Bonn"}[TOOL_CALLS]news[ARGS]{"city": "Bonn"}'),
+        ("mistral", '[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"city": "Bonn"}'),
+        (
+            "deepseek",
+            f'{DEEPSEEK.begin}{DEEPSEEK.call}weather{DEEPSEEK.separator}{{"city": "Bonn"}}{DEEPSEEK.call_end}'
+            f"{DEEPSEEK.end}",
+        ),
+        (
+            "harmony",
+            '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Bonn"}<|call|>',
+        ),
+        ("llama3_json", '<|python_tag|>{"name": "weather", "parameters": {"city": "Bonn"}}'),
+        ("pythonic", "[weather(city='Bonn'), news()]"),
+        ("pythonic", "[weather(city='Bonn', days={'a': [1, -2.5, True, None]})]"),
+        ("glm45", "<tool_call>weather\n</tool_call>"),
+    ],
+)
+def test_other_ways_to_write_a_call(form: str, text: str, tokenizer: Tokenizer) -> None:
+    assert accepts(calls_or_text(form, SCHEMAS, True, WHAT), text, tokenizer)
+    said, calls = read(form, text)
+    assert calls and not said
+
+
+def test_reasoning_in_channels_without_tools(tokenizer: Tokenizer) -> None:
+    what = calls_or_text("harmony", {}, True, WHAT)
+    text = final("harmony", '{"a": 5}')
+    assert accepts(what, text, tokenizer) and accepts(what, thought("harmony") + text, tokenizer)
+    assert not accepts(what, '{"a": 5}', tokenizer)
+    assert not accepts(what, written("harmony", ONE), tokenizer)
+
+
+@pytest.mark.parametrize("what", [StructuredOutputs(regex="a/b+"), StructuredOutputs(choice=["a/b", "c"])])
+def test_other_constraints(what: StructuredOutputs, tokenizer: Tokenizer) -> None:
+    either = calls_or_text("hermes", SCHEMAS, True, what)
+    assert accepts(either, "a/b", tokenizer) and accepts(either, written("hermes", TWO), tokenizer)
+    assert not accepts(either, "b", tokenizer)
+
+
+def test_a_format_without_a_grammar_excludes_schemas(tmp_path: Path) -> None:
+    """One that the tokenizer's response_template describes."""
+    folder = write(byte_level(), tmp_path)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "response_template": TEMPLATE}))
+    form = AnswerFormat(Tokenizer.load(folder))
+    assert form.tools and form.calls is None
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    with pytest.raises(InvalidArgument, match=r"tool_choice='auto': .* has no grammar"):
+        ToolChoice(tools, tools, None, True).or_text(WHAT, form, None)
+
+
+def test_a_lark_grammar_excludes_calls() -> None:
+    with pytest.raises(InvalidArgument, match="so no tool can be called"):
+        calls_or_text("hermes", SCHEMAS, True, StructuredOutputs(grammar="start: /a/"))
