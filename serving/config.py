@@ -92,6 +92,9 @@ class ServerConfig:
         max_request_seconds: the longest timeout that a request may ask for. A request without a timeout gets
             this one.
         max_message_bytes: the largest request.
+        response_store_bytes: memory for answers of /v1/responses, to which later requests may refer; 0 keeps
+            none. The oldest ones make room; all are forgotten six hours after their last use, and when the
+            server ends.
         client_chat_templates: accept chat templates from clients. A template is a program: it runs in a
             separate process, which is ended when it takes too much time or memory.
         rollout_api: serve what trainers need, to administrators: over HTTP /pause, /resume, /sleep, /wake_up,
@@ -123,8 +126,8 @@ class ServerConfig:
         api_key: an API key; every request then needs it, or another one. Set the environment variable, since
             other users of the machine can read flags. For several clients, use api_keys.
         api_keys: file with the hashes of API keys, as `python -m jengine.serving.guards.security` writes
-            them; every request then needs one of these keys. Each key has its own request ids, aborts, limits
-            and cached pages.
+            them; every request then needs one of these keys. Each key has its own request ids, aborts,
+            limits, responses and cached pages.
         request_log: file to which a line of JSON is appended for each request, without its text; - is stdout.
         otlp_traces_endpoint: URL of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces,
             which receives a span for each request, as a child of its client's `traceparent` (needs the extra
@@ -159,6 +162,7 @@ class ServerConfig:
     max_tokens_limit: int | None = None
     max_request_seconds: float | None = None
     max_message_bytes: int = 4 * 2**20
+    response_store_bytes: int = 64 * 2**20
     client_chat_templates: bool = False
     rollout_api: bool = False
     smg_api: bool = False
@@ -197,6 +201,7 @@ class ServerConfig:
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 1, None)
         _whole("max_message_bytes", self.max_message_bytes, 1024, 2**31 - 1)
+        _whole("response_store_bytes", self.response_store_bytes, 0, None)
         for name in ("client_chat_templates", "smg_api", "page", "log_stats", "allow_lora_hub"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(name, getattr(self, name), "must be True or False")

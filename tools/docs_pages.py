@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from prometheus_client.core import Metric
 from jengine import EngineConfig, Load, LoraLoad, SamplingParams, StoreLoad
 from jengine.commands.flags import add_fields
 from jengine.serving.config import ServerConfig
+from jengine.serving.http.policy import POLICIES
 from jengine.serving.metrics.server_metrics import PrometheusMetrics
 from jengine.vllm import engine_settings, server_settings
 from jengine.vllm.sampling_settings import CALLS, SAMPLING, STRUCTURED
@@ -227,6 +229,19 @@ def _cells(cells: list[dict[str, Any]]) -> Iterator[str]:
         yield f"```python\n{text}\n```" if cell["cell_type"] == "code" else text
 
 
+# --- requests ----------------------------------------------------------------------------------------
+
+
+def request_fields(path: str) -> str:
+    """A table of what happens to fields, tools and items of requests. Names that share a note share a row."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for outcome, notes in POLICIES[path].items():
+        for name, note in notes.items():
+            rows.setdefault((outcome, note), []).append(f"`{name}`")
+    lines = [f"| {', '.join(names)} | {outcome} | {note} |" for (outcome, note), names in rows.items()]
+    return "\n".join(["| Name | What happens | Notes |", "| --- | --- | --- |", *lines])
+
+
 CONTENT: dict[str, Callable[[], str]] = {
     "public names": public_names,
     "types and constants": types_and_constants,
@@ -234,6 +249,7 @@ CONTENT: dict[str, Callable[[], str]] = {
     "server options": lambda: options(ServerConfig, SERVER_SECTIONS),
     "sampling parameters": lambda: options(SamplingParams, SAMPLING_SECTIONS),
     "metrics": metrics,
+    **{f"fields of {path}": partial(request_fields, path) for path in POLICIES},
     "vllm: same": vllm_same,
     "vllm: renamed": lambda: vllm_settings("renamed", (*engine_settings.ENGINE, *server_settings.SERVER)),
     "vllm: no effect": lambda: vllm_settings("no effect", (*engine_settings.ENGINE, *server_settings.SERVER)),

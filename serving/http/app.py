@@ -31,20 +31,15 @@ from jengine.serving.http.messages import body as messages_body
 from jengine.serving.http.messages.errors import MessagesErrors
 from jengine.serving.http.messages.reply import Messages
 from jengine.serving.http.responses import body as responses_body
+from jengine.serving.http.responses.earlier import EarlierResponses, no_compaction, no_websocket
 from jengine.serving.http.responses.reply import Responses
+from jengine.serving.http.responses.store import ResponseStore
 from jengine.serving.http.scoring_service import RANKS, SCORES, ScoringService
 from jengine.serving.http.text_service import TextService
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.requests.service import Shared
 
 MESSAGES = MessagesErrors()
-# of requests for responses that a server keeps
-KEPT = (
-    ("GET", "/v1/responses/{id}"),
-    ("DELETE", "/v1/responses/{id}"),
-    ("GET", "/v1/responses/{id}/input_items"),
-    ("POST", "/v1/responses/{id}/cancel"),
-)
 
 
 class Parts(NamedTuple):
@@ -78,7 +73,9 @@ def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
     chat = ChatService(shared, most, parsers, ChatCompletions())
     messages = ChatService(shared, most, parsers, Messages())
     count = messages.counter(messages_body.read_to_count, lambda tokens: {"input_tokens": tokens})
-    responses = ChatService(shared, most, parsers, Responses())
+    store = ResponseStore(config.response_store_bytes)
+    earlier = EarlierResponses(store, shared.text_work, most)
+    responses = ChatService(shared, most, parsers, Responses(store), earlier.expand)
     count_input = responses.counter(
         responses_body.read_to_count,
         lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},
@@ -101,9 +98,6 @@ def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
         if why is not None:
             raise Refusal(grpc.StatusCode.UNAVAILABLE, why, retry_seconds=shared.models.retry_seconds)
         await call.answer(200, programs_of(shared.models))
-
-    async def no_responses(call: HttpCall) -> None:
-        raise Refusal(grpc.StatusCode.NOT_FOUND, "this server keeps no responses; send all items in input")
 
     def route(
         method: str, path: str, handle: Handler, open: bool = False, errors: ErrorForm = OPENAI
@@ -130,7 +124,12 @@ def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
             route("POST", "/v1/messages/count_tokens", count, errors=MESSAGES),
             route("POST", "/v1/responses", responses.create),
             route("POST", "/v1/responses/input_tokens", count_input),
-            *(route(*way, no_responses) for way in KEPT),
+            route("POST", "/v1/responses/compact", no_compaction),
+            route("GET", "/v1/responses", no_websocket),
+            route("GET", "/v1/responses/{id}", earlier.retrieve),
+            route("DELETE", "/v1/responses/{id}", earlier.delete),
+            route("GET", "/v1/responses/{id}/input_items", earlier.input_items),
+            route("POST", "/v1/responses/{id}/cancel", earlier.cancel),
             route("POST", "/v1/completions", completions.create),
             route("POST", "/v1/embeddings", EmbeddingService(shared, most).create),
             *(route("POST", path, scores.create) for path in ("/v1/score", "/score")),

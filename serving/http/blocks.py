@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+import msgspec
 
 from jengine import CompletionOutput, RequestOutput
 from jengine.serving.calls.request_ids import new_id
@@ -22,6 +25,7 @@ class Block:
         id: unique, without a prefix.
         name: of the tool, for a call.
         pieces: its text so far.
+        logprobs: log probabilities of its tokens, as JSON, if a text's are wanted.
     """
 
     index: int
@@ -29,6 +33,7 @@ class Block:
     id: str
     name: str = ""
     pieces: list[str] = field(default_factory=list)
+    logprobs: list[msgspec.Raw] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -37,11 +42,12 @@ class Block:
 
 
 class Step(NamedTuple):
-    """What happens to a block. `text`: what it grows by."""
+    """What happens to a block. `text`: what it grows by; `logprobs`: see Block."""
 
     what: Literal["opens", "grows", "closes"]
     block: Block
     text: str = ""
+    logprobs: Sequence[msgspec.Raw] = ()
 
 
 class Blocks:
@@ -129,10 +135,15 @@ class BlockReader:
         for completion in output.outputs:
             self.completion = completion
             self.tokens += len(completion.token_ids)
-            events = self._parser.push(completion.text)
-            ended = completion.finish_reason is not None
-            if ended:
-                events = joined([*events, *self._parser.finish()])
-            steps += self.blocks.add(self._chat.shown(events))
-            steps += self.blocks.close() if ended else []
+            steps += self._read(completion)
         return steps
+
+    def _read(self, completion: CompletionOutput) -> list[Step]:
+        return self._push(completion.text, completion.finish_reason is not None)
+
+    def _push(self, text: str, ended: bool) -> list[Step]:
+        events = self._parser.push(text)
+        if ended:
+            events = joined([*events, *self._parser.finish()])
+        steps = self.blocks.add(self._chat.shown(events))
+        return [*steps, *self.blocks.close()] if ended else steps

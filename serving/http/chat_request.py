@@ -101,12 +101,13 @@ class Chat(NamedTuple):
 
     def shown(self, events: list[Event]) -> list[Event]:
         """The events that the client wants."""
-        reasoning, parallel = self.body.get("include_reasoning", True), self.tools.parallel
+        reasoning = self.body.get("include_reasoning", True)
+        calls = self.body.get("max_tool_calls") if self.tools.parallel else 1
         return [
             event
             for event in events
             if (reasoning or not isinstance(event, Reasoning))
-            and (parallel or not isinstance(event, ToolCallStart | Arguments) or not event.index)
+            and (calls is None or not isinstance(event, ToolCallStart | Arguments) or event.index < calls)
         ]
 
     async def logprobs(self, completion: CompletionOutput, portioned: Portioned) -> dict[str, Parts]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from jengine.serving.requests.service import ParsedRequest, Shared
 from jengine.serving.requests.tracking import TrackedRequest
 
 Read = Callable[[dict[str, Any]], Asked]
+Expand = Callable[[HttpCall, dict[str, Any], int], Awaitable[tuple[dict[str, Any], int]]]
 OPTIONS = (
     "add_generation_prompt",
     "continue_final_message",
@@ -34,11 +35,26 @@ OPTIONS = (
 
 
 class ChatService(HttpService):
-    """Answers conversations."""
+    """Answers conversations.
 
-    def __init__(self, shared: Shared, most_bytes: int, parsers: tuple[str, str], api: ChatApi) -> None:
+    Args:
+        expand: completes a request before it is read; takes and returns its body and its size in bytes.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        most_bytes: int,
+        parsers: tuple[str, str],
+        api: ChatApi,
+        expand: Expand | None = None,
+    ) -> None:
         super().__init__(shared, most_bytes, parsers)
-        self.PATH, self._api = api.path, api
+        self.PATH, self._api, self._expand = api.path, api, expand
+
+    async def _json(self, call: HttpCall) -> tuple[dict[str, Any], int]:
+        given, size = await super()._json(call)
+        return (given, size) if self._expand is None else await self._expand(call, given, size)
 
     async def _create(self, call: HttpCall, given: dict[str, Any], size: int, request_id: str) -> None:
         with self._tracker.track(f"POST {self.PATH}", request_id, call) as tracked:

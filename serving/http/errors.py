@@ -106,6 +106,10 @@ def _code(refused: Refusal) -> tuple[str | None, str | None]:
         return "model_not_found", "model"
     if refused.resource is not None and refused.resource[0] == "request":
         return None, "request_id"
+    if refused.resource is not None and refused.resource[0] == "previous_response_id":
+        return "previous_response_not_found", "previous_response_id"
+    if refused.resource is not None and refused.resource[0] == "item":
+        return None, "input"
     if refused.code is StatusCode.UNAUTHENTICATED:
         return "invalid_api_key", None
     if refused.code is StatusCode.RESOURCE_EXHAUSTED:

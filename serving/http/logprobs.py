@@ -43,6 +43,27 @@ async def chat_logprobs(
         top: number of most likely tokens to list.
     """
 
+    def content(positions: Sequence[Position]) -> list[dict[str, Any]]:
+        return [_chat_entry(position, top, texts) for position in positions]
+
+    return with_members(
+        [b'{"refusal":null}'],
+        {"content": await long_array(portioned, positions, width_of(positions), content)},
+    )
+
+
+async def token_entries(
+    portioned: Portioned, positions: Sequence[Position], top: int, texts: TokenTexts
+) -> list[msgspec.Raw]:
+    """For each token, its entry in a choice's `logprobs`, as JSON. Arguments as for `chat_logprobs`."""
+    return [
+        msgspec.Raw(msgspec.json.encode(_chat_entry(position, top, texts)))
+        async for part in portioned.slices(positions, width_of(positions))
+        for position in part
+    ]
+
+
+def _chat_entry(position: Position, top: int, texts: TokenTexts) -> dict[str, Any]:
     def shown(token: int, entry: Logprob) -> dict[str, Any]:
         return {
             "token": texts.of(token, entry),
@@ -50,18 +71,9 @@ async def chat_logprobs(
             "logprob": _finite(entry),
         }
 
-    def content(positions: Sequence[Position]) -> list[dict[str, Any]]:
-        out = []
-        for position in positions:
-            entries = list((position or {}).items())
-            likeliest = sorted(entries, key=lambda item: item[1].rank)[:top]
-            out.append({**shown(*entries[0]), "top_logprobs": [shown(*other) for other in likeliest]})
-        return out
-
-    return with_members(
-        [b'{"refusal":null}'],
-        {"content": await long_array(portioned, positions, width_of(positions), content)},
-    )
+    entries = list((position or {}).items())
+    likeliest = sorted(entries, key=lambda item: item[1].rank)[:top]
+    return {**shown(*entries[0]), "top_logprobs": [shown(*other) for other in likeliest]}
 
 
 class Chain:

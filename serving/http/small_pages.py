@@ -51,7 +51,9 @@ def api(parts: Parts) -> ASGIApp:
     if parts.authenticator is None and "*" not in origins:
         app = OwnHosts(app, pages_only=True, origins=frozenset(origins))
     return (
-        CORSMiddleware(app, origins, allow_methods=("GET", "POST"), allow_headers=("*",)) if origins else app
+        CORSMiddleware(app, origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",))
+        if origins
+        else app
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jengine import (
@@ -31,6 +32,7 @@ class ToolChoice(NamedTuple):
         parallel: whether there may be several calls.
         plain: whether the chat template has no tools, so that their definitions are text, and calls are a
             JSON array.
+        grammars: by the names of tools, of input that is text. A call follows it if that tool is forced.
     """
 
     shown: list[dict[str, Any]]
@@ -38,6 +40,7 @@ class ToolChoice(NamedTuple):
     forced: str | None
     parallel: bool
     plain: bool = False
+    grammars: Mapping[str, StructuredOutputs] = {}
 
     def constrain(self, params: SamplingParams) -> SamplingParams:
         """If calls are forced, the parameters with a constraint that allows only calls.
@@ -56,6 +59,8 @@ class ToolChoice(NamedTuple):
         """
         if self.forced is None:
             return None
+        if self.forced in self.grammars:  # which cannot be moved behind a thought
+            return self.grammars[self.forced] if inside is None else None
         schemas = self._schemas()
         if self.forced == "required":
             return forced_calls(schemas, self.parallel, inside)
@@ -142,7 +147,7 @@ def read_tools(body: Body, form: AnswerFormat, shown: bool) -> ToolChoice:
         raise InvalidArgument(
             "tool_choice.function.name", name, f"must be one of the tools: {', '.join(names)[:200]}"
         )
-    return ToolChoice(tools, tools, name, parallel, not shown)
+    return ToolChoice(tools, tools, name, parallel, not shown, body.get("tool_grammars", {}))
 
 
 def _schema(field: str, tool: dict[str, Any]) -> dict[str, Any]:

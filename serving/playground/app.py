@@ -5,6 +5,7 @@ chat.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import grpc
 from starlette.requests import Request
@@ -42,8 +43,9 @@ def playground(parts: Parts, pages: Pages) -> ASGIApp:
             )
         await while_connected(call, _stream(call, feed))
 
+    config = replace(parts.config, response_store_bytes=0)  # the page refers to no earlier responses
     app = application(
-        parts,
+        parts._replace(config=config),
         [
             *[Route(path, _page(make), methods=["GET"]) for path, make in pages.items()],
             *[Route(path, _asset(*asset), methods=["GET"]) for path, asset in assets().items()],

@@ -147,6 +147,44 @@ SEEDS: dict[str, list[dict[str, Any]]] = {
         },
         {
             "input": [
+                {"role": "developer", "content": [{"type": "input_text", "text": "t"}]},
+                {"type": "function_call", "call_id": "a", "name": "f", "namespace": "n", "arguments": '{"a'},
+                {"type": "custom_tool_call", "call_id": "b", "name": "c", "input": "x"},
+                {"type": "custom_tool_call_output", "call_id": "b", "output": "y"},
+                {"type": "local_shell_call", "id": "l", "call_id": "d", "action": {"command": ["ls"]}},
+                {"type": "local_shell_call_output", "id": "d", "output": "z"},
+                {"type": "web_search_call", "id": "w", "status": "completed", "action": {"query": "q"}},
+                {"type": "compaction", "encrypted_content": "e"},
+                {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+            ],
+            "tools": [
+                {
+                    "type": "namespace",
+                    "name": "n",
+                    "description": "d",
+                    "tools": [{"type": "function", "name": "f", "parameters": PARAMETERS}],
+                },
+                {
+                    "type": "custom",
+                    "name": "c",
+                    "format": {"type": "grammar", "syntax": "regex", "definition": "a+"},
+                },
+                {"type": "web_search"},
+            ],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "custom", "name": "c"}],
+            },
+            "include": ["message.output_text.logprobs"],
+            "top_logprobs": 2,
+            "max_tool_calls": 1,
+            "previous_response_id": None,
+            "max_output_tokens": 3,
+        },
+        {"input": [{"type": "item_reference", "id": "msg_1"}, {"id": "msg_2"}], "store": True},
+        {
+            "input": [
                 {"role": "user", "content": [{"type": "input_image", "image_url": URL, "detail": "low"}]}
             ],
             "stream": True,

@@ -7,15 +7,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import httpx
-import openai
 import pytest
 from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from pydantic import TypeAdapter
 
+from jengine.serving.http import policy
 from tests.serving.conftest import MockServer, serve_mock
 from tests.serving.test_http_tools import CALL, ECHO, END, SAID
 from tests.text.conftest import byte_level, write
@@ -80,7 +81,7 @@ def post(server: MockServer, path: str = "/responses", **body: Any) -> httpx.Res
 def test_text(client: OpenAI) -> None:
     response = client.responses.create(**asked("Hello.", instructions="", metadata={"a": "b"}))
     assert response.output_text == "Hello." and response.status == "completed"
-    assert response.metadata == {"a": "b"} and response.store is False and response.max_output_tokens == 500
+    assert response.metadata == {"a": "b"} and response.store is True and response.max_output_tokens == 500
     usage = response.usage
     assert usage is not None and usage.total_tokens == usage.input_tokens + usage.output_tokens
     assert usage.output_tokens_details.reasoning_tokens == 0
@@ -198,7 +199,7 @@ def test_a_whole_response_has_its_schema(server: MockServer) -> None:
     body = asked(THOUGHT + CALL, tools=[WEATHER], text={"format": {"type": "text"}})
     answer = post(server, **raw(body)).json()
     Response.model_validate(answer, strict=True)
-    assert answer["tools"] == [WEATHER] and answer["previous_response_id"] is None
+    assert answer["tools"] == [{**WEATHER, "description": None}] and answer["previous_response_id"] is None
 
 
 @pytest.mark.parametrize(
@@ -212,10 +213,10 @@ def test_a_whole_response_has_its_schema(server: MockServer) -> None:
         ),
         ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "tool", "content": "a"}]}, "input[0].role"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
+        ({"input": [{"type": "computer_call", "call_id": "a"}]}, "input[0].type"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "a", "name": "a"}]}, "input[0].input"),
         ({"input": [{"type": "function_call", "call_id": "a"}]}, "input[0].name"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"store": True}, "store"),
         ({"store": 0}, "store"),
         ({"background": True}, "background"),
         ({"conversation": "a"}, "conversation"),
@@ -223,13 +224,25 @@ def test_a_whole_response_has_its_schema(server: MockServer) -> None:
         ({"truncation": "auto"}, "truncation"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"include": ["message.output_text.logprobs", "everything"]}, "include[1]"),
+        ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+        ({"max_tool_calls": 0}, "max_tool_calls"),
+        ({"n": 2}, "n"),
+        ({"tools": [{"type": "telepathy"}]}, "tools[0].type"),
+        ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
+        ({"tools": [{"type": "namespace", "name": "a", "tools": [{"type": "a"}]}]}, "tools[0].tools[0].type"),
+        ({"tools": [{"type": "custom", "name": "a", "format": {"type": "a"}}]}, "tools[0].format"),
+        ({"tools": [WEATHER], "tool_choice": "maybe"}, "tool_choice"),
+        ({"tools": [WEATHER, {"type": "mcp"}], "tool_choice": {"type": "mcp"}}, "tool_choice"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "tools": [{"type": "mcp"}]}},
+            "tool_choice",
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "a"}}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_object"}}, "tool_choice": "required"}, "tool_choice"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"effort": 5}}, "reasoning.effort"),
         ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
         ({"nothing": 1}, "nothing"),
     ],
@@ -239,21 +252,99 @@ def test_what_is_wrong(server: MockServer, options: dict[str, Any], param: str) 
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param, answer.text
 
 
-def test_nothing_is_kept(client: OpenAI) -> None:
-    for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
-        with pytest.raises(openai.NotFoundError, match="this server keeps no responses"):
-            ask("resp_1")
-
-
-def test_what_codex_sends(client: OpenAI) -> None:
-    response = client.responses.create(
-        **asked("Hello.", reasoning={"effort": "low", "summary": "auto"}, parallel_tool_calls=False),
+def test_what_codex_sends(server: MockServer) -> None:
+    """Codex's instructions come as `developer` messages, its MCP servers as namespaces."""
+    shell = {**WEATHER, "name": "exec_command", "strict": False, "output_schema": {"type": "object"}}
+    member = {"type": "function", "name": "spawn_agent", "parameters": {"type": "object", "properties": {}}}
+    patch = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'}
+    tools = [
+        shell,
+        {"type": "namespace", "name": "agents", "description": "Agents.", "tools": [member]},
+        {"type": "custom", "name": "apply_patch", "description": "Edits files.", "format": patch},
+        {"type": "web_search", "external_web_access": False},
+    ]
+    context = {"type": "input_text", "text": ""}
+    answer = post(
+        server,
+        model="mock",
+        max_output_tokens=500,
+        stop=[END],
+        instructions="",
+        tools=tools,
+        input=[
+            {"type": "message", "role": "developer", "content": [context]},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello." + END}]},
+        ],
+        tool_choice="auto",
+        parallel_tool_calls=False,
+        reasoning={"effort": "low", "summary": "concise", "context": "all_turns"},
         store=False,
         include=["reasoning.encrypted_content"],
         prompt_cache_key="a",
-        truncation="disabled",
-    )
-    assert response.output_text == "lowHello."
+        client_metadata={"x-codex-installation-id": "b"},
+        text={"verbosity": "low"},
+        service_tier="priority",
+    ).json()
+    assert answer["output"][0]["content"][0]["text"] == "lowHello." and not answer["store"], answer
+    assert [tool["type"] for tool in answer["tools"]] == ["function", "namespace", "custom"]
+    assert answer["service_tier"] == "default" and answer["prompt_cache_key"] == "a"
+
+
+def test_fields_follow_the_policy(server: MockServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Each field of the API is in the table, and has the outcome that the table says."""
+    table = set().union(*policy.RESPONSES.values())
+    listed = {name.partition(".")[0].partition(":")[0] for name in table}
+    assert get_type_hints(ResponseCreateParamsBase).keys() | {"stream"} <= listed
+    policy._log_once.cache_clear()
+    body = {"input": "a", "max_output_tokens": 1}
+    values = {"user": "a", "safety_identifier": "a", "prompt_cache_key": "a"}
+    with caplog.at_level("INFO", "jengine.serving"):
+        for name in policy.fields(policy.RESPONSES, "accepted"):
+            given = {name: values.get(name, {"a": 1})}
+            for _ in range(2):
+                assert post(server, **body, **given).status_code == 200, name
+            assert caplog.text.count(f"{name} has no effect") == 1
+    for name in policy.fields(policy.RESPONSES, "error"):
+        answer = post(server, **body, **{name: "auto"})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == name, name
+        assert policy.RESPONSES["error"][name] in answer.json()["error"]["message"]
+        assert post(server, **body, **{name: None}).status_code == 200, name
+
+
+def test_log_probabilities(client: OpenAI, server: MockServer) -> None:
+    """Those of a message's tokens: not of the reasoning, of a call, or of the text of the stop string."""
+    include: Any = ["message.output_text.logprobs"]
+    body = asked(THOUGHT + "It rains, ü.\n" + CALL, tools=[WEATHER], include=include, top_logprobs=2)
+    whole = client.responses.create(**body)
+    message = whole.output[1]
+    assert message.type == "message" and message.content[0].type == "output_text"
+    entries = message.content[0].logprobs
+    assert entries is not None and len(entries) > 3 and whole.top_logprobs == 2
+    joined = b"".join(bytes(entry.bytes) for entry in entries)
+    assert joined.decode() == message.content[0].text == "It rains, ü."
+    assert all(len(entry.top_logprobs) == 2 and entry.logprob <= 0 for entry in entries)
+    found = events(server, **raw(body))
+    for event in found:
+        EVENT.validate_python(event)
+    shown = {
+        kind: [event for event in found if event["type"].endswith(kind)]
+        for kind in ("text.delta", "text.done")
+    }
+    deltas = [entry for event in shown["text.delta"] for entry in event.get("logprobs", ())]
+    assert [entry["token"] for entry in deltas] == [entry.token for entry in entries]
+    [done] = [event for event in shown["text.done"] if "logprobs" in event]
+    assert done["logprobs"] == deltas == found[-1]["response"]["output"][1]["content"][0]["logprobs"]
+    [message] = client.responses.create(**asked("Hello.", include=include)).output
+    assert b"".join(bytes(entry.bytes) for entry in message.content[0].logprobs) == b"Hello."  # type: ignore
+
+
+def test_a_websocket_and_compaction(server: MockServer) -> None:
+    upgrade = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+    answer = httpx.get(server.http + "/responses", headers=upgrade, timeout=60)
+    assert answer.status_code == 426 and "no WebSocket" in answer.json()["error"]["message"]
+    assert httpx.get(server.http + "/responses", timeout=60).status_code == 405
+    answer = post(server, "/responses/compact", input="a")
+    assert answer.status_code == 404 and "compacts no conversations" in answer.json()["error"]["message"]
 
 
 def test_an_engine_that_dies(tokenizer_folder: Path) -> None:

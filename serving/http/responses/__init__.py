@@ -1,1 +1,1 @@
-"""OpenAI's Responses API, without state: the server keeps no response."""
+"""OpenAI's Responses API."""

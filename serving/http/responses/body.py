@@ -2,90 +2,103 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from jengine import InvalidArgument
-from jengine.serving.http.bodies import LEVEL, Body, BodyFields, checked
+from jengine.serving.http.bodies import LEVEL, Body, BodyFields
 from jengine.serving.http.chat_api import Asked
+from jengine.serving.http.policy import RESPONSES, check_fields, fields, log_accepted, values
 from jengine.serving.http.responses.conversation import conversation
-from jengine.serving.http.responses.types import TOOL, CountBody, ResponsesBody
+from jengine.serving.http.responses.tools import read_tools
+from jengine.serving.http.responses.types import CountBody, ResponsesBody
 
-# Fields that clients send, and that do not affect answers.
-IGNORED = frozenset((
-    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier", "service_tier",
-    "user",
-))  # fmt: skip
-# These need a server that keeps responses.
-STATE = {
-    "previous_response_id": "send the earlier items in input",
-    "conversation": "send the earlier items in input",
-    "store": "must be false",
-    "background": "must be false",
-    "prompt": "send the prompt in input",
-}
-REFUSED = frozenset((
-    *STATE, "access_programs", "background_options", "context_management", "image", "max_tool_calls",
-    "moderation", "top_logprobs", "truncation", "n", "logprobs", "prompt_logprobs", "max_tokens",
-))  # fmt: skip
-NEUTRAL = {"store": False, "background": False, "truncation": "disabled", "top_logprobs": 0}
+PATH = "/v1/responses"
+ECHOED = frozenset(("user", "prompt_cache_key", "safety_identifier"))
+IGNORED = fields(RESPONSES, "accepted") - ECHOED
+REFUSED = fields(RESPONSES, "error")
+NEUTRAL = {"background": False, "truncation": "disabled", "n": 1}
 FORM = BodyFields(ResponsesBody, ignored=IGNORED, refused=REFUSED, neutral=NEUTRAL)
-COUNT = BodyFields(CountBody, sampling=False, ignored=IGNORED, refused=REFUSED, neutral=NEUTRAL)
-NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "tool_choice": "tool_choice"}
+COUNT = BodyFields(
+    CountBody, sampling=False, ignored=fields(RESPONSES, "accepted"), refused=REFUSED, neutral=NEUTRAL
+)
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "tool_choice": "tool_choice",
+    "logprobs": "top_logprobs",
+}
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = values(RESPONSES, "accepted", "include") | {LOGPROBS}
+STORED_INPUT = "stored input"  # of Asked.own: the items as JSON, if the response will be stored
 
 
-def read(given: dict[str, Any]) -> Asked:
-    """Raises InvalidArgument, naming the field."""
-    _check_state(given)
-    body = FORM.read(given)
-    if "stream_options" in body.fields and not body.get("stream"):
-        raise InvalidArgument("stream_options", body.get("stream_options"), "needs stream=true")
-    sampling = dict(body.sampling)
-    if "max_output_tokens" in body.fields:
-        sampling["max_tokens"] = body.fields["max_output_tokens"]
-    return _asked(body.fields, sampling)
+def read(body: dict[str, Any], stores: bool = False) -> Asked:
+    """Reads a request. `stores`: whether the server keeps responses.
+
+    Raises:
+        InvalidArgument: naming the field.
+    """
+    check_fields(RESPONSES, body, NEUTRAL)
+    log_accepted(PATH, (name for name, value in body.items() if value is not None))
+    request, sampling = FORM.read(body)
+    if "stream_options" in request and not request.get("stream"):
+        raise InvalidArgument("stream_options", request["stream_options"], "needs stream=true")
+    if request.get("store") and not stores:
+        limit = "must be false, since this server keeps no responses (response_store_bytes)"
+        raise InvalidArgument("store", True, limit)
+    if "max_output_tokens" in request:
+        sampling = {**sampling, "max_tokens": request["max_output_tokens"]}
+    return _asked({**request, "store": request.get("store", stores)}, sampling)
 
 
-def read_to_count(given: dict[str, Any]) -> Asked:
+def read_to_count(body: dict[str, Any]) -> Asked:
     """The body of a request whose prompt is counted. Raises as `read`."""
-    _check_state(given)
-    return _asked(COUNT.read(given).fields, {})
+    check_fields(RESPONSES, body, NEUTRAL)
+    return _asked(COUNT.read(body).fields, {})
 
 
-def _check_state(given: dict[str, Any]) -> None:
-    for name in STATE.keys() & given.keys():
-        if given[name] is not None and given[name] is not NEUTRAL.get(name):
-            raise InvalidArgument(name, given[name], f"this server keeps no responses: {STATE[name]}")
-
-
-def _asked(own: dict[str, Any], sampling: dict[str, Any]) -> Asked:
+def _asked(request: dict[str, Any], sampling: dict[str, Any]) -> Asked:
+    tools = read_tools(request.get("tools", []), request.get("tool_choice"))
     fields = {
-        **{name: own[name] for name in (*LEVEL, "parallel_tool_calls") if name in own},
-        "messages": conversation(own.get("input"), own.get("instructions")),
+        **{
+            name: request[name]
+            for name in (*LEVEL, "parallel_tool_calls", "max_tool_calls")
+            if name in request
+        },
+        **_logprobs(request),
+        "messages": conversation(request.get("input"), request.get("instructions")),
+        "tools": tools.functions,
+        "tool_grammars": tools.grammars,
     }
     names = dict(NAMES)
-    if own.get("tools"):
-        fields["tools"] = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(own["tools"])]
-    if (choice := own.get("tool_choice")) is not None:
-        named = isinstance(choice, dict)
-        fields["tool_choice"] = (
-            {"type": "function", "function": {"name": choice["name"]}} if named else choice
-        )
-        if named or choice == "required":
+    if tools.choice is not None:
+        fields["tool_choice"] = tools.choice
+        if tools.choice not in ("none", "auto"):
             names["structured_outputs"] = "tools"
-    if "effort" in own.get("reasoning", {}):
-        fields["reasoning_effort"] = own["reasoning"]["effort"]
-    if (form := own.get("text", {}).get("format")) is not None:
+    if "effort" in request.get("reasoning", {}):
+        fields["reasoning_effort"] = request["reasoning"]["effort"]
+    if (form := request.get("text", {}).get("format")) is not None:
         fields["response_format"] = _format(form)
         names |= {"structured_outputs": "text.format", "response_format": "text.format"}
-    return Asked(Body(fields, sampling), names, own)
+    stored = {STORED_INPUT: _as_json(request["input"])} if request.get("store") else {}
+    return Asked(Body(fields, sampling), names, {**request, **stored, "tools": tools})
 
 
-def _tool(where: str, given: dict[str, Any]) -> dict[str, Any]:
-    if given.get("type") != "function":
-        limit = "must be function: this server runs no tools itself"
-        raise InvalidArgument(f"{where}.type", given.get("type"), limit)
-    tool = checked(TOOL, given, where)
-    return {"type": "function", "function": {name: tool[name] for name in tool if name != "type"}}
+def _as_json(items: str | list[Any]) -> bytes:
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    return msgspec.json.encode(items)
+
+
+def _logprobs(request: Mapping[str, Any]) -> dict[str, Any]:
+    for i, name in enumerate(request.get("include", ())):
+        if name not in INCLUDABLE:
+            raise InvalidArgument(f"include[{i}]", name, f"must be one of {', '.join(sorted(INCLUDABLE))}")
+    top = request.get("top_logprobs", 0)
+    return {"logprobs": True, "top_logprobs": top} if top or LOGPROBS in request.get("include", ()) else {}
 
 
 def _format(form: dict[str, Any]) -> dict[str, Any]:

@@ -2,101 +2,143 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Required
+from typing import Annotated, Any, Literal, Required
 
-from pydantic import with_config
+from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
 from jengine.serving.http.bodies import STRICT, Level, validator_of
 
-Status = Literal["in_progress", "completed", "incomplete"]
+# Items come back from clients with members that other servers have added.
+LOOSE = ConfigDict(extra="ignore", strict=True)
+FREE = ConfigDict(extra="allow", strict=True)
 
 
-class Kept(TypedDict, total=False):
-    """What items of an earlier response bring along, without effect."""
-
-    id: str
-    status: Status
-
-
-@with_config(STRICT)
-class Message(Kept, total=False):
-    type: Literal["message"]
+@with_config(LOOSE)
+class Message(TypedDict, total=False):
     role: Required[Literal["user", "assistant", "system", "developer"]]
     content: Required[str | list[dict[str, Any]]]
-    phase: str
 
 
-@with_config(STRICT)
-class FunctionCall(Kept, total=False):
-    type: Required[Literal["function_call"]]
+@with_config(LOOSE)
+class FunctionCall(TypedDict, total=False):
     call_id: Required[str]
     name: Required[str]
+    namespace: str
     arguments: Required[str]
 
 
-@with_config(STRICT)
-class FunctionCallOutput(Kept, total=False):
-    type: Required[Literal["function_call_output"]]
+@with_config(LOOSE)
+class CustomToolCall(TypedDict, total=False):
+    call_id: Required[str]
+    name: Required[str]
+    namespace: str
+    input: Required[str]
+
+
+@with_config(LOOSE)
+class CallOutput(TypedDict, total=False):
     call_id: Required[str]
     output: Required[str | list[dict[str, Any]]]
 
 
-@with_config(STRICT)
-class Summary(TypedDict):
-    type: Literal["summary_text"]
-    text: str
-
-
-@with_config(STRICT)
+@with_config(LOOSE)
 class ReasoningText(TypedDict):
-    type: Literal["reasoning_text"]
     text: str
 
 
-@with_config(STRICT)
-class Reasoning(Kept, total=False):
-    type: Required[Literal["reasoning"]]
-    summary: list[Summary]
+@with_config(LOOSE)
+class Reasoning(TypedDict, total=False):
+    summary: list[ReasoningText]
     content: list[ReasoningText]
 
 
-@with_config(STRICT)
-class InputText(TypedDict):
-    type: Literal["input_text"]
+@with_config(LOOSE)
+class ItemReference(TypedDict):
+    id: str
+
+
+@with_config(LOOSE)
+class Compaction(TypedDict):
+    """What another server has made of earlier turns."""
+
+
+@with_config(FREE)
+class OtherCall(TypedDict, total=False):
+    """A call of a tool of another server, or its output. `id` and `call_id` have their usual meaning; other
+    members depend on the tool.
+    """
+
+    id: str
+    call_id: str
+    status: str
+
+
+@with_config(LOOSE)
+class TextPart(TypedDict):
     text: str
 
 
-@with_config(STRICT)
-class InputImage(TypedDict, total=False):
+@with_config(LOOSE)
+class Refusal(TypedDict):
+    refusal: str
+
+
+@with_config(LOOSE)
+class InputImage(TypedDict):
     """`detail` has no effect."""
 
-    type: Required[Literal["input_image"]]
-    image_url: Required[str]
-    detail: Literal["auto", "low", "high"]
+    image_url: str
 
 
 @with_config(STRICT)
-class OutputText(TypedDict, total=False):
-    type: Required[Literal["output_text"]]
-    text: Required[str]
-    annotations: list[Any]
-    logprobs: list[Any]
-
-
-@with_config(STRICT)
-class Tool(TypedDict, total=False):
+class FunctionTool(TypedDict, total=False):
     type: Required[Literal["function"]]
     name: Required[str]
     description: str
     parameters: dict[str, Any]
-    strict: bool
 
 
 @with_config(STRICT)
-class NamedTool(TypedDict):
-    type: Literal["function"]
-    name: str
+class TextFormat(TypedDict):
+    type: Literal["text"]
+
+
+@with_config(STRICT)
+class GrammarFormat(TypedDict):
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+@with_config(STRICT)
+class CustomTool(TypedDict, total=False):
+    type: Required[Literal["custom"]]
+    name: Required[str]
+    description: str
+    format: Annotated[TextFormat | GrammarFormat, Field(discriminator="type")]
+
+
+@with_config(STRICT)
+class NamespaceTool(TypedDict, total=False):
+    type: Required[Literal["namespace"]]
+    name: Required[str]
+    description: str
+    tools: Required[list[dict[str, Any]]]
+
+
+@with_config(STRICT)
+class NamedTool(TypedDict, total=False):
+    type: Required[Literal["function", "custom"]]
+    name: Required[str]
+    namespace: str
+
+
+@with_config(STRICT)
+class AllowedTools(TypedDict, total=False):
+    type: Required[Literal["allowed_tools"]]
+    mode: Literal["none", "auto", "required"]
+    tools: Required[list[dict[str, Any]]]
 
 
 @with_config(STRICT)
@@ -109,20 +151,23 @@ class Format(TypedDict, total=False):
 
 
 @with_config(STRICT)
-class Text(TypedDict, total=False):
+class TextConfig(TypedDict, total=False):
     format: Format
-    verbosity: Literal["medium"]
+    verbosity: str
 
 
 @with_config(STRICT)
 class ReasoningConfig(TypedDict, total=False):
     effort: str
-    summary: Literal["auto"]
+    summary: str
+    generate_summary: str
+    context: str
+    mode: str
 
 
 @with_config(STRICT)
 class StreamOptions(TypedDict, total=False):
-    include_obfuscation: Literal[False]
+    include_obfuscation: bool
 
 
 class Prompt(TypedDict, total=False):
@@ -131,11 +176,12 @@ class Prompt(TypedDict, total=False):
     model: str
     input: str | list[dict[str, Any]]
     instructions: str
+    previous_response_id: str
     tools: list[dict[str, Any]]
-    tool_choice: Literal["none", "auto", "required"] | NamedTool
+    tool_choice: str | dict[str, Any]
     parallel_tool_calls: bool
     reasoning: ReasoningConfig
-    text: Text
+    text: TextConfig
 
 
 @with_config(STRICT)
@@ -148,26 +194,47 @@ class ResponsesBody(Prompt, Level, total=False):
     """/v1/responses."""
 
     max_output_tokens: int
+    max_tool_calls: Annotated[int, Field(ge=1)]
     metadata: dict[str, str]
-    include: list[Literal["reasoning.encrypted_content"]]
+    include: list[str]
+    top_logprobs: Annotated[int, Field(ge=0)]
+    store: bool
     stream_options: StreamOptions
-    prompt_cache_key: str
-    prompt_cache_options: Any
-    prompt_cache_retention: Any
-    safety_identifier: str
-    service_tier: str
     user: str
+    prompt_cache_key: str
+    safety_identifier: str
 
 
-TOOL = validator_of(Tool)
+OTHER_CALL = validator_of(OtherCall)
 ITEMS = {
     "message": validator_of(Message),
     "function_call": validator_of(FunctionCall),
-    "function_call_output": validator_of(FunctionCallOutput),
+    "function_call_output": validator_of(CallOutput),
+    "custom_tool_call": validator_of(CustomToolCall),
+    "custom_tool_call_output": validator_of(CallOutput),
     "reasoning": validator_of(Reasoning),
-}
+    "item_reference": validator_of(ItemReference),
+    "compaction": validator_of(Compaction),
+    **dict.fromkeys(
+        (
+            "local_shell_call", "local_shell_call_output", "shell_call", "shell_call_output",
+            "apply_patch_call", "apply_patch_call_output", "web_search_call", "file_search_call",
+            "code_interpreter_call", "mcp_call",
+        ),
+        OTHER_CALL,
+    ),
+}  # fmt: skip
+_TEXT = validator_of(TextPart)
 PARTS = {
-    "input_text": validator_of(InputText),
+    "input_text": _TEXT,
+    "output_text": _TEXT,
+    "text": _TEXT,
+    "refusal": validator_of(Refusal),
     "input_image": validator_of(InputImage),
-    "output_text": validator_of(OutputText),
 }
+TOOLS = {
+    "function": validator_of(FunctionTool),
+    "custom": validator_of(CustomTool),
+    "namespace": validator_of(NamespaceTool),
+}
+NAMED_TOOL, ALLOWED_TOOLS = validator_of(NamedTool), validator_of(AllowedTools)

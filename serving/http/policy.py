@@ -1,0 +1,172 @@
+"""What happens to what clients send, by API: one table for the code and for the documentation.
+
+A name is applied if some server acts on it, and accepted without effect if only a hosted service could act on
+it. Other names are errors, whether a table lists them or not.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from jengine import InvalidArgument
+
+log = logging.getLogger("jengine.serving")
+
+Outcome = Literal["applied", "accepted", "error"]
+# Notes by name. A name is a field, `FIELD.MEMBER`, or `FIELD: VALUE` for the types of a list's members.
+Policy = Mapping[Outcome, Mapping[str, str]]
+
+HOSTED = "left out of the prompt, and of the answer's `tools`"
+UNREADABLE = "this server cannot read it"
+AS_CALL, AS_RESULT = "shown as a call", "shown as the result of a call"
+RUN_ELSEWHERE = "shown as a call with its result"
+
+RESPONSES: Policy = {
+    "applied": {
+        "input": "a text or a list of items",
+        "instructions": "the first system message; those of an earlier response are not repeated",
+        "previous_response_id": "the items of a response that the server still has come first",
+        "store": "true by default",
+        "model": "",
+        "stream": "",
+        "max_output_tokens": "",
+        "max_tool_calls": "further calls are left out of the answer",
+        "parallel_tool_calls": "false: at most one call",
+        "metadata": "returned",
+        "temperature": "",
+        "top_p": "",
+        "top_logprobs": "",
+        "include: message.output_text.logprobs": "log probabilities of the tokens of messages",
+        "reasoning.effort": "the chat template's `reasoning_effort`; `none` turns thinking off",
+        "text.format": "`json_schema` and `json_object` constrain the answer",
+        "tools: function": "",
+        "tools: namespace": "the model sees each function as `NAMESPACE__NAME`; calls have both parts again",
+        "tools: custom": "text, a regular expression, or a Lark grammar",
+        "tool_choice": "`none`, `auto`, `required`, or an object",
+        "tool_choice: function": "",
+        "tool_choice: custom": "",
+        "tool_choice: allowed_tools": "the model sees only these tools",
+        "input: message": "texts, images by URL, refusals",
+        "input: function_call": "arguments may be any text, also if they were cut off",
+        "input: function_call_output": AS_RESULT,
+        "input: custom_tool_call": AS_CALL,
+        "input: custom_tool_call_output": AS_RESULT,
+        "input: reasoning": "its text or summary; `encrypted_content` has no effect",
+        "input: item_reference": "an output item of a response that the server still has",
+        "input: local_shell_call": AS_CALL,
+        "input: local_shell_call_output": AS_RESULT,
+        "input: shell_call": AS_CALL,
+        "input: shell_call_output": AS_RESULT,
+        "input: apply_patch_call": AS_CALL,
+        "input: apply_patch_call_output": AS_RESULT,
+        "input: web_search_call": RUN_ELSEWHERE,
+        "input: file_search_call": RUN_ELSEWHERE,
+        "input: code_interpreter_call": RUN_ELSEWHERE,
+        "input: mcp_call": RUN_ELSEWHERE,
+    },
+    "accepted": {
+        "client_metadata": "",
+        "user": "returned",
+        "safety_identifier": "returned",
+        "prompt_cache_key": "returned; equal prefixes are found without it",
+        "prompt_cache_options": "",
+        "prompt_cache_retention": "",
+        "service_tier": "there is one; the answer says `default`",
+        "context_management": "a conversation that is too long is an error",
+        "access_programs": "",
+        "image": "",
+        "reasoning.summary": "reasoning is returned whole",
+        "reasoning.generate_summary": "",
+        "reasoning.context": "",
+        "reasoning.mode": "",
+        "text.verbosity": "",
+        "stream_options.include_obfuscation": "events have no padding",
+        "include: reasoning.encrypted_content": "reasoning is returned as text",
+        "include: file_search_call.results": "",
+        "include: web_search_call.results": "",
+        "include: web_search_call.action.sources": "",
+        "include: message.input_image.image_url": "",
+        "include: computer_call_output.output.image_url": "",
+        "include: code_interpreter_call.outputs": "",
+        "input: compaction": f"{UNREADABLE}; the model is told that earlier turns are missing",
+        "tools: web_search": HOSTED,
+        "tools: web_search_2025_08_26": HOSTED,
+        "tools: web_search_preview": HOSTED,
+        "tools: web_search_preview_2025_03_11": HOSTED,
+        "tools: file_search": HOSTED,
+        "tools: code_interpreter": HOSTED,
+        "tools: image_generation": HOSTED,
+        "tools: mcp": HOSTED,
+        "tools: computer": HOSTED,
+        "tools: computer_use_preview": HOSTED,
+        "tools: local_shell": HOSTED,
+        "tools: shell": HOSTED,
+        "tools: apply_patch": HOSTED,
+        "tools: tool_search": HOSTED,
+        "tools: programmatic_tool_calling": HOSTED,
+        "tools.strict": "forced calls follow their schemas in any case",
+        "tools.defer_loading": "all tools are shown",
+        "tools.output_schema": "",
+        "tools.cache_control": "",
+        "tools.allowed_callers": "",
+        "tools.async": "",
+    },
+    "error": {
+        "background": "must be false",
+        "background_options": "this server answers no requests in the background",
+        "conversation": "this server keeps no conversations: use previous_response_id",
+        "prompt": "this server keeps no prompts: send it in input",
+        "truncation": "must be disabled",
+        "moderation": "this server does not moderate",
+        "max_tokens": "the name is max_output_tokens",
+        "n": "must be 1",
+        "logprobs": "use include and top_logprobs",
+        "prompt_logprobs": "only /v1/completions and /v1/chat/completions have them",
+        "input: image_generation_call": UNREADABLE,
+        "input: computer_call": UNREADABLE,
+    },
+}  # fmt: skip
+POLICIES: Mapping[str, Policy] = {"/v1/responses": RESPONSES}
+
+
+def fields(policy: Policy, outcome: Outcome) -> frozenset[str]:
+    """The fields of a request with this outcome."""
+    return frozenset(name for name in policy[outcome] if name.isidentifier())
+
+
+def members(policy: Policy, outcome: Outcome, field: str) -> frozenset[str]:
+    """The members of a field with this outcome."""
+    return frozenset(
+        name.removeprefix(f"{field}.") for name in policy[outcome] if name.startswith(f"{field}.")
+    )
+
+
+def values(policy: Policy, outcome: Outcome, field: str) -> frozenset[str]:
+    """The values of a field, or the types of its parts, with this outcome."""
+    return frozenset(
+        name.removeprefix(f"{field}: ") for name in policy[outcome] if name.startswith(f"{field}: ")
+    )
+
+
+def check_fields(policy: Policy, body: Mapping[str, Any], neutral: Mapping[str, object]) -> None:
+    """Raises InvalidArgument for a field that is an error, unless its value is null or neutral."""
+    errors = policy["error"]
+    for name, value in body.items():
+        if name in errors and value is not None and not (name in neutral and neutral[name] == value):
+            raise InvalidArgument(name, value, errors[name])
+
+
+def log_accepted(path: str, names: Iterable[str]) -> None:
+    """Logs names without effect that a request has, each once."""
+    for name in names:
+        if name in POLICIES[path]["accepted"]:
+            _log_once(path, name)
+
+
+@functools.cache  # at most one entry for each name in the tables
+def _log_once(path: str, name: str) -> None:
+    note = POLICIES[path]["accepted"][name]
+    log.info("%s: %s has no effect%s", path, name, f": {note}" if note else "")

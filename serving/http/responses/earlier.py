@@ -1,0 +1,190 @@
+"""Earlier responses: in requests that name them, and on their own paths."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from urllib.parse import parse_qsl
+
+import grpc
+import msgspec
+
+from jengine import InvalidArgument
+from jengine.serving.calls.errors import Refusal
+from jengine.serving.guards.admission import client_of
+from jengine.serving.http.calls import BadBody, HttpCall
+from jengine.serving.http.responses.store import ResponseStore, StoredResponse
+from jengine.serving.http.turns import type_of
+from jengine.serving.requests.text_work import TextWork
+
+PREVIOUS = "previous_response_id"
+MAX_LISTED, DEFAULT_LISTED = 100, 20  # items of one answer
+Item = dict[str, Any]
+
+
+class EarlierResponses:
+    """Handlers of requests for earlier responses.
+
+    Args:
+        max_bytes: the largest request, with the items to which it refers.
+    """
+
+    def __init__(self, store: ResponseStore, text_work: TextWork, max_bytes: int) -> None:
+        self._store, self._text_work, self._max_bytes = store, text_work, max_bytes
+
+    async def expand(self, call: HttpCall, body: dict[str, Any], size: int) -> tuple[dict[str, Any], int]:
+        """A request of `size` bytes with the items to which it refers, and their size."""
+        previous, items = body.get(PREVIOUS), body.get("input")
+        before = self._earlier(previous) if isinstance(previous, str) else None
+        named: dict[str, bytes] = {}
+        for item in items if isinstance(items, list) else ():
+            if isinstance(item_id := _reference(item), str):
+                named[item_id] = self._with_item(item_id)
+        if before is None and not named:
+            return body, size
+        size += sum(map(len, {id(text): text for text in named.values()}.values()))
+        size += 0 if before is None else before.size
+        if size > self._max_bytes:
+            limit = f"with its earlier items, the request has {size} bytes: at most {self._max_bytes}"
+            raise BadBody(413, f"{limit} (max_message_bytes)")
+
+        def whole() -> dict[str, Any]:
+            return {**body, "input": [*_items_of(before), *_resolved(items, named)]}
+
+        return await self._text_work.run(client_of(call), size, whole), size
+
+    def _earlier(self, response_id: str) -> StoredResponse:
+        """Raises Refusal, as OpenAI's API does."""
+        if (response := self._store.get(response_id)) is not None:
+            return response
+        why = f"Previous response with id {response_id!r} not found."
+        if not self._store.on:
+            why += " This server keeps no responses: send the earlier items in input, with store=false."
+        resource = PREVIOUS, response_id
+        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, why, resource=resource)
+
+    def _with_item(self, item_id: str) -> bytes:
+        if (response := self._store.with_item(item_id)) is not None:
+            return response.answer
+        why = (
+            f"Item with id {item_id!r} not found. This server keeps no items with store=false, and forgets"
+            " old ones: send the item itself in input, with store=false."
+        )
+        raise Refusal(grpc.StatusCode.NOT_FOUND, why, resource=("item", item_id))
+
+    # --- the paths of a response -------------------------------------------------------------------
+
+    async def retrieve(self, call: HttpCall) -> None:
+        if _query(call).get("stream") == "true":
+            raise InvalidArgument("stream", True, "only POST /v1/responses streams")
+        await call.answer(200, self._response(call).answer)
+
+    async def delete(self, call: HttpCall) -> None:
+        response = self._response(call)
+        self._store.remove(response.id)
+        deleted = {"id": response.id, "object": "response", "deleted": True}
+        await call.answer(200, msgspec.json.encode(deleted))
+
+    async def cancel(self, call: HttpCall) -> None:
+        self._response(call)
+        raise BadBody(400, "only responses with background=true can be cancelled; this server has none")
+
+    async def input_items(self, call: HttpCall) -> None:
+        """A page of the items before a response's output."""
+        response, query = self._response(call), _query(call)
+        page = await self._text_work.run(client_of(call), response.size, lambda: _page(response, query))
+        await call.answer(200, page)
+
+    def _response(self, call: HttpCall) -> StoredResponse:
+        """Raises Refusal: there is none with this id."""
+        response_id = call.scope["path_params"]["id"]
+        if (response := self._store.get(response_id)) is not None:
+            return response
+        why = f"Response with id {response_id!r} not found."
+        if not self._store.on:
+            why += " This server keeps no responses."
+        raise Refusal(grpc.StatusCode.NOT_FOUND, why, resource=("response", response_id))
+
+
+async def no_compaction(call: HttpCall) -> None:
+    why = "this server compacts no conversations: ask the model for a summary with POST /v1/responses"
+    raise Refusal(grpc.StatusCode.NOT_FOUND, why)
+
+
+async def no_websocket(call: HttpCall) -> None:
+    """426 lets clients that try a WebSocket first continue with POST at once."""
+    if (call.header(b"upgrade") or "").lower() == "websocket":
+        raise BadBody(426, "this server has no WebSocket: use POST /v1/responses, with stream=true")
+    raise BadBody(405, "use POST /v1/responses")
+
+
+def _query(call: HttpCall) -> dict[str, str]:
+    return dict(parse_qsl(call.scope["query_string"].decode("latin-1")))
+
+
+# --- items ----------------------------------------------------------------------------------------
+
+
+def _reference(item: Any) -> Any:
+    """The id of the item to which an item refers; None if it is no reference. Its type may be missing."""
+    alone = isinstance(item, dict) and item.keys() - {"type"} == {"id"} and item.get("type") is None
+    return item.get("id") if alone or type_of(item) == "item_reference" else None
+
+
+def _items_of(response: StoredResponse | None) -> list[Item]:
+    """The input and the output of a response."""
+    if response is None:
+        return []
+    return [*msgspec.json.decode(response.input), *msgspec.json.decode(response.answer)["output"]]
+
+
+def _resolved(items: Any, named: dict[str, bytes]) -> list[Any]:
+    """Items with those that they refer to. `named`: by id, the responses that have them as JSON."""
+    if items is None:
+        return []
+    if not isinstance(items, list):
+        return [{"role": "user", "content": items}]
+    outputs = {text: msgspec.json.decode(text)["output"] for text in {*named.values()}}
+    by_id = {item["id"]: item for output in outputs.values() for item in output}
+    return [by_id.get(_reference(item), item) if named else item for item in items]
+
+
+def _page(response: StoredResponse, query: dict[str, str]) -> bytes:
+    """A page of a response's input as JSON.
+
+    Raises:
+        InvalidArgument: naming the part of the query.
+    """
+    limit, order, after = (
+        query.get("limit", str(DEFAULT_LISTED)),
+        query.get("order", "desc"),
+        query.get("after"),
+    )
+    if not limit.isdecimal() or not 1 <= int(limit) <= MAX_LISTED:
+        raise InvalidArgument("limit", limit, f"must be a number in [1, {MAX_LISTED}]")
+    if order not in ("asc", "desc"):
+        raise InvalidArgument("order", order, "must be asc or desc")
+    items = [
+        _listed(item, f"item_{response.id}_{i}") for i, item in enumerate(msgspec.json.decode(response.input))
+    ]
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        if after not in (item["id"] for item in items):
+            raise InvalidArgument("after", after, "there is no such item")
+        items = [*itertools.dropwhile(lambda item: item["id"] != after, items)][1:]
+    page = items[: int(limit)]
+    ends = {"first_id": page[0]["id"] if page else "", "last_id": page[-1]["id"] if page else ""}
+    more = len(items) > len(page)
+    return msgspec.json.encode({"object": "list", "data": page, **ends, "has_more": more})
+
+
+def _listed(item: Item, item_id: str) -> Item:
+    """An item of the input in its complete form."""
+    kind = type_of(item, "message")
+    whole = {"type": kind, "id": item_id, "status": "completed", **item}
+    if kind == "message" and isinstance(item["content"], str):
+        part = "output_text" if item["role"] == "assistant" else "input_text"
+        more: Item = {"annotations": []} if part == "output_text" else {}
+        whole["content"] = [{"type": part, "text": item["content"], **more}]
+    return whole
