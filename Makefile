@@ -30,7 +30,7 @@ PYTHONS := 3.12 3.13 3.14  # in order of preference; constraints.txt was resolve
 MAKEFLAGS += --jobs=2  # environments are made side by side
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve-demo test test-quick test-lowest test-full lint format docs goldens goldens-vllm support compare protos clean
+.PHONY: help setup demo serve-demo test test-quick test-lowest test-full test-agents lint format docs goldens goldens-vllm support compare protos clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,8 +82,11 @@ test-quick: $(STAMP) ## check style, run the tests that compile little (the ones
 test-lowest: $(LOWEST) # beside mypy, which has one thread
 	$(TEST_LOWEST)
 
-test-full: $(TESTED) ## run the long tests that `make test` leaves out (hours; PART=3/11 or PART=models runs one part)
+test-full: $(TESTED) ## run the long tests that `make test` leaves out (hours; PART=3/12 or PART=models runs one part)
 	$(PYTHON) tools/full_tests.py $(PART) $(DISTRIBUTED) --timeout 3600
+
+test-agents: $(STAMP) ## run coding agents against a server (installs them from npm and PyPI, 2 GB; minutes)
+	$(PYTHON) tools/full_tests.py agents --timeout 1800
 
 lint: setup | $(if $(filter test%,$(MAKECMDGOALS)),$(TESTED)) ## ruff and mypy
 	$(PYTHON) -m ruff check .

@@ -35,7 +35,14 @@ if TYPE_CHECKING:
     from jengine.api.request_handle import OutputKind, RequestHandle
     from jengine.api.scoring import Judgement, Scoring, judging_text, scoring_of
     from jengine.api.script_tokenizer import ScriptTokenizer
-    from jengine.base.errors import EngineDead, InvalidArgument, JengineError, ModelError, OutOfMemory
+    from jengine.base.errors import (
+        EngineDead,
+        InvalidArgument,
+        JengineError,
+        ModelError,
+        OutOfMemory,
+        PromptTooLong,
+    )
     from jengine.base.host_memory import available_memory
     from jengine.base.interrupts import uninterrupted
     from jengine.core.beam_outputs import BeamSearchOutput, BeamSearchSequence, GenerationParams
@@ -160,6 +167,7 @@ __all__ = [
     "ProfileOptions",
     "PromptImages",
     "PromptScores",
+    "PromptTooLong",
     "Readers",
     "Replicas",
     "Request",
@@ -246,7 +254,14 @@ _MODULES = {
         "ScoringOutput",
         "ScoringRequestOutput",
     ),
-    "jengine.base.errors": ("EngineDead", "InvalidArgument", "JengineError", "ModelError", "OutOfMemory"),
+    "jengine.base.errors": (
+        "EngineDead",
+        "InvalidArgument",
+        "JengineError",
+        "ModelError",
+        "OutOfMemory",
+        "PromptTooLong",
+    ),
     "jengine.insight.explanations.explain": ("Explanation", "Finding", "explain"),
     "jengine.base.host_memory": ("available_memory",),
     "jengine.base.interrupts": ("uninterrupted",),

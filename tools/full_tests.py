@@ -2,7 +2,7 @@
 
     python tools/full_tests.py [PART] [options of pytest ...]
 
-PART is a name, or a place such as 3/11; without one, all parts run, one after another. A part has the tests
+PART is a name, or a place such as 3/12; without one, all parts run, one after another. A part has the tests
 with the marker `full`, and Hypothesis's tests again, with more examples; `make test` runs the others. A run
 is recorded if it came to its end and nothing but the record was uncommitted.
 """
@@ -89,6 +89,10 @@ PARTS = {  # each should take less than an hour on two cores
     ),
     "engine": Part(("tests/engine", "tests/scheduling", "tests/execution"), ENGINE),
     "devices": Part(("tests/parallel",), ("jengine/parallel", "jengine/execution", "jengine/models")),
+    "agents": Part(
+        ("tests/agents", "tests/serving/test_clients.py"),
+        ("serving/http", "serving/parsers", "jengine/text"),
+    ),
     "service": Part(("tests",), ("serving", "jengine/api", "jengine/ray", "jengine/commands")),
 }
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, cast
 
 from jengine.api.image_prompts import FIELD, with_data
-from jengine.base.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument, PromptTooLong
 from jengine.core.beam_params import BeamSearchParams
 from jengine.core.image_options import PROCESSING
 from jengine.core.pooling import PoolingParams
@@ -159,7 +159,7 @@ def params_of_samples(params: SamplingParams) -> tuple[SamplingParams, SamplingP
 
 
 def check_length(tokenizer: Tokenizer, text: str, max_model_len: int | None, *, pooled: bool = False) -> None:
-    """Raises InvalidArgument if the length of the text alone shows that it has too many tokens; see
+    """Raises PromptTooLong if the length of the text alone shows that it has too many tokens; see
     longest_prompt.
     """
     per_token = tokenizer.max_token_bytes if max_model_len is not None else None
@@ -168,7 +168,8 @@ def check_length(tokenizer: Tokenizer, text: str, max_model_len: int | None, *, 
     size = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
     most, limit = longest_prompt(max_model_len, pooled=pooled)
     if (least := -(-size // per_token)) > most:
-        raise InvalidArgument("prompt", text, f"{size} bytes are at least {least} tokens; {limit}")
+        limit = f"{size} bytes are at least {least} tokens; {limit}"
+        raise PromptTooLong("prompt", text, limit, least, max_model_len, or_more=True)
 
 
 def _masks(tokenizer: Tokenizer, params: SamplingParams, prompt: list[int]) -> Sequence[TokenMask | None]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from jengine.api.embeddings import ScoringOutput, ScoringRequestOutput
 from jengine.api.prompts import TokensPrompt, check_length
-from jengine.base.errors import InvalidArgument, ModelError
+from jengine.base.errors import InvalidArgument, ModelError, PromptTooLong
 from jengine.core.pooling import Reranker, Similarity
 from jengine.core.request import RequestOutput, SamplingParams
 from jengine.engine.limits import Limits
@@ -243,8 +243,8 @@ def judging_text(
     check_length(tokenizer, text, max_model_len)
     ids = tokenizer.encode(text, add_special_tokens=False)
     if max_tokens is not None and len(ids) > max_tokens:
-        limit = f"at most {max_tokens}, the model's max_seq_length or model_max_length"
-        raise InvalidArgument("prompt_token_ids", f"{len(ids)} tokens", limit)
+        limit = f"{len(ids)} tokens; at most {max_tokens}, the model's max_seq_length or model_max_length"
+        raise PromptTooLong("prompt_token_ids", f"{len(ids)} tokens", limit, len(ids), max_tokens)
     return text, ids
 
 

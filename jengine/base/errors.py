@@ -37,6 +37,27 @@ class InvalidArgument(JengineError, ValueError):
         )
 
 
+class PromptTooLong(InvalidArgument):
+    """A prompt with more tokens than the model allows.
+
+    Attributes:
+        tokens: the prompt's.
+        context: the most tokens of a sequence, prompt and output together.
+        or_more: whether the length in bytes was enough to reject it, and `tokens` is a lower bound.
+    """
+
+    def __init__(
+        self, field: str, value: object, limit: str, tokens: int, context: int, or_more: bool = False
+    ) -> None:
+        super().__init__(field, value, limit)
+        self.tokens, self.context, self.or_more = tokens, context, or_more
+
+    @property
+    def counts(self) -> tuple[int, int, bool]:
+        """The last three arguments."""
+        return self.tokens, self.context, self.or_more
+
+
 def shown(value: object) -> str:
     """A value of a client or of a file in a message: at most 80 characters."""
     return _cut(_repr(value), 80)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from jengine.base.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument, PromptTooLong
 
 if TYPE_CHECKING:
     import numpy as np
@@ -110,11 +110,10 @@ class Embedder:
                 f"must be at most {self.size}, the size of this model's embeddings",
             )
         if self.max_tokens is not None and tokens > self.max_tokens:
-            raise InvalidArgument(
-                "prompt_token_ids",
-                f"{tokens} tokens",
-                f"at most {self.max_tokens}, the model's max_seq_length or model_max_length",
+            limit = (
+                f"{tokens} tokens; at most {self.max_tokens}, the model's max_seq_length or model_max_length"
             )
+            raise PromptTooLong("prompt_token_ids", f"{tokens} tokens", limit, tokens, self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, Literal, NamedTuple, Required, get_type_hints
 
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import (
@@ -18,13 +18,11 @@ from pydantic_core import SchemaValidator
 from typing_extensions import TypedDict  # OpenAI's; typing's has another metaclass before Python 3.13
 
 from jengine import InvalidArgument, SamplingParams
+from jengine.serving.http import policy
 
 STRICT = ConfigDict(extra="forbid", strict=True)
 # Fields that clients send to all servers, and that do not affect answers.
-IGNORED = frozenset((
-    "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
-    "service_tier", "store", "user",
-))  # fmt: skip
+IGNORED = policy.fields(policy.CHAT, "accepted")
 # as long as the body
 LONG_FIELDS = frozenset(("prompt", "messages", "input", "tokens", "allowed_token_ids", "stop_token_ids"))
 LONG_FIELDS |= {
@@ -49,7 +47,7 @@ FREE = frozenset((
     "logit_bias", "metadata", "mm_processor_kwargs", "parameters", "schema",
 ))  # fmt: skip
 # Values equivalent to leaving the field out.
-NEUTRAL: Mapping[str, object] = {"best_of": 1, "modalities": ["text"], "suffix": "", "verbosity": "medium"}
+NEUTRAL: Mapping[str, object] = {"best_of": 1, "modalities": ["text"], "suffix": ""}
 
 
 @with_config(STRICT)
@@ -93,6 +91,22 @@ class CompletionBody(completion_create_params.CompletionCreateParamsBase, Extras
 
 
 @with_config(STRICT)
+class ReasoningConfig(TypedDict, total=False):
+    """`exclude`: the answer does not show the reasoning."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+    max_tokens: int
+    enabled: bool
+    exclude: bool
+
+
+@with_config(STRICT)
+class ThinkingSwitch(TypedDict, total=False):
+    type: Required[Literal["enabled", "disabled", "adaptive", "auto"]]
+    budget_tokens: int
+
+
+@with_config(STRICT)
 class ChatBody(chat_create_params.CompletionCreateParamsBase, Extras, total=False):
     """/v1/chat/completions."""
 
@@ -102,6 +116,11 @@ class ChatBody(chat_create_params.CompletionCreateParamsBase, Extras, total=Fals
     chat_template_kwargs: dict[str, Any]
     mm_processor_kwargs: dict[str, Any]
     include_reasoning: bool
+    enable_thinking: bool
+    thinking: bool | ThinkingSwitch
+    thinking_budget: int
+    thinking_budget_tokens: int
+    reasoning: ReasoningConfig
 
 
 @with_config(STRICT)
@@ -397,6 +416,11 @@ CHAT_ONLY = frozenset(
         "chat_template_kwargs",
         "mm_processor_kwargs",
         "include_reasoning",
+        "enable_thinking",
+        "thinking",
+        "thinking_budget",
+        "thinking_budget_tokens",
+        "reasoning",
     )
 )
 CHAT = BodyFields(ChatBody, COMMON | CHAT_ONLY, own=("logprobs",))

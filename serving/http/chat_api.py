@@ -71,3 +71,8 @@ class ChatApi(Protocol):
         self, call: HttpCall, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned
     ) -> AnswerStream:
         """A streamed answer. `output` is that of a request that has just been queued."""
+
+    async def begin_too_long(self, call: HttpCall, chat: Chat, request_id: str, portioned: Portioned) -> None:
+        """The prompt of a streamed answer is too long: begins the stream if clients look for the error there,
+        rather than for an HTTP status.
+        """

@@ -9,16 +9,18 @@ from openai.types.chat.chat_completion_message_function_tool_call import Functio
 
 from jengine import CompletionOutput, RequestOutput
 from jengine.serving.calls.portions import Portioned
-from jengine.serving.http import parts, replies
+from jengine.serving.http import parts, policy, replies
 from jengine.serving.http.blocks import blocks_of
-from jengine.serving.http.bodies import CHAT
+from jengine.serving.http.bodies import CHAT, NEUTRAL
 from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.chat_api import Asked
 from jengine.serving.http.chat_request import Chat, call_id, reason
 from jengine.serving.http.chat_stream import ChatStream
 from jengine.serving.http.parameters import names_of
 from jengine.serving.http.parts import Parts, array, with_members
+from jengine.serving.http.policy import check_fields, log_accepted
 from jengine.serving.http.service import present, stop_reason, tokens_of, transfer_facts
+from jengine.serving.http.thinking import with_thinking
 from jengine.serving.requests.endings import Aborts
 
 
@@ -29,8 +31,10 @@ class ChatCompletions:
     aborts: Aborts = "asked for"
 
     def read(self, given: dict[str, Any]) -> Asked:
-        body = CHAT.read(given)
-        return Asked(body, names_of(body), body.fields)
+        check_fields(policy.CHAT, given, NEUTRAL)
+        log_accepted(self.path, given)
+        body, names = with_thinking(CHAT.read(given))
+        return Asked(body, names | names_of(body), body.fields)
 
     def headers(self, request_id: str) -> dict[str, str]:
         return id_headers(request_id)
@@ -76,3 +80,6 @@ class ChatCompletions:
         self, call: HttpCall, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned
     ) -> ChatStream:
         return ChatStream(call, chat, f"chatcmpl-{request_id}", output, portioned)
+
+    async def begin_too_long(self, call: HttpCall, chat: Chat, request_id: str, portioned: Portioned) -> None:
+        pass

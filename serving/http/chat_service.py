@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from jengine import OutputKind, RequestHandle, TokensPrompt
+from jengine import OutputKind, PromptTooLong, RequestHandle, TokensPrompt
 from jengine.serving.guards.admission import Place, client_of
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.chat_api import Asked, ChatApi
@@ -135,9 +135,13 @@ class ChatService(HttpService):
     async def _stream(
         self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest, place: Place
     ) -> None:
-        handle, chat = await self._queue(call, chat, size, "delta", tracked.request_id, place)
+        portioned = self._shared.portions.answer()
+        try:
+            handle, chat = await self._queue(call, chat, size, "delta", tracked.request_id, place)
+        except PromptTooLong:
+            await self._api.begin_too_long(call, chat, tracked.request_id, portioned)
+            raise
         with Answer(handle, tracked, self._pace, self._api.aborts) as answer:
-            portioned = self._shared.portions.answer()
             stream = self._api.stream(call, chat, handle.output, tracked.request_id, portioned)
             await call.start_events(self._api.headers(tracked.request_id))
             await stream.start()

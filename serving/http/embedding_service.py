@@ -37,7 +37,7 @@ class EmbeddingService(HttpService):
         with self._tracker.track(f"POST {self.PATH}", request_id, call) as first:
             self._admission.stream(call)
             body, model = await self._read(EMBEDDING, given, call, first)
-            call.names = dict.fromkeys(("prompt", "prompt_token_ids"), "input")
+            call.names = {"prompt": "input"}
             llm, prompts = model.llm, listed("input", body.get("input"))
             for prompt in prompts:
                 if isinstance(prompt, list):

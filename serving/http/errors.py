@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from grpc import StatusCode
 from openai.types.shared import ErrorObject
 
-from jengine import InvalidArgument
+from jengine import InvalidArgument, PromptTooLong
 from jengine.serving.calls.errors import Refusal, refusal
 from jengine.serving.http.calls import BadBody, HttpCall
 
@@ -37,11 +37,17 @@ QUOTE = (
 
 
 class HttpError(NamedTuple):
-    """The parts of an error response."""
+    """The parts of an error response.
+
+    Attributes:
+        too_long: the error, if the prompt is too long for the model: APIs have phrases for it, by which
+            agents know that they must shorten the conversation.
+    """
 
     status: int
     error: ErrorObject
     headers: dict[str, str]
+    too_long: PromptTooLong | None = None
 
 
 class ErrorForm(Protocol):
@@ -77,7 +83,16 @@ def http_error(error: Exception, retry_seconds: float, names: Mapping[str, str] 
     refused = refusal(error, retry_seconds)
     status, kind = STATUSES.get(refused.code, (500, "server_error"))
     if isinstance(error, InvalidArgument):
-        return _error(status, kind, *_named(error, names or {}))
+        message, field = _named(error, names or {})
+        if not isinstance(error, PromptTooLong):
+            return _error(status, kind, message, field)
+        # agents look for these words and numbers
+        count = f"{error.tokens} tokens{' or more' if error.or_more else ''}"
+        message = (
+            f"This model's maximum context length is {error.context} tokens. {field} resulted in {count}."
+        )
+        shown = _error(status, kind, message, field, "context_length_exceeded")
+        return shown._replace(too_long=error)
     headers = {}
     if refused.retry_seconds is not None:
         headers = {
@@ -96,7 +111,8 @@ def error_with_status(status: int, message: str) -> HttpError:
 def _named(error: InvalidArgument, names: Mapping[str, str]) -> tuple[str, str]:
     """The message, with the field's name in the request, and that name."""
     root = error.field.partition(".")[0].partition("[")[0]
-    param = names.get(root, PLACES.get(error.field, error.field))
+    field = PLACES.get(error.field, error.field)
+    param = names.get(PLACES.get(root, root), field)
     return (f"{param}: {error.limit}" if root in QUOTE else str(error).replace(error.field, param, 1)), param
 
 

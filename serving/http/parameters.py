@@ -63,6 +63,8 @@ def chat_params(body: Body, default: SamplingParams) -> SamplingParams:
 def names_of(body: Body) -> dict[str, str]:
     """This body's names of fields that jengine's errors call differently; see HttpCall."""
     names = {}
+    if "messages" in body.fields and "prompt" not in body.fields:
+        names["prompt"] = "messages"
     for name in (*GUIDED, "response_format"):
         if body.get(name) is not None:
             names["structured_outputs"] = name

@@ -129,7 +129,78 @@ RESPONSES: Policy = {
         "input: computer_call": UNREADABLE,
     },
 }  # fmt: skip
-POLICIES: Mapping[str, Policy] = {"/v1/responses": RESPONSES}
+SWITCH = "the chat template's `enable_thinking` and `thinking`; `adaptive` and `auto` let the model choose"
+BUDGET = "ends each thought after so many tokens, if the model thinks, as `thinking_token_budget` does"
+EFFORT = "the chat template's `reasoning_effort`"
+CACHED = "equal prefixes are found without it; `cache_salt` keeps them apart"
+ONE_TIER = "there is one; `priority` orders requests"
+# Beside these fields: sampling parameters, vLLM's fields, and those that every server has.
+CHAT: Policy = {
+    "applied": {
+        "reasoning_effort": f"{EFFORT}; `none` turns thinking off",
+        "reasoning.effort": f"{EFFORT}; `none` turns thinking off",
+        "reasoning.enabled": SWITCH,
+        "reasoning.max_tokens": BUDGET,
+        "reasoning.exclude": "true hides the reasoning, as `include_reasoning: false` does",
+        "enable_thinking": SWITCH,
+        "thinking": SWITCH,
+        "thinking.type": SWITCH,
+        "thinking.budget_tokens": BUDGET,
+        "thinking_budget": BUDGET,
+        "thinking_budget_tokens": BUDGET,
+    },
+    "accepted": {
+        "store": "no chat is kept",
+        "metadata": "",
+        "user": "keys tell clients apart",
+        "safety_identifier": "keys tell clients apart",
+        "prompt_cache_key": CACHED,
+        "prompt_cache_options": CACHED,
+        "prompt_cache_retention": CACHED,
+        "service_tier": ONE_TIER,
+        "verbosity": "",
+        "prediction": "[speculation](../guides/scheduling.md#speculative-decoding) drafts from the prompt",
+    },
+    "error": {
+        "functions": "use tools",
+        "function_call": "use tool_choice",
+        "audio": "this server writes no audio",
+        "moderation": "this server does not moderate",
+        "web_search_options": "this server searches nothing",
+    },
+}
+MESSAGES: Policy = {
+    "applied": {
+        "thinking.type": SWITCH,
+        "thinking.budget_tokens": BUDGET,
+        "thinking.display": "`omitted` hides the thinking",
+        "output_config.effort": EFFORT,
+        "output_config.format": "constrains the answer",
+    },
+    "accepted": {
+        "metadata": "",
+        "service_tier": ONE_TIER,
+        "speed": ONE_TIER,
+        "cache_control": CACHED,
+        "diagnostics": "",
+        "inference_geo": "",
+        "user_profile_id": "",
+        "workspace_id": "",
+    },
+    "error": {
+        "container": "this server runs no tools itself",
+        "mcp_servers": "this server runs no tools itself",
+        "n": "must be 1",
+        "logprobs": "only /v1/completions and /v1/chat/completions have them",
+        "prompt_logprobs": "only /v1/completions and /v1/chat/completions have them",
+        "stop": "the name is stop_sequences",
+    },
+}
+POLICIES: Mapping[str, Policy] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": MESSAGES,
+    "/v1/responses": RESPONSES,
+}
 
 
 def fields(policy: Policy, outcome: Outcome) -> frozenset[str]:

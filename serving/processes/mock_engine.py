@@ -259,7 +259,7 @@ class MockEngine:
         request, params = sequence.request, sequence.request.params
         prompt = request.prompt_token_ids
         allowed = params.allowed_token_ids
-        token = allowed[0] if allowed else prompt[(request.sample_index + sequence.generated) % len(prompt)]
+        token = allowed[0] if allowed else self._token(request, sequence.generated)
         token = (token + shift_of(request.lora_name)) % self.limits.vocab_size
         sequence.generated += 1
         reason = stop_reason = None
@@ -273,6 +273,11 @@ class MockEngine:
         logprobs = None if params.logprobs is None else _logprobs(token, params.logprobs)
         times = 0, sequence.scheduled, sequence.cached
         return TokenUpdate(request_id, token, reason, stop_reason, logprobs, *times)  # type: ignore[arg-type]
+
+    def _token(self, request: Request, place: int) -> int:
+        """The token at this place of the answer."""
+        prompt = request.prompt_token_ids
+        return prompt[(request.sample_index + place) % len(prompt)]
 
     def _embedding(self, request_id: str, sequence: _Sequence) -> Pooled:
         params, size = sequence.request.pooling, self.limits.embedder.size if self.limits.embedder else 0

@@ -29,6 +29,7 @@ from jengine import (
     PoolingParams,
     PromptImages,
     PromptScores,
+    PromptTooLong,
     Request,
     SamplingParams,
     StepTotals,
@@ -280,6 +281,7 @@ class Done(WireMessage):
     Attributes:
         seconds: processor time of the job.
         text: the conversation's, of which token_ids are the tokens.
+        too_long: the attributes of a PromptTooLong.
     """
 
     token_ids: list[int] = []
@@ -288,14 +290,18 @@ class Done(WireMessage):
     limit: str = ""
     seconds: float = 0.0
     text: str = ""
+    too_long: tuple[int, int, bool] | None = None
 
     @classmethod
     def refused(cls, error: InvalidArgument) -> Done:
         value = error.value if isinstance(error.value, str) else ""
-        return cls(field=error.field, value=value, limit=error.limit)
+        too_long = error.counts if isinstance(error, PromptTooLong) else None
+        return cls(field=error.field, value=value, limit=error.limit, too_long=too_long)
 
     def check(self) -> None:
         """Raises InvalidArgument if the job was rejected."""
+        if self.too_long is not None:
+            raise PromptTooLong(self.field, self.value, self.limit, *self.too_long)
         if self.limit:
             raise InvalidArgument(self.field, self.value, self.limit)
 
@@ -468,6 +474,7 @@ def failed(error: BaseException) -> Failed:
     """Encodes an error for the server."""
     if isinstance(error, InvalidArgument):
         arguments: list[object] = [error.field, error.value, error.limit]
+        return Failed("InvalidArgument", json.dumps(arguments, default=str))
     else:
         arguments = [str(error) if isinstance(error, JengineError) else f"{type(error).__name__}: {error}"]
     return Failed(type(error).__name__, json.dumps(arguments, default=str))

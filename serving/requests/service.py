@@ -14,6 +14,7 @@ from jengine import (
     Judgement,
     OutputKind,
     PreparedPrompt,
+    PromptTooLong,
     RequestHandle,
     SamplingParams,
     TokensPrompt,
@@ -255,9 +256,10 @@ class Service:
 
 
 def check_ids(field: str, count: int, model: NamedModel) -> None:
-    """Checks the number of ids before they are copied."""
-    if count > model.max_model_len:
-        raise InvalidArgument(field, f"{count} ids", f"at most max_model_len = {model.max_model_len}")
+    """Checks the number of ids before they are copied. Raises PromptTooLong."""
+    if count > (most := model.max_model_len):
+        limit = f"{count} ids; at most max_model_len = {most}"
+        raise PromptTooLong(field, f"{count} ids", limit, count, most)
 
 
 def check_vocabulary(field: str, ids: Sequence[int], model: NamedModel) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jengine.base.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument, PromptTooLong
 from jengine.core.request import DEVICE_STOPS, Request
 from jengine.table.pages import most_pages
 
@@ -35,15 +35,17 @@ class SequenceLimits:
         """Rejects requests that can never be served.
 
         Raises:
-            InvalidArgument: the prompt is empty or leaves no room for a token, there are too many stop
-                tokens, or the cache is too small for this request alone.
+            PromptTooLong: the prompt leaves no room for a token.
+            InvalidArgument: the prompt is empty, there are too many stop tokens, or the cache is too small
+                for this request alone.
         """
         params, prompt = request.params, request.prompt_token_ids
         if not prompt:
             raise InvalidArgument("prompt_token_ids", prompt, "must hold at least 1 token")
         most, limit = longest_prompt(self.max_model_len, pooled=request.pooling is not None)
-        if len(prompt) > most:
-            raise InvalidArgument("prompt_token_ids", prompt, f"{len(prompt)} tokens; {limit}")
+        if (tokens := len(prompt)) > most:
+            limit = f"{tokens} tokens; {limit}"
+            raise PromptTooLong("prompt_token_ids", prompt, limit, tokens, self.max_model_len)
         if request.beams is not None and self.recurrent:
             raise InvalidArgument(
                 "beam_width",

@@ -5,27 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from jengine import InvalidArgument
+from jengine.serving.http import policy
 from jengine.serving.http.bodies import LEVEL, Body, BodyFields
 from jengine.serving.http.bodies import checked as checked_by
 from jengine.serving.http.chat_api import Asked
 from jengine.serving.http.messages.conversation import conversation
 from jengine.serving.http.messages.types import TOOL, CountBody, MessagesBody
+from jengine.serving.http.thinking import thinking_variables
 
-# Fields that clients send, and that do not affect answers. The last one is also part of blocks and tools.
-IGNORED = frozenset(("metadata", "service_tier", "cache_control"))
-REFUSED = frozenset((
-    "container", "diagnostics", "inference_geo", "mcp_servers", "speed",
-    "user_profile_id", "n", "logprobs", "prompt_logprobs", "stop",
-))  # fmt: skip
-NEUTRAL = {"speed": "standard"}
-FORM = BodyFields(MessagesBody, ignored=IGNORED, refused=REFUSED, neutral=NEUTRAL)
-COUNT = BodyFields(CountBody, sampling=False, ignored=IGNORED, refused=REFUSED, neutral=NEUTRAL)
-NAMES = {"stop": "stop_sequences", "tool_choice": "tool_choice"}
+IGNORED, REFUSED = (policy.fields(policy.MESSAGES, outcome) for outcome in ("accepted", "error"))
+FORM = BodyFields(MessagesBody, ignored=IGNORED, refused=REFUSED)
+COUNT = BodyFields(CountBody, sampling=False, ignored=IGNORED, refused=REFUSED)
+NAMES = {"prompt": "messages", "stop": "stop_sequences", "tool_choice": "tool_choice"}
 NAMES["thinking_budget"] = "thinking.budget_tokens"
 
 
 def read(given: dict[str, Any]) -> Asked:
     """Raises InvalidArgument, naming the field."""
+    policy.check_fields(policy.MESSAGES, given, {})
+    policy.log_accepted("/v1/messages", given)
     body = FORM.read(given)
     if "max_tokens" not in body.sampling:
         raise InvalidArgument("max_tokens", None, "must be given")
@@ -96,7 +94,7 @@ def _tool(where: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _thinking(config: dict[str, Any] | None, max_tokens: Any) -> dict[str, Any]:
-    """Variables of Qwen's and of DeepSeek's chat templates; others ignore them.
+    """What the field says about thinking, as fields of a chat's body.
 
     Args:
         max_tokens: None if tokens are only counted.
@@ -112,8 +110,7 @@ def _thinking(config: dict[str, Any] | None, max_tokens: Any) -> dict[str, Any]:
         if isinstance(max_tokens, int) and budget < max_tokens:  # otherwise max_tokens bounds it
             fields["thinking_budget"] = budget
     if config["type"] != "adaptive":
-        thinks = config["type"] == "enabled"
-        fields["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
+        fields["chat_template_kwargs"] = thinking_variables(config["type"] == "enabled")
     if config.get("display") == "omitted":
         fields["include_reasoning"] = False
     return fields

@@ -26,6 +26,8 @@ class MessagesErrors:
     def body(self, error: HttpError) -> str:
         kind = TYPES.get(error.status, "invalid_request_error")
         message = error.error.message.encode("utf-8", "replace").decode()
+        if (long := error.too_long) is not None:
+            message = f"prompt is too long: {long.tokens} tokens > {long.context - 1} maximum"
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": message}}).decode()
 
     async def end(self, call: HttpCall, error: HttpError) -> None:

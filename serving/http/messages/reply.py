@@ -52,6 +52,9 @@ class Messages:
     ) -> MessagesStream:
         return MessagesStream(call, chat, request_id)
 
+    async def begin_too_long(self, call: HttpCall, chat: Chat, request_id: str, portioned: Portioned) -> None:
+        pass
+
 
 class MessagesStream:
     """An AnswerStream. It begins with the first output, which tells how much of the prompt was cached."""

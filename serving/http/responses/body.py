@@ -26,6 +26,7 @@ COUNT = BodyFields(
 )
 NAMES = {
     "messages": "input",
+    "prompt": "input",
     "max_tokens": "max_output_tokens",
     "tool_choice": "tool_choice",
     "logprobs": "top_logprobs",

@@ -52,6 +52,11 @@ class Responses:
     def headers(self, request_id: str) -> dict[str, str]:
         return id_headers(request_id)
 
+    async def begin_too_long(self, call: HttpCall, chat: Chat, request_id: str, portioned: Portioned) -> None:
+        """As OpenAI's server: Codex shortens its conversation after `response.failed`, not after a 400."""
+        await call.start_events(self.headers(request_id))
+        await ResponseStream(call, chat, request_id, portioned, self._store).start()
+
     async def whole(self, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned) -> Parts:
         [completion] = output.outputs
         if completion.logprobs is None:
