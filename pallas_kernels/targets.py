@@ -122,12 +122,12 @@ def choose(table: Table, impl: Impl, device: jax.Device | None, *call: Any) -> I
     if impl == "xla":
         return None
     device = device or jax.devices()[0]
-    wanted = [one for one in table if impl in ("auto", one.target.impl)]
-    for implementation in wanted:
-        if implementation.why_unsupported(device, *call) is None:
-            return implementation
+    allowed = [kernel for kernel in table if impl in ("auto", kernel.target.impl)]
+    for kernel in allowed:
+        if kernel.why_unsupported(device, *call) is None:
+            return kernel
     if impl != "auto":
-        why = why_none(wanted, device, *call) if wanted else "the operation has no such kernel"
+        why = why_none(allowed, device, *call) if allowed else "the operation has no such kernel"
         raise ValueError(f"impl={impl!r}: {why}")
     return None
 
@@ -135,9 +135,10 @@ def choose(table: Table, impl: Impl, device: jax.Device | None, *call: Any) -> I
 def why_none(table: Table, device: jax.Device | None, *call: Any) -> str | None:
     """Why no implementation supports the call, or None if one does."""
     device = device or jax.devices()[0]
-    if not (here := [one for one in table if one.target.includes(device)]):
-        return why_not_on(tuple(one.target for one in table), device)
-    reasons = [one.why_unsupported(device, *call) for one in here]
+    kernels = [kernel for kernel in table if kernel.target.includes(device)]
+    if not kernels:
+        return why_not_on(tuple(kernel.target for kernel in table), device)
+    reasons = [kernel.why_unsupported(device, *call) for kernel in kernels]
     return None if None in reasons else "; ".join(dict.fromkeys(filter(None, reasons)))
 
 
@@ -146,7 +147,7 @@ def why_not_on(targets: Sequence[Target], device: jax.Device | None) -> str | No
     device = device or jax.devices()[0]
     if any(target.includes(device) for target in targets):
         return None
-    return f"device={device.device_kind}: the kernel is for {'; '.join(one.devices for one in targets)}"
+    return f"device={device.device_kind}: the kernel is for {'; '.join(target.devices for target in targets)}"
 
 
 def explain(table: Table, device: jax.Device | None, *call: Any) -> Choice:
@@ -154,12 +155,12 @@ def explain(table: Table, device: jax.Device | None, *call: Any) -> Choice:
     serves, all reasons count.
     """
     device = device or jax.devices()[0]
-    table = [one for one in table if (one.target is CPU) == on_cpu(device)]
+    table = [kernel for kernel in table if (kernel.target is CPU) == on_cpu(device)]
     why = None
-    for implementation in table:
-        refused = implementation.why_unsupported(device, *call)
+    for kernel in table:
+        refused = kernel.why_unsupported(device, *call)
         if refused is None:
-            return Choice(implementation.target.name, why)
+            return Choice(kernel.target.name, why)
         why = why or refused
     return Choice(XLA, why_none(table, device, *call) if table else None)
 
