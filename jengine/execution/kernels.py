@@ -104,7 +104,7 @@ def _products(spec: ExecutionSpec, device: jax.Device) -> dict[str, Choice]:
             continue
         own, experts = _own(parameter), names[0] == "experts"
         x: Any = jax.ShapeDtypeStruct((1, own.shape[-1]), spec.model.dtype)
-        operation = f"products of {'experts in ' if experts else ''}{stored(own).format}"
+        operation = f"products of {'experts in ' if experts else ''}{stored(own).format.name}"
         _add(chosen, operation, explain_product(x, own, grouped=experts, device=device))
         if isinstance(own, Quantized) and own.inputs and not experts:
             _add(chosen, "row quantization", explain(ROW_QUANTIZATION, device, x))
