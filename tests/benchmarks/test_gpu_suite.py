@@ -23,6 +23,7 @@ from benchmarks.gpu.rows import Row
 from benchmarks.gpu.work import LLAMA, Shape, decode_bytes, prefill_operations
 from pallas_kernels.attention import dispatch
 from pallas_kernels.attention import latent as latent_dispatch
+from pallas_kernels.cache import dispatch as cache_dispatch
 from pallas_kernels.compilation import timing
 from pallas_kernels.products import dispatch as product_dispatch
 from pallas_kernels.products.weights import stored
@@ -299,11 +300,11 @@ def test_every_kernel_meets_the_reference_and_a_wrong_one_does_not(monkeypatch: 
         dispatch, "paged_attention_decode", lambda *args, **ways: shifted(*args, **ways) + 0.05
     )
     monkeypatch.setattr(
-        dispatch,
+        cache_dispatch,
         "kv_write",
         lambda k, v, qkv, *args, rows, **ways: ((qkv.split().q[:rows], qkv.split().q[rows:]), (k, v)),
     )
-    monkeypatch.setattr(dispatch, "copy_pages", lambda k, v, *args, **ways: (k, v))
+    monkeypatch.setattr(cache_dispatch, "copy_pages", lambda k, v, *args, **ways: (k, v))
     wrong = {row.case.split(":")[0]: row.outcome for row in correctness.measure(small=True)}
     assert wrong == {"decode": "failed", "prefill": "ok", "kv_write": "failed", "copy_pages": "failed"}
 
