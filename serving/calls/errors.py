@@ -179,7 +179,7 @@ def _invalid(error: InvalidArgument) -> Refusal:
     path = (
         f"sampling_params.{error.field}"
         if root in SamplingParams.__dataclass_fields__
-        else PATHS.get(error.field, error.field)
+        else PATHS.get(root, root) + error.field[len(root) :]
     )
     # clients know their own prompt, and it must not appear in logged statuses
     quotes = root in ("prompt", "prompt_token_ids", "messages")

@@ -129,7 +129,7 @@ BAD = [
         "array",
     ),
     (chat(options=pb.ChatOptions(tools_json="7")), "options.tools_json", "array"),
-    (chat(options=pb.ChatOptions(tools_json="[{}]")), "options.tools_json", "template"),
+    (chat(options=pb.ChatOptions(tools_json="[{}]")), "options.tools_json", "function"),
     (chat(options=pb.ChatOptions(tools_json="[" * 100_000)), "options.tools_json", "array"),
     (
         chat(options=pb.ChatOptions(chat_template_kwargs_json="[]")),
