@@ -408,11 +408,9 @@ def mock_server(folder: Path) -> Any:
     """A server with a mock engine that chats, embeds and has adapters."""
     from tests.serving.adapters import options, write_adapter
     from tests.serving.conftest import serve_mock
-    from tests.serving.test_http_tools import ECHO
-    from tests.text.conftest import byte_level, write
+    from tests.serving.echo import echo_model
 
-    write(byte_level(), folder)
-    (folder / "chat_template.jinja").write_text(ECHO)
+    echo_model(folder)
     write_adapter(folder / "adapters" / "sql")
     return serve_mock(folder, server=options(folder / "adapters"), embedding_size=8, max_loras=2)
 

@@ -31,9 +31,9 @@ from jengine.serving.http.responses.body import FORM as RESPONSES
 from tests.serving import http_mutations
 from tests.serving.adapters import options, write_adapter
 from tests.serving.conftest import MockServer, serve_mock
+from tests.serving.echo import echo_model
 from tests.serving.test_fuzz import REALS, TEXTS, WHOLE
-from tests.serving.test_http_tools import CALL, ECHO, WEATHER
-from tests.text.conftest import byte_level, write
+from tests.serving.test_http_tools import CALL, WEATHER
 
 FORMS = {
     "/v1/chat/completions": CHAT,
@@ -308,10 +308,9 @@ def fuzz(server: MockServer, seed: int, requests: int) -> Counter[tuple[str, Any
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = write(byte_level(), tmp_path_factory.mktemp("fuzz"))
+    folder = echo_model(tmp_path_factory.mktemp("fuzz"))
     for name in ("sql", "haiku"):
         write_adapter(folder / "adapters" / name)
-    (folder / "chat_template.jinja").write_text(ECHO)
     return folder
 
 

@@ -15,8 +15,8 @@ import pytest
 from anthropic import Anthropic
 
 from tests.serving.conftest import MockServer, serve_mock
-from tests.serving.test_http_tools import CALL, ECHO, END, SAID
-from tests.text.conftest import byte_level, write
+from tests.serving.echo import serve_echo
+from tests.serving.test_http_tools import CALL, END, SAID
 
 WEATHER: dict[str, Any] = {
     "name": "weather",
@@ -28,11 +28,8 @@ THOUGHT = "<think>\nHm, the weather.\n</think>\n\n"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MockServer]:
-    folder: Path = write(byte_level(), tmp_path_factory.mktemp("echo"))
-    (folder / "chat_template.jinja").write_text(ECHO)
-    with serve_mock(folder, server={"http_port": 0}) as server:
+    with serve_echo(tmp_path_factory.mktemp("echo")) as server:
         yield server
-        server.wait_until_idle()
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,9 @@ import pytest
 from openai import OpenAI
 
 from tests.serving.conftest import MockServer, serve_mock
+from tests.serving.echo import ECHO, serve_echo
 from tests.text.conftest import byte_level, write
 
-# The messages' texts alone; the comment tells the format.
-ECHO = "{# <tool_call> </think> #}{% if enable_thinking or tools %}{% endif %}{{ reasoning_effort }}"
-ECHO += "{% for m in messages %}{{ m.content }}{% endfor %}"
 END = "<END>"
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -33,11 +31,8 @@ SAID = '[{"name": "weather", "parameters": {"city": "Köln"}}]'  # the call as t
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MockServer]:
-    folder: Path = write(byte_level(), tmp_path_factory.mktemp("echo"))
-    (folder / "chat_template.jinja").write_text(ECHO)
-    with serve_mock(folder, server={"http_port": 0}) as server:
+    with serve_echo(tmp_path_factory.mktemp("echo")) as server:
         yield server
-        server.wait_until_idle()
 
 
 @pytest.fixture(scope="module")

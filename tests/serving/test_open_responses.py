@@ -18,11 +18,11 @@ from pydantic import ValidationError
 from jengine.serving.http import blocks
 from jengine.serving.http.responses import objects
 from tests.serving.conftest import MockServer, serve_mock
+from tests.serving.echo import serve_echo
 from tests.serving.open_responses import ERROR, EVENT, RESPONSE
 from tests.serving.test_http_responses import EVENT as OPENAI_EVENT
 from tests.serving.test_http_responses import THOUGHT, WEATHER, asked, events, post, raw
-from tests.serving.test_http_tools import CALL, ECHO, END
-from tests.text.conftest import byte_level, write
+from tests.serving.test_http_tools import CALL, END
 
 TOOL = {name: value for name, value in WEATHER.items() if name != "strict"}
 OPENAI_ONLY = {
@@ -79,9 +79,7 @@ STATUSES = {"too few tokens": "incomplete"}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MockServer]:
-    folder: Path = write(byte_level(), tmp_path_factory.mktemp("echo"))
-    (folder / "chat_template.jinja").write_text(ECHO)
-    with serve_mock(folder, server={"http_port": 0}) as server:
+    with serve_echo(tmp_path_factory.mktemp("echo")) as server:
         yield server
 
 

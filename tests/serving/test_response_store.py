@@ -19,9 +19,9 @@ from jengine.serving.guards.security import Key, current_key, hash_line
 from jengine.serving.http.responses import store as store_module
 from jengine.serving.http.responses.store import MAX_RESPONSES, MAX_SECONDS, ResponseStore, StoredResponse
 from tests.serving.conftest import MockServer, serve_mock
+from tests.serving.echo import echo_model
 from tests.serving.test_http_responses import THOUGHT, asked, events, post, raw
-from tests.serving.test_http_tools import ECHO, END
-from tests.text.conftest import byte_level, write
+from tests.serving.test_http_tools import END
 
 LISTED: TypeAdapter[Any] = TypeAdapter(list[ResponseItem])
 FORGETS = "This server keeps no responses"
@@ -29,9 +29,7 @@ FORGETS = "This server keeps no responses"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = write(byte_level(), tmp_path_factory.mktemp("echo"))
-    (folder / "chat_template.jinja").write_text(ECHO)
-    return folder
+    return echo_model(tmp_path_factory.mktemp("echo"))
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,10 @@ from jengine.serving.http.responses.types import ITEMS
 from jengine.serving.http.tool_choice import ToolChoice
 from jengine.serving.parsers.thoughts import after_reasoning
 from jengine.text.grammars import compile_structure
-from tests.serving.conftest import MockServer, serve_mock
+from tests.serving.conftest import MockServer
+from tests.serving.echo import serve_echo
 from tests.serving.test_http_responses import EVENT, WEATHER, asked, events, post, raw
-from tests.serving.test_http_tools import ECHO, END
-from tests.text.conftest import byte_level, write
+from tests.serving.test_http_tools import END
 
 READ = {"type": "function", "name": "read", "parameters": {"type": "object", "properties": {}}}
 PATCH = {"type": "custom", "name": "patch", "description": "Edits files."}
@@ -38,11 +38,8 @@ def call(name: str, **arguments: Any) -> str:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MockServer]:
-    folder: Path = write(byte_level(), tmp_path_factory.mktemp("echo"))
-    (folder / "chat_template.jinja").write_text(ECHO)
-    with serve_mock(folder, server={"http_port": 0}) as server:
+    with serve_echo(tmp_path_factory.mktemp("echo")) as server:
         yield server
-        server.wait_until_idle()
 
 
 def output(server: MockServer, says: str, **options: Any) -> list[dict[str, Any]]:
