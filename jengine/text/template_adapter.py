@@ -163,8 +163,8 @@ class _Turns:
         out.append(self._with_reasoning({**_without_calls(message), "content": content}))
 
     def _add_turn(self, out: Conversation, message: Message, results: Conversation, answered: bool) -> None:
-        """A message with calls and their results: where the template shows one call in a message, each in a
-        message of its own, followed by its result.
+        """Adds a message with calls, and their results. If the template shows only one call a message, each
+        call becomes a message, followed by its result.
         """
         calls = message["tool_calls"]
         while self._traits.calls and not self._traits.several_calls and len(calls) > 1:

@@ -91,7 +91,7 @@ RESPONSES: Policy = {
         "include: message.input_image.image_url": "",
         "include: computer_call_output.output.image_url": "",
         "include: code_interpreter_call.outputs": "",
-        "input: compaction": f"{UNREADABLE}; the model is told that earlier turns are missing",
+        "input: compaction": f"{UNREADABLE}; a note in the prompt says that earlier turns are missing",
         "tools: web_search": HOSTED,
         "tools: web_search_2025_08_26": HOSTED,
         "tools: web_search_preview": HOSTED,

@@ -11,7 +11,7 @@ from jengine.serving.parsers.events import Event, Held, OutputParser, PlainText,
 from jengine.serving.parsers.json_calls import CallList
 
 TAG = "<|python_tag|>"  # optional, at the beginning
-FENCE = re.compile(r"```\w{0,20}\s*")  # of a code block, which models write although nobody asks for it
+FENCE = re.compile(r"```\w{0,20}\s*")  # models often write calls in a code block
 FENCE_BEGINS = re.compile(r"`{1,3}|```\w{0,20}\s*")
 
 

@@ -63,7 +63,7 @@ class Client:
 
 
 class Agent:
-    """An agent with a home of its own.
+    """An agent with a new home folder.
 
     Args:
         folder: of the installation.

@@ -17,7 +17,7 @@ PYTHON, NODE = HERE / "requirements.txt", HERE / "package.json"
 
 def installed() -> Path:
     """The folder that AGENTS_FOLDER names, or .cache/agents, with `node_modules`, `venv` and the scripts.
-    What is there of the same versions is used.
+    An existing installation of the same versions is used again.
 
     Raises:
         CalledProcessError: something cannot be installed.

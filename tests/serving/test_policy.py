@@ -103,7 +103,7 @@ APPLIED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"thinking_budget": 7, "chat_template_kwargs": ON},
     ),
     ("reasoning.max_tokens", {"reasoning": {"max_tokens": 7}}, {"thinking_budget": 7}),
-    # what a template is told by name comes first
+    # chat_template_kwargs override the other fields
     (
         "enable_thinking",
         {"enable_thinking": True, "chat_template_kwargs": {"thinking": False}},
