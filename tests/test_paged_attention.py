@@ -214,7 +214,7 @@ def test_write_touches_its_own_tokens_only(dtype):
     k, v = cache(rng, 2, 16, 8, dtype)
     new = new_tokens(rng, 5)
     where = jnp.array([3, 3, 9, 1, 30], jnp.int32), jnp.array([0, 15, 4, 7, 2], jnp.int32)
-    (_, got), (_, want) = (f.kv_write(k, v, new, *where, rows=2) for f in (xla, reference))
+    (_, got), (_, want) = (f.kv_write(k, v, new, *where, rows=2) for f in (cache_xla, reference))
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
@@ -226,7 +226,7 @@ def test_a_write_may_rotate_queries_and_keys(pairs):
     where = jnp.array([3, 9, 1], jnp.int32), jnp.array([0, 15, 4], jnp.int32)
     angles = jnp.asarray(rng.normal(size=(3, pairs)), jnp.float32)
     rotation = jnp.cos(angles), jnp.sin(angles)
-    got, want = (f.kv_write(k, v, new, *where, rows=1, rotation=rotation) for f in (xla, reference))
+    got, want = (f.kv_write(k, v, new, *where, rows=1, rotation=rotation) for f in (cache_xla, reference))
     jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), got, want)
     assert [len(part) for part in got[0]] == [1, 2]
 
@@ -261,7 +261,7 @@ def test_pages_are_copied_with_their_scales(kind):
     if kind:
         k, v = (movable(quantize(x, kind)) for x in (k, v))
     ids = jnp.array([3, 0, 7], jnp.int32), jnp.array([5, 0, 2], jnp.int32)
-    got, want = (f.copy_pages(k, v, *ids) for f in (xla, reference))
+    got, want = (f.copy_pages(k, v, *ids) for f in (cache_xla, reference))
     jax.tree.map(np.testing.assert_array_equal, got, want)
     jax.tree.map(lambda new, old: np.testing.assert_array_equal(new[ids[1]], old[ids[0]]), got, (k, v))
     jax.tree.map(lambda new, old: np.testing.assert_array_equal(new[8:], old[8:]), got, (k, v))
@@ -305,7 +305,7 @@ def test_an_eight_bit_write_changes_its_own_tokens_only(kind, error):
     k, v = (movable(quantize(x, kind)) for x in cache(rng, 2, 16, 8, "float32"))
     added = new_tokens(rng, 5)
     where = jnp.array([3, 3, 9, 1, 30], jnp.int32), jnp.array([0, 15, 4, 7, 2], jnp.int32)
-    (_, got), (_, wanted) = (f.kv_write(k, v, added, *where, rows=5) for f in (xla, reference))
+    (_, got), (_, wanted) = (f.kv_write(k, v, added, *where, rows=5) for f in (cache_xla, reference))
     for mine, want in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(dequantize(mine), dequantize(want))
     for mine, old, new in zip(got, (k, v), (added.k, added.v), strict=True):

@@ -3,8 +3,8 @@ Pallas does not interpret.
 
 Pallas interprets neither `plgpu.mma` nor copies without a barrier. Here a body runs in Python, block by
 block. A copy lands either when it is begun or not before a wait asks for it, its target NaN until then; on a
-GPU it lands somewhere between. Layouts, and what threads of one block do to each other, are not seen: those
-are the compiler's and Mosaic's own barriers'.
+GPU it lands somewhere between. Copies may land at a barrier, as TMA's do. Layouts, and what threads of one
+block do to each other, are not seen: those are the compiler's and Mosaic's own barriers'.
 """
 
 from __future__ import annotations
@@ -69,26 +69,49 @@ def _bounded(index: Any, size: int) -> Any:
     return start if length is None else slice(start, start + length)
 
 
+class Waiting(list[tuple[np.ndarray, np.ndarray]]):
+    """Copies in flight, oldest first: sources and targets."""
+
+    def land(self, left: int = 0) -> None:
+        while len(self) > left:
+            source, target = self.pop(0)
+            target[...] = source
+
+
+class Barriers:
+    """Barriers in shared memory, or one of them."""
+
+    def __init__(self, arrivals: int, copies: list[Waiting]) -> None:
+        self.arrivals, self.copies = arrivals, copies
+
+    @property
+    def at(self) -> Barriers:
+        return self
+
+    def __getitem__(self, index: Any) -> Barriers:
+        return Barriers(self.arrivals, [self.copies[int(index)]])
+
+    def wait(self) -> None:
+        (copies,) = self.copies
+        assert len(copies) == self.arrivals, f"{len(copies)} copies arrive, {self.arrivals} are awaited"
+        copies.land()
+
+
 @dataclass
 class Copies:
-    """Copies to shared memory in flight, oldest first."""
+    """Copies to shared memory in flight: those without a barrier, and the others at theirs."""
 
     landing: Landing
-    waiting: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    groups: Waiting = field(default_factory=Waiting)
 
-    def begin(self, source: Ref, target: Ref, *, oob_mode: Any) -> None:
+    def begin(self, source: Ref, target: Ref, barrier: Barriers | None, *, oob_mode: Any) -> None:
         assert source.shape == target.shape and source.dtype == target.dtype
         assert oob_mode == plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # the others do not compile
-        if self.landing == "early":
-            target.array[...] = source.array
-        else:
-            target.array[...] = np.nan
-            self.waiting.append((source.array, target.array))
+        target.array[...] = source.array if self.landing == "early" else np.nan
+        (self.groups if barrier is None else barrier.copies[0]).append((source.array, target.array))
 
     def wait(self, n: int) -> None:
-        while len(self.waiting) > n:
-            source, target = self.waiting.pop(0)
-            target[...] = source
+        self.groups.land(n)
 
 
 @contextmanager
@@ -102,7 +125,9 @@ def emulated(landing: Landing) -> Iterator[None]:
     def kernel(
         body: Callable[..., None], *, out_type: Any, scratch_types: Any, grid: Any, grid_names: Any, **_: Any
     ) -> Any:
-        def fresh(x: Any) -> Ref:
+        def fresh(x: Any) -> Ref | Barriers:
+            if isinstance(x, plgpu.Barrier):
+                return Barriers(x.num_arrivals, [Waiting() for _ in range(int(np.prod(x.num_barriers)))])
             return Ref(np.full(x.shape, np.nan, x.dtype))
 
         def run(*args: Any) -> list[jax.Array]:
@@ -110,8 +135,10 @@ def emulated(landing: Landing) -> Iterator[None]:
             out = [np.full(x.shape, np.nan, x.dtype) for x in out_type]
             for index in itertools.product(*map(range, grid)):
                 place.update(zip(grid_names, index, strict=True))
-                body(*given, *map(Ref, out), *jax.tree.map(fresh, scratch_types))
-                assert not copies.waiting
+                scratch = jax.tree.map(fresh, scratch_types)
+                body(*given, *map(Ref, out), *scratch)
+                barriers = [x for x in jax.tree.leaves(scratch) if isinstance(x, Barriers)]
+                assert not copies.groups and not any(any(x.copies) for x in barriers)
             return [jnp.asarray(x) for x in out]
 
         return run
@@ -133,6 +160,8 @@ def emulated(landing: Landing) -> Iterator[None]:
         "mma": mma,
         "copy_gmem_to_smem": copies.begin,
         "wait_gmem_to_smem": copies.wait,
+        "barrier_wait": Barriers.wait,
+        "commit_smem": lambda: None,
         "load": lambda ref, *, layout: ref[...],
         "layout_cast": lambda x, layout: x,
         "broadcasted_iota": lambda dtype, shape, axis, *, layout: lax.broadcasted_iota(dtype, shape, axis),

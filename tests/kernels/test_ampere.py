@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from kernel_facts import AMPERE, AMPERE_CASES, AMPERE_THREADS, facts_elsewhere
 
-from pallas_kernels.attention import reference
+from pallas_kernels.attention import ampere, reference
 from pallas_kernels.attention.ampere import (
     BLOCKS_TO_FILL,
     SPLIT_TOKENS,
@@ -33,11 +34,11 @@ BOTH: Ways = {"scale": 0.3, "window": 33, "soft_cap": 20.0}
 SINKS: Ways = {"scale": 0.3, "window": 70, "sinks": True}
 
 
-def emulator(landing: Landing) -> Runner:
-    """Runs kernels in Python. See `emulated`."""
+def emulator(landing: Landing, tma: bool = False) -> Runner:
+    """Runs kernels in Python, as for a GPU with TMA or without. See `emulated`."""
 
     def run(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
-        with emulated(landing):
+        with emulated(landing), mock.patch.object(ampere, "has_tma", lambda device: tma):
             return function(*args, **how)
 
     return Runner(run, None)
@@ -160,6 +161,13 @@ def test_prefill(
     landing: Landing,
 ) -> None:
     check_prefill(head_dim, kv_heads, group, page_size, splits, dtype, ways, emulator(landing))
+
+
+@pytest.mark.parametrize("landing", ["early", "late"])
+def test_copies_by_tma(landing: Landing) -> None:
+    """Pages smaller than a tile, so that many copies arrive at a barrier; and larger."""
+    check_decode(64, 2, 4, 16, 2, "bfloat16", BOTH, emulator(landing, tma=True))
+    check_prefill(64, 1, 3, 128, 1, "bfloat16", WINDOW, emulator(landing, tma=True))
 
 
 SHAPES = [*itertools.product((64, 128, 256), (1, 8), (16, 64, 128), (PLAIN, WINDOW, CAP, BOTH))]

@@ -172,15 +172,16 @@ def test_experts_that_are_met() -> None:
 @pytest.mark.parametrize("target", targets())
 def test_every_target_has_all_facts(target: str) -> None:
     facts = device_spec(target)
-    assert facts.name.startswith("NVIDIA ") and target.upper() in facts.name
+    assert facts.name.startswith("NVIDIA ") and target.upper() in facts.name.replace(" ", "")
     assert (
         2e10 < facts.memory < 2e11
         and 2e11 < facts.bandwidth < 1e13
         and 1e10 < facts.link < 1e12
         and facts.link_name
     )
+    times = 4 if "GeForce" in facts.name else 2  # sums in float32 have half the rate there
     assert (
-        facts.rates["int8"] == pytest.approx(2 * facts.rates["bfloat16"], rel=0.01)
+        facts.rates["int8"] == pytest.approx(times * facts.rates["bfloat16"], rel=0.01)
         and facts.rates["float16"] == facts.rates["bfloat16"]
     )
 
