@@ -7,6 +7,6 @@ it is never read.
 Folders are operations: `attention`, `cache`, `products`, `elementwise`, `recurrence`. In each, `xla` is for
 all devices, `cpu` has kernels for CPUs, and kernels for GPUs are named by the generation. An operation's
 table (see `targets`) lists its kernels in order of preference: in `attention.dispatch`, `attention.latent`,
-`cache.dispatch` and `products.quantize_rows`. `products.weights` multiplies by parameters of any format.
-`attention.reference` has float32 references for tests.
+`cache.dispatch`, `products.quantize_rows` and the formats of weights, `products.plain`, `eight_bits` and
+`four_bits`. `products.weights` multiplies by parameters of any format.
 """

@@ -137,17 +137,10 @@ def why_none(table: Table, device: jax.Device | None, *call: Any) -> str | None:
     device = device or jax.devices()[0]
     kernels = [kernel for kernel in table if kernel.target.includes(device)]
     if not kernels:
-        return why_not_on(tuple(kernel.target for kernel in table), device)
+        targets = "; ".join(kernel.target.devices for kernel in table)
+        return f"device={device.device_kind}: the kernel is for {targets}"
     reasons = [kernel.why_unsupported(device, *call) for kernel in kernels]
     return None if None in reasons else "; ".join(dict.fromkeys(filter(None, reasons)))
-
-
-def why_not_on(targets: Sequence[Target], device: jax.Device | None) -> str | None:
-    """Why an operation with kernels for these targets has none for the device, or None if it has one."""
-    device = device or jax.devices()[0]
-    if any(target.includes(device) for target in targets):
-        return None
-    return f"device={device.device_kind}: the kernel is for {'; '.join(target.devices for target in targets)}"
 
 
 def explain(table: Table, device: jax.Device | None, *call: Any) -> Choice:
@@ -163,21 +156,6 @@ def explain(table: Table, device: jax.Device | None, *call: Any) -> Choice:
             return Choice(kernel.target.name, why)
         why = why or refused
     return Choice(XLA, why_none(table, device, *call) if table else None)
-
-
-def kernel_serves(impl: Impl, refused: str | None) -> bool:
-    """Whether to use a product's kernel for GPUs. `refused` is the reason why it does not support the device
-    or the call, or None.
-
-    Raises:
-        ValueError: impl is unknown, or names a kernel that cannot be used here.
-    """
-    _check(impl)
-    refused = refused or devices.kernels_refused()
-    refused = refused or ("the operation has no such kernel" if impl == "llvm" else None)
-    if impl in ("mosaic", "llvm") and refused is not None:
-        raise ValueError(f"impl={impl!r}: {refused}")
-    return impl != "xla" and refused is None
 
 
 def _check(impl: str) -> None:

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from jengine.models.whole_sequences import WholeSequences
-from pallas_kernels.attention import dispatch, reference, xla
+from pallas_kernels.attention import dispatch, xla
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.cache import xla as cache_xla
 from pallas_kernels.cache.qkv import HeadNorm, Qkv, QkvProduct
 from pallas_kernels.quantization.quantized import Quantized, dequantize, movable, quantize
+from tests.kernels import reference
 from tests.kernels.interpreted import more_scales, options_of
 
 pytestmark = pytest.mark.usefixtures("quickly")

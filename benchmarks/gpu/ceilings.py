@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.compilation.timing import chained, median
+from benchmarks.gpu.timing import chained, median
 
 
 class Ceilings(NamedTuple):

@@ -19,14 +19,16 @@ import numpy as np
 from benchmarks.gpu.inputs import KINDS, Paged, checked
 from benchmarks.gpu.rows import FAILED, Row, attempt, skipped
 from benchmarks.gpu.work import Shape
-from pallas_kernels.attention import dispatch, reference
+from pallas_kernels.attention import dispatch
 from pallas_kernels.attention import latent as latent_dispatch
-from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.attention.latent import LATENT_DECODE
+from pallas_kernels.attention.options import PLAIN, AttentionOptions
 from pallas_kernels.cache import dispatch as cache_dispatch
 from pallas_kernels.cache.qkv import HeadNorm, QkvProduct
 from pallas_kernels.devices import skip_cuda_check
 from pallas_kernels.quantization.quantized import Pages, Quantized, dequantize
-from pallas_kernels.targets import Impl
+from pallas_kernels.targets import Impl, why_none
+from tests.kernels import reference
 
 Ways = dict[str, Any]
 WAYS: tuple[Ways, ...] = (
@@ -213,7 +215,7 @@ def _decode(case: Case, impl: Impl, seed: int) -> Prepared:
             paged,
         )
 
-    return dispatch.why_decode_unsupported(q, paged.k, paged.v), run
+    return why_none(dispatch.DECODE, None, q, paged.k, paged.v, PLAIN), run
 
 
 def _latent(case: Case, impl: Impl, seed: int) -> Prepared:
@@ -236,7 +238,7 @@ def _latent(case: Case, impl: Impl, seed: int) -> Prepared:
         )
         return _attention(case, attend(q, paged.k, *where), want[..., :rank], paged._replace(v=paged.k))
 
-    return latent_dispatch.why_latent_decode_unsupported(q, paged.k, rank=rank), run
+    return why_none(LATENT_DECODE, None, q, paged.k, PLAIN, rank), run
 
 
 def _options(case: Case) -> AttentionOptions:
@@ -276,7 +278,7 @@ def _prefill(case: Case, impl: Impl, seed: int) -> Prepared:
         truth = _truth(reference.paged_attention_prefill, options=_options(case))
         return _attention(case, got, truth(_wide(q), _wide(paged.k), _wide(paged.v), *where), paged)
 
-    return dispatch.why_prefill_unsupported(q, paged.k, paged.v), run
+    return why_none(dispatch.PREFILL, None, q, paged.k, paged.v, PLAIN), run
 
 
 def _attention(case: Case, got: jax.Array, want: jax.Array, paged: Paged) -> Comparison:
@@ -329,7 +331,7 @@ def _kv_write(case: Case, impl: Impl, seed: int) -> Prepared:
         )
         return worst_of([turned, *written])
 
-    return cache_dispatch.why_kv_write_unsupported(old, old, qkv), run
+    return why_none(cache_dispatch.KV_WRITE, None, old, old, qkv), run
 
 
 def _written(case: Case, got: Pages, want: Pages, places: Any, untouched: np.ndarray) -> Comparison:
@@ -366,7 +368,7 @@ def _copy_pages(case: Case, impl: Impl, seed: int) -> Prepared:
         pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
         return worst_of(_same(now, then, all_but_null) for now, then in pairs)
 
-    return cache_dispatch.why_copy_pages_unsupported(paged.k, paged.v), run
+    return why_none(cache_dispatch.PAGE_COPY, None, paged.k, paged.v), run
 
 
 CALLS: dict[str, Callable[[Case, Impl, int], Prepared]] = {

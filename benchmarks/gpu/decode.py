@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from benchmarks.gpu.ceilings import ceilings
 from benchmarks.gpu.inputs import KINDS, free_bytes, large, page_bytes
 from benchmarks.gpu.rows import Row, attempt, skipped
+from benchmarks.gpu.timing import block_tables, chained, one_long
 from benchmarks.gpu.work import LLAMA, SMALL, Shape, decode_bytes
 from pallas_kernels.attention import dispatch
-from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.compilation.timing import block_tables, chained, one_long
+from pallas_kernels.attention.options import PLAIN, AttentionOptions
 from pallas_kernels.quantization.quantized import Pages, Quantized
-from pallas_kernels.targets import Impl
+from pallas_kernels.targets import Impl, why_none
 
 GOAL = 0.85
 FILLS = 1 << 27  # calls that move fewer bytes have no goal; an H200 takes about 30 us for these
@@ -101,7 +101,7 @@ def _refused(q: Any, k: Pages, v: Pages) -> str | None:
     return (
         f"device={device.device_kind}: it is no GPU"
         if device.platform == "cpu"
-        else dispatch.why_decode_unsupported(q, k, v)
+        else why_none(dispatch.DECODE, None, q, k, v, PLAIN)
     )
 
 

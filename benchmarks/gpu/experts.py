@@ -16,7 +16,7 @@ from benchmarks.gpu.ceilings import Ceilings, ceilings
 from benchmarks.gpu.correctness import compare
 from benchmarks.gpu.inputs import KINDS as STORED
 from benchmarks.gpu.rows import FAILED, Row, attempt, skipped
-from pallas_kernels.compilation.timing import CHAIN, chained
+from benchmarks.gpu.timing import CHAIN, chained
 from pallas_kernels.products import dispatch as product_dispatch
 from pallas_kernels.products.groups import grouped
 from pallas_kernels.products.weights import stored
@@ -52,7 +52,7 @@ def measure(small: bool) -> Iterator[Row]:
     for kind in KINDS:
         weight = _weight(load, kind)
         x = jax.ShapeDtypeStruct((1, load.hidden), jnp.bfloat16)
-        refused = None if small else product_dispatch.why_grouped_product_unsupported(x, weight)  # type: ignore[arg-type]
+        refused = None if small else product_dispatch.why_product_unsupported(x, weight, grouped=True)  # type: ignore[arg-type]
         for tokens in load.tokens:
             case = f"{kind or 'bfloat16'} weights, {tokens} tokens"
             yield (

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.gpu.timing import page_pool
 from benchmarks.gpu.work import Shape
-from pallas_kernels.compilation.timing import page_pool
 from pallas_kernels.quantization.quantized import Pages, movable, quantize
 
 KINDS = (None, "int8", "float8_e4m3fn")  # formats of a cache's numbers; None is the queries' dtype

@@ -18,10 +18,11 @@ from benchmarks.gpu.ceilings import ceilings
 from benchmarks.gpu.inputs import KINDS, large
 from benchmarks.gpu.prefill_peers import PEERS
 from benchmarks.gpu.rows import SKIPPED, Row, attempt, skipped
+from benchmarks.gpu.timing import CHAIN, block_tables, chained
 from benchmarks.gpu.work import LLAMA, SMALL, Shape, prefill_operations
 from pallas_kernels.attention import dispatch
-from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.compilation.timing import CHAIN, block_tables, chained
+from pallas_kernels.attention.options import PLAIN, AttentionOptions
+from pallas_kernels.targets import why_none
 
 GOAL = 0.65
 CHUNKS = 512, 1024, 2048, 4096, 8192  # tokens per prompt, all in one call
@@ -80,7 +81,7 @@ def prepared(
     width = -(-chunk // shape.page_size)
     num_pages = 1 + CHAIN * sequences * width
     k, v = large(shape, num_pages, "bfloat16", kind)
-    refused = None if small else dispatch.why_prefill_unsupported(q, k, v)
+    refused = None if small else why_none(dispatch.PREFILL, None, q, k, v, PLAIN)
     each = jnp.repeat(jnp.asarray(block_tables(num_pages, [width] * sequences)), per_prompt, axis=1)
     positions = jnp.tile(jnp.arange(per_prompt, dtype=jnp.int32) * TILE, sequences)
     lengths = jnp.full_like(positions, TILE)

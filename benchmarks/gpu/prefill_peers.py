@@ -10,8 +10,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from benchmarks.gpu.timing import chained, median
 from benchmarks.gpu.work import Shape
-from pallas_kernels.compilation.timing import chained, median
 
 
 def cudnn(shape: Shape, sequences: int, tokens: int) -> float:

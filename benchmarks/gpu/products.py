@@ -15,7 +15,8 @@ import numpy as np
 from benchmarks.gpu.ceilings import Ceilings, ceilings
 from benchmarks.gpu.correctness import compare
 from benchmarks.gpu.rows import FAILED, Row, attempt, skipped
-from pallas_kernels.compilation.timing import CHAIN, chained
+from benchmarks.gpu.timing import CHAIN, chained
+from pallas_kernels.products import dispatch as product_dispatch
 from pallas_kernels.products.weights import stored
 from pallas_kernels.quantization.int4 import E2M1, pack, quantize_int4
 from pallas_kernels.quantization.quantized import dequantize, quantize
@@ -68,7 +69,7 @@ def measure(small: bool) -> Iterator[Row]:
         for rows in load.rows:
             x: Any = jax.ShapeDtypeStruct((rows, load.hidden), jnp.bfloat16)
             one = jax.eval_shape(lambda weights: jax.tree.map(lambda array: array[0], weights), weights)
-            refused = None if small else stored(one).why_unsupported(x, grouped=False)
+            refused = None if small else product_dispatch.why_product_unsupported(x, one, grouped=False)
             case = f"{kind} weights, {rows} rows"
             yield (
                 skipped(case, refused)

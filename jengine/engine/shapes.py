@@ -42,7 +42,8 @@ from jengine.parallel.link import SingleProcess
 from jengine.table.program_table import ProgramTable
 from jengine.vision.family import Vision
 from pallas_kernels.devices import cpu_refused
-from pallas_kernels.products.support import why_no_kernel
+from pallas_kernels.products.dispatch import why_product_unsupported
+from pallas_kernels.products.weights import abstract
 from pallas_kernels.quantization.formats import FP8
 
 log = logging.getLogger("jengine")
@@ -298,9 +299,12 @@ def _stored(model: ModelConfig, dtype: str, device: jax.Device) -> ModelConfig:
     if (stored := model.stored) is None:
         return model
     weight = format_of(stored)
-    x: Any = jax.ShapeDtypeStruct((1, weight.group or 1), dtype)
-    if weight.bits == 8 and weight.group and why_no_kernel(x, device) is not None:
-        return dataclasses.replace(model, stored=None)
+    if weight.bits == 8 and weight.group:
+        block = jax.ShapeDtypeStruct((1, weight.group, weight.group), dtype)
+        x: Any = jax.ShapeDtypeStruct((1, weight.group), dtype)
+        by_block = abstract(block, weight)
+        if why_product_unsupported(x, by_block, grouped=True, device=device) is not None:
+            return dataclasses.replace(model, stored=None)
     if weight.inputs == FP8 and not multiplies_fp8(device):
         stored = dataclasses.replace(stored, inputs=False)
     return dataclasses.replace(model, stored=stored)

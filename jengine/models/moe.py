@@ -23,7 +23,7 @@ from jengine.models.qwen3 import Qwen3
 from jengine.parallel.collectives import DATA, TENSOR, all_reduce, gather_rows, reduce_scatter, shard_index
 from pallas_kernels.devices import traced_for
 from pallas_kernels.elementwise.activations import gated
-from pallas_kernels.products.dispatch import grouped_product, why_grouped_product_unsupported
+from pallas_kernels.products.dispatch import grouped_product, why_product_unsupported
 from pallas_kernels.products.groups import counted, grouped
 from pallas_kernels.products.support import why_sizes_unsupported
 from pallas_kernels.products.weight import Weight
@@ -160,7 +160,7 @@ class Experts(nnx.Module):
         own = self.own_size()
         x: Any = jax.ShapeDtypeStruct((1, self.config.hidden_size), self.dtype)
         weights = self.gate_up[...], self.down[...]
-        each = [why_grouped_product_unsupported(x, weight, device=device) for weight in weights]
+        each = [why_product_unsupported(x, weight, grouped=True, device=device) for weight in weights]
         why = next(filter(None, [*each, why_sizes_unsupported((own, own), grouped=False)]), None)
         return why and f"experts, whose products XLA may sum by an expert's number of rows ({why})"
 

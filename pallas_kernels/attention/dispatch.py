@@ -2,8 +2,8 @@
 XLA. DECODE and PREFILL are the tables, see `targets`.
 
 `impl` is "auto", "mosaic" (GPU kernels), "llvm" (CPU kernels) or "xla". An implementation requested by name
-is used or rejected, never replaced. Beside each function there is one that returns why no kernel supports
-some arrays, or None if one does. It accepts arrays, or any objects with shapes and dtypes.
+is used or rejected, never replaced. `targets.why_none(DECODE, device, q, k_pages, v_pages, options)` says why
+no kernel supports a call with arrays, or any objects with shapes and dtypes.
 
 `device` is the device that the function will run on, or a device of a topology to compile for; None is the
 first device of the default backend.
@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.attention import xla
-from pallas_kernels.attention.options import PLAIN, AttentionOptions
+from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.support import (
     why_no_ampere_attention,
     why_no_cpu_attention,
@@ -24,7 +24,7 @@ from pallas_kernels.attention.support import (
 )
 from pallas_kernels.attention.work_list import WorkList, decode_blocks, even_work, fixed_work, most_rows
 from pallas_kernels.quantization.quantized import Pages, Quantized
-from pallas_kernels.targets import AMPERE, CPU, HOPPER, Impl, Implementation, choose, why_none
+from pallas_kernels.targets import AMPERE, CPU, HOPPER, Impl, Implementation, choose
 
 
 def _why_no_hopper_decode(q: Any, k_pages: Pages, v_pages: Pages, options: AttentionOptions) -> str | None:
@@ -50,6 +50,17 @@ def _hopper_decode(*args: Any, work: WorkList | None, device: jax.Device) -> Any
     from pallas_kernels.attention.hopper.decode import paged_attention_decode
 
     return paged_attention_decode(*args, work=work, device=device)
+
+
+def _hopper_decode_work(
+    k_pages: Pages, lengths: jax.Array, tokens: int | None, device: jax.Device, **grouping: Any
+) -> WorkList:
+    kv_heads, _, head_dim = k_pages.shape[1:]
+    stored = k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype
+    grouping["blocks"] = decode_blocks(str(stored), head_dim, device)
+    if tokens is None:
+        return even_work(lengths, kv_heads, **grouping)
+    return fixed_work(lengths, kv_heads, tokens=tokens, **grouping)
 
 
 def _ampere_decode(*args: Any, work: WorkList | None, device: jax.Device) -> Any:
@@ -87,23 +98,12 @@ DECODE = (
     Implementation(AMPERE, why_no_ampere_attention, _ampere_decode),
     Implementation(CPU, why_no_cpu_attention, _cpu_decode),
 )
+DECODE_WORK = (Implementation(HOPPER, lambda: None, _hopper_decode_work),)  # of kernels that need a list
 PREFILL = (
     Implementation(HOPPER, _why_no_hopper_prefill, _hopper_prefill),
     Implementation(AMPERE, why_no_ampere_attention, _ampere_prefill),
     Implementation(CPU, why_no_cpu_attention, _cpu_prefill),
 )
-
-
-def why_decode_unsupported(
-    q: jax.Array,
-    k_pages: Pages,
-    v_pages: Pages,
-    options: AttentionOptions = PLAIN,
-    *,
-    device: jax.Device | None = None,
-) -> str | None:
-    """Why no kernel for `paged_attention_decode` supports these arrays and options, or None."""
-    return why_none(DECODE, device, q, k_pages, v_pages, options)
 
 
 def paged_attention_decode(
@@ -167,36 +167,14 @@ def decode_work(
     Returns:
         None if the device has no kernel that uses a work list.
     """
-    device = device or jax.devices()[0]
-    if not HOPPER.includes(device):
+    kernel = choose(DECODE_WORK, "auto", device)
+    if kernel is None:
         return None
-    kv_heads, _, head_dim = k_pages.shape[1:]
-    stored = k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype
-    blocks = decode_blocks(str(stored), head_dim, device)
-    together = 1 if owners is None else most_rows(heads // kv_heads, len(lengths))
-    how: dict[str, Any] = {"blocks": blocks, "window": window, "owners": owners, "most_rows": together}
-    return (
-        fixed_work(lengths, kv_heads, tokens=tokens, **how)
-        if batch_invariant
-        else even_work(lengths, kv_heads, **how)
-    )
-
-
-def why_prefill_unsupported(
-    q: jax.Array,
-    k_pages: Pages,
-    v_pages: Pages,
-    options: AttentionOptions = PLAIN,
-    *,
-    ahead: bool = False,
-    device: jax.Device | None = None,
-) -> str | None:
-    """Why no kernel for `paged_attention_prefill` supports these arrays and options, or None.
-
-    Args:
-        ahead: whether queries may see later tokens.
-    """
-    return why_none(PREFILL, device, q, k_pages, v_pages, options, ahead)
+    together = 1 if owners is None else most_rows(heads // k_pages.shape[1], len(lengths))
+    grouping = {"window": window, "owners": owners, "most_rows": together}
+    at = device or jax.devices()[0]
+    work: WorkList = kernel.run(k_pages, lengths, tokens if batch_invariant else None, at, **grouping)
+    return work
 
 
 def paged_attention_prefill(

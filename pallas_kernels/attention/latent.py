@@ -12,11 +12,11 @@ from typing import Any
 import jax
 
 from pallas_kernels.attention import dispatch
-from pallas_kernels.attention.options import PLAIN, AttentionOptions
+from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.work_list import WorkList
 from pallas_kernels.cache.support import why_page_size_unsupported
 from pallas_kernels.quantization.quantized import Pages, Quantized
-from pallas_kernels.targets import DTYPES, HOPPER, Impl, Implementation, choose, why_none
+from pallas_kernels.targets import DTYPES, HOPPER, Impl, Implementation, choose
 
 
 def _why_no_hopper_latent_decode(q: Any, pages: Pages, options: AttentionOptions, rank: int) -> str | None:
@@ -47,6 +47,12 @@ def _hopper_decode(*args: Any, rank: int, work: WorkList | None, device: jax.Dev
     return latent_attention_decode(*args, rank=rank, work=work, device=device)
 
 
+def _hopper_decode_work(heads: int, lengths: jax.Array, device: jax.Device) -> WorkList:
+    from pallas_kernels.attention.hopper.latent import latent_work
+
+    return latent_work(heads, lengths, device=device)
+
+
 def _as_ordinary(kernel: Implementation) -> Implementation:
     """Ordinary attention's kernel, with the vectors as keys and values."""
 
@@ -65,18 +71,7 @@ LATENT_DECODE = (
     Implementation(HOPPER, _why_no_hopper_latent_decode, _hopper_decode),
     *(_as_ordinary(kernel) for kernel in dispatch.DECODE if kernel.target is not HOPPER),
 )
-
-
-def why_latent_decode_unsupported(
-    q: jax.Array,
-    pages: Pages,
-    options: AttentionOptions = PLAIN,
-    *,
-    rank: int,
-    device: jax.Device | None = None,
-) -> str | None:
-    """Why no kernel for `latent_attention_decode` supports these arrays and options, or None."""
-    return why_none(LATENT_DECODE, device, q, pages, options, rank)
+LATENT_DECODE_WORK = (Implementation(HOPPER, lambda: None, _hopper_decode_work),)
 
 
 def latent_attention_decode(
@@ -126,12 +121,11 @@ def latent_decode_work(
     Returns:
         None if the device has no kernel that uses a work list.
     """
-    device = device or jax.devices()[0]
-    if not HOPPER.includes(device):
+    kernel = choose(LATENT_DECODE_WORK, "auto", device)
+    if kernel is None:
         return None
-    from pallas_kernels.attention.hopper.latent import latent_work
-
-    return latent_work(heads, lengths, device=device)
+    work: WorkList = kernel.run(heads, lengths, device or jax.devices()[0])
+    return work
 
 
 def latent_attention_prefill(

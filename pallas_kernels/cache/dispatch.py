@@ -17,7 +17,7 @@ from pallas_kernels.cache.support import why_no_gpu_cache, why_no_hopper_write
 from pallas_kernels.cache.xla import Queries
 from pallas_kernels.elementwise.rotary import Rotation, cpu_rotates, rotate
 from pallas_kernels.quantization.quantized import Pages
-from pallas_kernels.targets import HOPPER, Impl, Implementation, choose, why_none
+from pallas_kernels.targets import HOPPER, Impl, Implementation, choose
 
 
 def _hopper_write(*args: Any, **how: Any) -> Any:
@@ -34,13 +34,6 @@ def _hopper_copy(*args: Any) -> Any:
 
 KV_WRITE = (Implementation(HOPPER, why_no_hopper_write, _hopper_write),)
 PAGE_COPY = (Implementation(HOPPER, why_no_gpu_cache, _hopper_copy),)
-
-
-def why_kv_write_unsupported(
-    k_pages: Pages, v_pages: Pages, qkv: Qkv | QkvProduct, *, device: jax.Device | None = None
-) -> str | None:
-    """Why the kernel for `kv_write` does not support these arrays, or None."""
-    return why_none(KV_WRITE, device, k_pages, v_pages, qkv)
 
 
 def kv_write(
@@ -82,13 +75,6 @@ def _rotated(qkv: Qkv | QkvProduct, rotation: Rotation, device: jax.Device | Non
         return Qkv(*cpu.rotate_qkv(qkv.rows, qkv.group, *rotation), qkv.rows[:, :, qkv.group + 1])
     q, k, v = qkv.split()
     return Qkv(rotate(q, rotation, device=device), rotate(k, rotation, device=device), v)
-
-
-def why_copy_pages_unsupported(
-    k_pages: Pages, v_pages: Pages, *, device: jax.Device | None = None
-) -> str | None:
-    """Why the kernel for `copy_pages` does not support these arrays, or None."""
-    return why_none(PAGE_COPY, device, k_pages, v_pages)
 
 
 def copy_pages(

@@ -10,26 +10,22 @@ from typing import Any
 import jax
 
 from pallas_kernels.products.groups import Groups
-from pallas_kernels.products.support import TARGETS
 from pallas_kernels.products.weights import stored, weight_of
-from pallas_kernels.targets import XLA, Choice, Impl
+from pallas_kernels.targets import Choice, Impl, explain, why_none
 
 
 def explain_product(x: jax.Array, weight: Any, *, grouped: bool, device: jax.Device) -> Choice:
     """Which implementation multiplies by a weight on a GPU, and why not the newest one."""
     weight = stored(weight)
-    if not grouped and weight.format.bits > 8:
-        return Choice(XLA, None)  # cuBLAS multiplies what is not quantized
-    if (why := weight.why_unsupported(x, grouped=grouped, device=device)) is not None:
-        return Choice(XLA, why)
-    return Choice(next(target.name for target in TARGETS if target.includes(device)), None)
+    return explain(weight.table(grouped=grouped), device, x, weight)
 
 
-def why_grouped_product_unsupported(
-    x: jax.Array, weight: Any, *, device: jax.Device | None = None
+def why_product_unsupported(
+    x: jax.Array, weight: Any, *, grouped: bool, device: jax.Device | None = None
 ) -> str | None:
-    """Why no kernel for `grouped_product` supports these arrays, or None."""
-    return stored(weight).why_unsupported(x, grouped=True, device=device)
+    """Why no GPU's kernel multiplies rows x [rows, in] by a weight or parameter, or None."""
+    weight = stored(weight)
+    return why_none(weight.table(grouped=grouped), device, x, weight)
 
 
 def grouped_product(

@@ -12,18 +12,59 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import targets
+from pallas_kernels.products import xla
 from pallas_kernels.products.groups import GRID as ROW_GRID
 from pallas_kernels.products.groups import Groups, one_group
-from pallas_kernels.products.quantize_rows import quantize_rows, why_quantize_rows_unsupported
+from pallas_kernels.products.quantize_rows import quantize_rows
 from pallas_kernels.products.rows import Rows, array_of
-from pallas_kernels.products.support import EIGHT_BIT_ROWS, why_no_kernel, why_sizes_unsupported
-from pallas_kernels.products.weight import Axes, QuantizedWeight, grouped_form
-from pallas_kernels.products.xla import multiply, multiply_converted, of_eight_bits
+from pallas_kernels.products.support import (
+    EIGHT_BIT_ROWS,
+    why_no_hopper_product,
+    why_no_hopper_rows,
+    why_sizes_unsupported,
+)
+from pallas_kernels.products.weight import Axes, QuantizedWeight
 from pallas_kernels.quantization.formats import FP8, WeightFormat
 from pallas_kernels.quantization.hadamard import transform
 from pallas_kernels.quantization.quantized import GROUP, Quantized, dequantize, quantize
-from pallas_kernels.targets import Impl, kernel_serves
+from pallas_kernels.targets import HOPPER, Impl, Implementation, choose, cores
+
+
+def _why_no_hopper_dense(x: Any, weight: EightBits) -> str | None:
+    if x.shape[0] > EIGHT_BIT_ROWS:
+        return f"rows={x.shape[0]}: the kernel for eight-bit weights takes at most {EIGHT_BIT_ROWS}"
+    if weight.numbers.inputs and (why := why_no_hopper_rows(x)) is not None:
+        return why
+    return why_no_hopper_product(x) or why_sizes_unsupported(weight.shape, grouped=False)
+
+
+def _why_no_hopper_grouped(x: Any, weight: EightBits) -> str | None:
+    return why_no_hopper_product(x) or why_sizes_unsupported(weight.shape, grouped=True)
+
+
+def _hopper_dense(x: Rows, weight: EightBits, dtype: jnp.dtype[Any], device: jax.Device) -> jax.Array:
+    """By the kernel of experts, with a single one."""
+    from pallas_kernels.products.hopper.grouped_product import grouped_product, splits_of
+
+    numbers, size = weight.numbers, x.shape[0]
+    groups, block = one_group(size)
+    if numbers.inputs:
+        places = -(-size // block) * block  # a block reads all of its scales
+        rows, x_scale = quantize_rows(weight.transformed(x), numbers.kind, places=places, device=device)
+    else:
+        array, x_scale = array_of(x), None
+        rows = transform(array, numbers.hadamard).astype(array.dtype)
+        rows = jnp.pad(rows, ((0, -size % ROW_GRID), (0, 0)))  # a block reads zeros beyond these
+    values, scale = numbers.values, numbers.scale[None]
+    splits = splits_of(len(groups.place), values, rows.dtype, cores(device))
+    options: dict[str, Any] = {"block": block, "dtype": dtype, "x_scale": x_scale, "splits": splits}
+    return grouped_product(rows, values[None], scale, groups, **options)[:size]
+
+
+def _hopper_grouped(x: jax.Array, weight: EightBits, groups: Groups) -> jax.Array:
+    from pallas_kernels.products.hopper.grouped_product import grouped_product
+
+    return grouped_product(weight.rounded(x), *weight.matrices, groups)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("numbers",), meta_fields=("forms",))
@@ -31,6 +72,8 @@ from pallas_kernels.targets import Impl, kernel_serves
 class EightBits(QuantizedWeight[Quantized]):
     """Eight-bit numbers [*out, in]."""
 
+    DENSE = (Implementation(HOPPER, _why_no_hopper_dense, _hopper_dense),)
+    GROUPED = (Implementation(HOPPER, _why_no_hopper_grouped, _hopper_grouped),)
     bits: ClassVar[int] = 8
 
     @classmethod
@@ -51,16 +94,17 @@ class EightBits(QuantizedWeight[Quantized]):
     def flat(self) -> EightBits:
         numbers, by_group = self.numbers, self.numbers.scale.shape[-1:] if self.numbers.by_group else ()
         values = numbers.values.reshape(-1, self.shape[-1])
-        return self._with(replace(numbers, values=values, scale=numbers.scale.reshape(-1, *by_group)))
+        numbers = replace(numbers, values=values, scale=numbers.scale.reshape(-1, *by_group))
+        return replace(self, numbers=numbers)
 
     def by_xla(self, x: jax.Array, dtype: jnp.dtype[Any]) -> jax.Array:
         numbers = self.numbers
         if numbers.by_group:
-            return multiply(x, dequantize(numbers).astype(x.dtype), dtype)
+            return xla.multiply(x, dequantize(numbers).astype(x.dtype), dtype)
         if numbers.inputs:
             rows = quantize(transform(x, numbers.hadamard), numbers.kind)
-            return of_eight_bits(rows.values, rows.scale, numbers, dtype)
-        return (multiply_converted(x, numbers.values) * numbers.scale).astype(dtype)
+            return xla.of_eight_bits(rows.values, rows.scale, numbers, dtype)
+        return (xla.multiply_converted(x, numbers.values) * numbers.scale).astype(dtype)
 
     @property
     def has_cpu_kernel(self) -> bool:
@@ -87,43 +131,36 @@ class EightBits(QuantizedWeight[Quantized]):
         self, x: Rows, dtype: jnp.dtype[Any], *, impl: Impl = "auto", device: jax.Device | None = None
     ) -> jax.Array:
         numbers = self.numbers
-        serves = kernel_serves(impl, self.why_unsupported(x, grouped=False, device=device))
-        if numbers.inputs:
-            rows: Rows = x if numbers.hadamard == 1 else transform(array_of(x), numbers.hadamard)
-            if not serves:
-                how: Impl = "xla" if impl == "xla" else "auto"
-                values, scale = quantize_rows(rows, numbers.kind, impl=how, device=device)
-                return of_eight_bits(values, scale, numbers, dtype)
-            groups, block = one_group(x.shape[0])
-            places = -(-x.shape[0] // block) * block  # a block reads all of its scales
-            values, scale = quantize_rows(rows, numbers.kind, places=places, device=device)
-            y = self._of_one_group(values, groups, block, dtype, device, x_scale=scale)
-            return y[: x.shape[0]]
-        x = array_of(x)
-        if not serves:
-            return self.by_xla(x, dtype)
-        groups, block = one_group(len(x))
-        rows = transform(x, numbers.hadamard).astype(x.dtype)
-        padded = jnp.pad(rows, ((0, -len(x) % ROW_GRID), (0, 0)))  # a block reads zeros beyond these
-        return self._of_one_group(padded, groups, block, dtype, device)[: len(x)]
+        if numbers.inputs and choose(self.DENSE, impl, device, x, self) is None:
+            rows: Impl = "xla" if impl == "xla" else "auto"
+            values, scale = quantize_rows(self.transformed(x), numbers.kind, impl=rows, device=device)
+            return xla.of_eight_bits(values, scale, numbers, dtype)
+        return super().on_gpu(x, dtype, impl=impl, device=device)
 
-    def grouped(self, x: jax.Array, groups: Groups, *, by_kernel: bool) -> jax.Array:
-        numbers, form, experts = self.numbers, grouped_form(by_kernel), self.shape[0]
-        if numbers.by_group and not by_kernel:
-            return form(x, dequantize(numbers).reshape(experts, -1, self.shape[-1]), None, groups)
+    def transformed(self, x: Rows) -> Rows:
+        """Rows as they are quantized."""
+        return x if self.numbers.hadamard == 1 else transform(array_of(x), self.numbers.hadamard)
+
+    def rounded(self, x: jax.Array) -> jax.Array:
+        """Rows of experts, rounded as a product of eight-bit numbers would."""
+        if not self.numbers.inputs:
+            return x
+        rows = quantize(transform(x, self.numbers.hadamard), self.numbers.kind)
+        return dequantize(rows).astype(x.dtype)
+
+    @property
+    def matrices(self) -> tuple[jax.Array, jax.Array]:
+        """Numbers [groups, outs, in] and their scales [groups, outs] or, by group, [groups, outs, n]."""
+        numbers, experts = self.numbers, self.shape[0]
         by_group = numbers.scale.shape[-1:] if numbers.by_group else ()
         scale = numbers.scale.reshape(experts, -1, *by_group)
-        if numbers.inputs:  # rounds x as a product of eight-bit numbers would
-            x = dequantize(quantize(transform(x, numbers.hadamard), numbers.kind)).astype(x.dtype)
-        return form(x, numbers.values.reshape(experts, -1, self.shape[-1]), scale, groups)
+        return numbers.values.reshape(experts, -1, self.shape[-1]), scale
 
-    def why_unsupported(self, x: Any, *, grouped: bool, device: jax.Device | None = None) -> str | None:
-        if not grouped:
-            if x.shape[0] > EIGHT_BIT_ROWS:
-                return f"rows={x.shape[0]}: the kernel for eight-bit weights takes at most {EIGHT_BIT_ROWS}"
-            if self.numbers.inputs and (why := why_quantize_rows_unsupported(x, device=device)) is not None:
-                return why
-        return why_no_kernel(x, device) or why_sizes_unsupported(self.shape, grouped=grouped)
+    def grouped_by_xla(self, x: jax.Array, groups: Groups) -> jax.Array:
+        if self.numbers.by_group:
+            matrices = dequantize(self.numbers).reshape(self.shape[0], -1, self.shape[-1])
+            return xla.grouped_product(x, matrices, None, groups)
+        return xla.grouped_product(self.rounded(x), *self.matrices, groups)
 
     def axes(self, names: Axes) -> Any:
         scale: Any = names if self.numbers.by_group else names[:-1]
@@ -156,25 +193,3 @@ class EightBits(QuantizedWeight[Quantized]):
     ) -> Quantized:
         target = self.numbers
         return replace(target, values=place(numbers, target.values), scale=place(scale, target.scale))
-
-    def _with(self, numbers: Quantized) -> EightBits:
-        return replace(self, numbers=numbers)
-
-    def _of_one_group(
-        self,
-        x: jax.Array,
-        groups: Groups,
-        block: int,
-        dtype: jnp.dtype[Any],
-        device: jax.Device | None,
-        x_scale: jax.Array | None = None,
-    ) -> jax.Array:
-        """The kernel of experts, with a single one."""
-        from pallas_kernels.products.hopper import grouped_product as kernel
-
-        values, scale = self.numbers.values, self.numbers.scale[None]
-        cores = targets.cores(device or jax.devices()[0])
-        splits = kernel.splits_of(len(groups.place), values, x.dtype, cores)
-        return kernel.grouped_product(
-            x, values[None], scale, groups, block=block, dtype=dtype, x_scale=x_scale, splits=splits
-        )

@@ -13,20 +13,40 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from pallas_kernels import targets
 from pallas_kernels.products import xla
 from pallas_kernels.products.groups import Groups
 from pallas_kernels.products.rows import Rows, array_of
-from pallas_kernels.products.support import why_no_kernel, why_sizes_unsupported
+from pallas_kernels.products.support import why_no_hopper_product, why_sizes_unsupported
 from pallas_kernels.products.weight import QuantizedWeight
-from pallas_kernels.products.xla import multiply
 from pallas_kernels.quantization.formats import WeightFormat
 from pallas_kernels.quantization.hadamard import transform
 from pallas_kernels.quantization.int4 import Int4, groups, pack, pack_on_host, quantize_int4, wide, words
 from pallas_kernels.quantization.quantized import dequantize, quantize
-from pallas_kernels.targets import Impl, kernel_serves
+from pallas_kernels.targets import HOPPER, Implementation, cores, why_none
 
 FORM = "group", "dtype", "kind", "hadamard", "inputs"  # of an Int4, whatever its arrays
+
+
+def _why_no_hopper(x: Any, weight: FourBits, *, grouped: bool) -> str | None:
+    if (why := why_no_hopper_product(x)) is not None:
+        return why
+    if weight.divided_into != 1:
+        return f"parts={weight.divided_into}: the kernel takes inputs in one part"
+    return why_sizes_unsupported(weight.shape, grouped=grouped, inputs=False)
+
+
+def _hopper_dense(x: Rows, weight: FourBits, dtype: jnp.dtype[Any], device: jax.Device) -> jax.Array:
+    from pallas_kernels.products.hopper import int4_product as kernel
+
+    rows = weight.transformed(array_of(x))
+    return kernel.int4_product(rows, weight.numbers, dtype=dtype, cores=cores(device))
+
+
+def _hopper_grouped(x: jax.Array, weight: FourBits, groups: Groups) -> jax.Array:
+    from pallas_kernels.products.hopper import int4_product as kernel
+
+    packed = weight.numbers.map(lambda array: array.reshape(array.shape[0], -1, array.shape[-1]))
+    return kernel.grouped_int4_product(weight.transformed(x), packed, groups)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("numbers",), meta_fields=("forms",))
@@ -34,6 +54,8 @@ FORM = "group", "dtype", "kind", "hadamard", "inputs"  # of an Int4, whatever it
 class FourBits(QuantizedWeight[Int4]):
     """Four-bit numbers [*out, in]."""
 
+    DENSE = (Implementation(HOPPER, partial(_why_no_hopper, grouped=False), _hopper_dense),)
+    GROUPED = (Implementation(HOPPER, partial(_why_no_hopper, grouped=True), _hopper_grouped),)
     bits: ClassVar[int] = 4
 
     @classmethod
@@ -68,9 +90,9 @@ class FourBits(QuantizedWeight[Int4]):
     def by_xla(self, x: jax.Array, dtype: jnp.dtype[Any]) -> jax.Array:
         if self.numbers.inputs:
             rows = quantize(transform(x, self.numbers.hadamard), "int8")
-            y = multiply(rows.values.astype(jnp.float32), wide(self.numbers), jnp.dtype(jnp.float32))
+            y = xla.multiply(rows.values.astype(jnp.float32), wide(self.numbers), jnp.dtype(jnp.float32))
             return (y * rows.scale[:, None]).astype(dtype)
-        return multiply(self._transformed(x), wide(self.numbers).astype(x.dtype), dtype)
+        return xla.multiply(self.transformed(x), wide(self.numbers).astype(x.dtype), dtype)
 
     @property
     def has_cpu_kernel(self) -> bool:
@@ -88,39 +110,15 @@ class FourBits(QuantizedWeight[Int4]):
 
         products.prepare_int4(x or self.dtype, self.numbers, self.format)
 
-    def on_gpu(
-        self, x: Rows, dtype: jnp.dtype[Any], *, impl: Impl = "auto", device: jax.Device | None = None
-    ) -> jax.Array:
-        serves = kernel_serves(impl, self.why_unsupported(x, grouped=False, device=device))
-        x = array_of(x)
-        if not serves:
-            return self.by_xla(x, dtype)
-        from pallas_kernels.products.hopper import int4_product as kernel
-
-        cores = targets.cores(device or jax.devices()[0])
-        return kernel.int4_product(self._transformed(x), self.numbers, dtype=dtype, cores=cores)
-
-    def grouped(self, x: jax.Array, groups: Groups, *, by_kernel: bool) -> jax.Array:
-        if by_kernel:
-            from pallas_kernels.products.hopper import int4_product as kernel
-
-            packed = self.numbers.map(lambda array: array.reshape(array.shape[0], -1, array.shape[-1]))
-            return kernel.grouped_int4_product(self._transformed(x), packed, groups)
+    def grouped_by_xla(self, x: jax.Array, groups: Groups) -> jax.Array:
         inputs = self.numbers.inputs
         matrices = wide(self.numbers) if inputs else self.dequantized()
-        rows = self._transformed(x) if inputs else x
+        rows = self.transformed(x) if inputs else x
         return xla.grouped_product(rows, matrices.reshape(self.shape[0], -1, self.shape[-1]), None, groups)
-
-    def why_unsupported(self, x: Any, *, grouped: bool, device: jax.Device | None = None) -> str | None:
-        if (why := why_no_kernel(x, device)) is not None:
-            return why
-        if self._parts != 1:
-            return f"parts={self._parts}: the kernel takes inputs in one part"
-        return why_sizes_unsupported(self.shape, grouped=grouped, inputs=False)
 
     def fit(self, array: jax.Array) -> Int4:
         shardings = jax.tree.map(lambda x: x.sharding, self.numbers)
-        how: Any = {"group": self.numbers.group, "parts": self._parts}
+        how: Any = {"group": self.numbers.group, "parts": self.divided_into}
         how |= {name: getattr(self.numbers, name) for name in ("hadamard", "inputs")}
         to_int4 = jax.jit(quantize_int4, static_argnames=(*how,), out_shardings=shardings)
         packed: Int4 = jax.block_until_ready(to_int4(array, **how))
@@ -131,7 +129,7 @@ class FourBits(QuantizedWeight[Int4]):
     ) -> int:
         words = math.prod(self.numbers.values.shape)
         rows = jax.ShapeDtypeStruct((1, self.shape[-1]), x)
-        if self.why_unsupported(rows, grouped=grouped, device=device) is None:
+        if why_none(self.table(grouped=grouped), device, rows, self) is None:
             return 0 if grouped else words
         return 64 * words  # a word holds eight four-bit numbers, which are first expanded to int32
 
@@ -153,7 +151,7 @@ class FourBits(QuantizedWeight[Int4]):
     ) -> Int4:
         target, sharding = self.numbers, cast(NamedSharding, self.numbers.values.sharding)
         how: dict[str, Any] = {name: getattr(target, name) for name in FORM}
-        how["parts"] = self._parts
+        how["parts"] = self.divided_into
         # compiling a program for each shape would take longer
         if sharding.mesh.devices.flat[0].platform == "cpu":
             packed: Int4 = jax.tree.map(place, pack_on_host(numbers, scale, offset, **how), target)
@@ -170,11 +168,11 @@ class FourBits(QuantizedWeight[Int4]):
         return packed
 
     @property
-    def _parts(self) -> int:
+    def divided_into(self) -> int:
         """Parts into which devices divide the inputs."""
         return self.shape[-1] // self.numbers.size
 
-    def _transformed(self, x: jax.Array) -> jax.Array:
+    def transformed(self, x: jax.Array) -> jax.Array:
         """What a kernel for floats multiplies: transformed and, with `inputs`, rounded as bytes would be."""
         spread = transform(x, self.numbers.hadamard)
         return (dequantize(quantize(spread, "int8")) if self.numbers.inputs else spread).astype(x.dtype)

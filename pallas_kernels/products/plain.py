@@ -10,17 +10,34 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.llvm.kinds import WEIGHTS
+from pallas_kernels.products import xla
 from pallas_kernels.products.groups import Groups
-from pallas_kernels.products.support import why_no_kernel, why_sizes_unsupported
-from pallas_kernels.products.weight import StoredWeight, grouped_form
-from pallas_kernels.products.xla import multiply
+from pallas_kernels.products.support import why_no_hopper_product, why_sizes_unsupported
+from pallas_kernels.products.weight import StoredWeight
 from pallas_kernels.quantization.formats import WeightFormat
+from pallas_kernels.targets import HOPPER, Implementation
+
+
+def _why_no_hopper(x: Any, weight: Plain) -> str | None:
+    if (why := why_no_hopper_product(x)) is not None:
+        return why
+    if weight.dtype != x.dtype:
+        return f"weight={weight.dtype}: the kernel takes x's dtype, {x.dtype}, or a quantized weight"
+    return why_sizes_unsupported(weight.shape, grouped=True)
+
+
+def _hopper(x: jax.Array, weight: Plain, groups: Groups) -> jax.Array:
+    from pallas_kernels.products.hopper.grouped_product import grouped_product
+
+    return grouped_product(x, weight.matrices, None, groups)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("numbers",), meta_fields=("forms",))
 @dataclass(frozen=True)
 class Plain(StoredWeight[jax.Array]):
-    """An array [*out, in]."""
+    """An array [*out, in]. cuBLAS multiplies by a dense one on GPUs."""
+
+    GROUPED = (Implementation(HOPPER, _why_no_hopper, _hopper),)
 
     @classmethod
     def abstract(cls, plain: Any, form: WeightFormat, *, parts: int, hadamard: int) -> Any:
@@ -34,7 +51,7 @@ class Plain(StoredWeight[jax.Array]):
         return replace(self, numbers=self.numbers.reshape(-1, self.shape[-1]))
 
     def by_xla(self, x: jax.Array, dtype: jnp.dtype[Any]) -> jax.Array:
-        return multiply(x, self.numbers, dtype)
+        return xla.multiply(x, self.numbers, dtype)
 
     @property
     def has_cpu_kernel(self) -> bool:
@@ -52,16 +69,13 @@ class Plain(StoredWeight[jax.Array]):
 
         products.prepare(x or str(self.dtype), self.format)
 
-    def grouped(self, x: jax.Array, groups: Groups, *, by_kernel: bool) -> jax.Array:
-        matrices = self.numbers.reshape(self.shape[0], -1, self.shape[-1])
-        return grouped_form(by_kernel)(x, matrices, None, groups)
+    @property
+    def matrices(self) -> jax.Array:
+        """[groups, *out, in] -> [groups, outs, in]."""
+        return self.numbers.reshape(self.shape[0], -1, self.shape[-1])
 
-    def why_unsupported(self, x: Any, *, grouped: bool, device: jax.Device | None = None) -> str | None:
-        if (why := why_no_kernel(x, device)) is not None:
-            return why
-        if self.dtype != x.dtype:
-            return f"weight={self.dtype}: the kernel takes x's dtype, {x.dtype}, or a quantized weight"
-        return why_sizes_unsupported(self.shape, grouped=grouped)
+    def grouped_by_xla(self, x: jax.Array, groups: Groups) -> jax.Array:
+        return xla.grouped_product(x, self.matrices, None, groups)
 
     def dequantized(self) -> jax.Array:
         return self.numbers

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from pallas_kernels.products.rows import Gated, Normed, Rows, Sum, array_of
 from pallas_kernels.products.support import why_no_hopper_rows
 from pallas_kernels.quantization.quantized import quantize
-from pallas_kernels.targets import HOPPER, Impl, Implementation, choose, why_none
+from pallas_kernels.targets import HOPPER, Impl, Implementation, choose
 
 
 def _hopper_rows(x: Rows, kind: str, places: int | None) -> tuple[jax.Array, jax.Array]:
@@ -33,11 +33,6 @@ def _hopper_rows(x: Rows, kind: str, places: int | None) -> tuple[jax.Array, jax
 
 
 ROW_QUANTIZATION = (Implementation(HOPPER, why_no_hopper_rows, _hopper_rows),)
-
-
-def why_quantize_rows_unsupported(x: Rows, *, device: jax.Device | None = None) -> str | None:
-    """Why no kernel quantizes rows x [rows, size], or None."""
-    return why_none(ROW_QUANTIZATION, device, x)
 
 
 def quantize_rows(

@@ -1,28 +1,22 @@
 """What GPUs' kernels for products support. Each `why_` function returns the reason why not, or None.
 
-Arrays may be any objects with a shape and a dtype. `device` is as in `targets`.
+Arrays may be any objects with a shape and a dtype. The device is known to be one of the kernel's target.
 """
 
 from __future__ import annotations
 
 import math
 
-import jax
-
 from pallas_kernels.products.rows import Rows
-from pallas_kernels.targets import DTYPES, HOPPER, why_not_on
-
-TARGETS = (HOPPER,)  # of the kernels for products, of every format
+from pallas_kernels.targets import DTYPES
 
 GRID = 64  # the numbers of outputs and inputs are multiples of this
 SIZE_GRID = 128  # the size of a quantized row is a multiple of this
 EIGHT_BIT_ROWS = 512  # maximum of a dense product; for more, cuBLAS is faster, even if it converts the weight
 
 
-def why_no_kernel(x: Rows, device: jax.Device | None) -> str | None:
-    """Why no kernel for products supports rows x or the device."""
-    if (why := why_not_on(TARGETS, device)) is not None:
-        return why
+def why_no_hopper_product(x: Rows) -> str | None:
+    """Why no kernel of Hopper's for products supports rows x."""
     return None if str(x.dtype) in DTYPES else f"dtype={x.dtype}: the kernel takes {' and '.join(DTYPES)}"
 
 

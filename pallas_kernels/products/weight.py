@@ -6,6 +6,8 @@ the class of a parameter or of a format.
 
 On a CPU there are several forms of a product. The fastest depends on the processor, the dtypes and the number
 of rows. A weight knows the forms to use; the default is the kernel.
+
+On a GPU, a format has two tables of kernels, DENSE and GROUPED, see `targets`. Their calls are (x, weight).
 """
 
 from __future__ import annotations
@@ -23,12 +25,11 @@ from jax import lax
 from pallas_kernels import devices
 from pallas_kernels.devices import traced_for, traced_for_cpu
 from pallas_kernels.llvm.kinds import INPUTS
-from pallas_kernels.products import xla
 from pallas_kernels.products.groups import Groups
 from pallas_kernels.products.rows import Rows, array_of
 from pallas_kernels.quantization.formats import WeightFormat
 from pallas_kernels.quantization.quantized import dequantize
-from pallas_kernels.targets import Impl, kernel_serves
+from pallas_kernels.targets import Impl, Table, choose
 
 ROW_CLASSES = 1, 16, 64  # products have the same form up to each number of rows, and beyond the last
 
@@ -81,9 +82,15 @@ class StoredWeight[P](ABC):
     """A Weight in the format of a parameter. Its arrays may be abstract where nothing is computed.
 
     Attributes:
+        DENSE: kernels for GPUs. They take x, which may be `Rows`, a flat weight, the result's dtype and the
+            device.
+        GROUPED: kernels for GPUs. They take x, the weight and groups, and return [places, outs].
         numbers: the parameter.
         forms: of products on a CPU.
     """
+
+    DENSE: ClassVar[Table] = ()
+    GROUPED: ClassVar[Table] = ()
 
     numbers: P
     forms: Forms = ()
@@ -138,12 +145,13 @@ class StoredWeight[P](ABC):
     def grouped_product(
         self, x: jax.Array, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None
     ) -> jax.Array:
-        by_kernel = kernel_serves(impl, self.why_unsupported(x, grouped=True, device=device))
-        return self.grouped(x, groups, by_kernel=by_kernel).reshape(len(x), *self.shape[1:-1])
+        kernel = choose(self.GROUPED, impl, device, x, self)
+        y: jax.Array = self.grouped_by_xla(x, groups) if kernel is None else kernel.run(x, self, groups)
+        return y.reshape(len(x), *self.shape[1:-1])
 
     @abstractmethod
-    def grouped(self, x: jax.Array, groups: Groups, *, by_kernel: bool) -> jax.Array:
-        """`grouped_product` -> [places, outs], by a GPU's kernel or by XLA."""
+    def grouped_by_xla(self, x: jax.Array, groups: Groups) -> jax.Array:
+        """`grouped_product` -> [places, outs], by XLA."""
 
     @abstractmethod
     def flat(self) -> Self:
@@ -179,11 +187,15 @@ class StoredWeight[P](ABC):
         Raises:
             ValueError: impl is "mosaic" and no kernel supports the call, or impl is "llvm".
         """
-        return self.by_xla(array_of(x), dtype)
+        kernel = choose(self.DENSE, impl, device, x, self)
+        if kernel is None:
+            return self.by_xla(array_of(x), dtype)
+        y: jax.Array = kernel.run(x, self, dtype, device or jax.devices()[0])
+        return y
 
-    @abstractmethod
-    def why_unsupported(self, x: Any, *, grouped: bool, device: jax.Device | None = None) -> str | None:
-        """Why no GPU's kernel supports a dense or a grouped product with rows x, or None."""
+    def table(self, *, grouped: bool) -> Table:
+        """The kernels for GPUs."""
+        return self.GROUPED if grouped else self.DENSE
 
     @abstractmethod
     def dequantized(self) -> jax.Array:
@@ -234,15 +246,6 @@ class QuantizedWeight[P](StoredWeight[P]):
 
     def dequantized(self) -> jax.Array:
         return dequantize(cast(Any, self.numbers))
-
-
-def grouped_form(by_kernel: bool) -> Callable[..., jax.Array]:
-    """The product of rows by the matrices of their groups: a GPU's kernel, or XLA's form."""
-    if not by_kernel:
-        return xla.grouped_product
-    from pallas_kernels.products.hopper import grouped_product as kernel
-
-    return kernel.grouped_product
 
 
 def form_key(rows: int, x: str, weight: str) -> str:

@@ -23,10 +23,12 @@ from benchmarks.gpu.rows import Row
 from benchmarks.gpu.work import LLAMA, Shape, decode_bytes, prefill_operations
 from pallas_kernels.attention import dispatch
 from pallas_kernels.attention import latent as latent_dispatch
+from pallas_kernels.attention.options import PLAIN
 from pallas_kernels.cache import dispatch as cache_dispatch
 from pallas_kernels.compilation import timing
 from pallas_kernels.products import dispatch as product_dispatch
 from pallas_kernels.products.weights import stored
+from pallas_kernels.targets import why_none
 
 pytestmark = pytest.mark.usefixtures("quickly")
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
@@ -339,8 +341,8 @@ def test_kernels_take_the_shapes_that_are_timed() -> None:
     q: Any = jax.ShapeDtypeStruct((1, LLAMA.heads, LLAMA.head_dim), jnp.bfloat16)
     tile: Any = jax.ShapeDtypeStruct((1, prefill.TILE, LLAMA.heads, LLAMA.head_dim), jnp.bfloat16)
     k, v = jax.eval_shape(lambda: inputs.large(LLAMA, 1, "bfloat16", None))
-    assert dispatch.why_decode_unsupported(q, k, v, device=HOPPER) is None
-    assert dispatch.why_prefill_unsupported(tile, k, v, device=HOPPER) is None
+    assert why_none(dispatch.DECODE, HOPPER, q, k, v, PLAIN) is None
+    assert why_none(dispatch.PREFILL, HOPPER, tile, k, v, PLAIN) is None
 
 
 @pytest.mark.full

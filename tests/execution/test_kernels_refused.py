@@ -1,7 +1,10 @@
-"""Which models attention's kernels cannot serve on a GPU, and the tables that these get."""
+"""Which kernels serve a model on each generation of GPUs, which models attention's kernels cannot serve, and
+the tables that these get.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,8 @@ import pytest
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
 from jengine.engine.shapes import describe
-from jengine.execution.kernels import decode_refused
+from jengine.execution.kernels import decode_refused, implementations
+from jengine.execution.kernels import described as kernels_described
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.compilation import ahead_of_time
@@ -57,3 +61,39 @@ def test_without_a_kernel_tables_have_buckets_of_pages(
 def test_with_kernels_rows_have_none(h200: Any) -> None:
     spec = described(h200, LLAMA)
     assert decode_refused(spec) is None and spec.table.page_buckets == (0,)
+
+
+CAPABILITIES = {
+    "8.0": "major: 8",
+    "8.6": "major: 8 minor: 6",
+    "8.7": "major: 8 minor: 7",
+    "8.9": "major: 8 minor: 9",
+    "9.0": "major: 9 feature_extension: ACCELERATED_FEATURES",
+    "10.0": "major: 10 feature_extension: ACCELERATED_FEATURES",
+    "10.3": "major: 10 minor: 3 feature_extension: ACCELERATED_FEATURES",
+    "12.0": "major: 12 feature_extension: ACCELERATED_FEATURES",
+}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_what_a_start_says_of_each_generation(capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line that a start logs, for experts and dense products in 8 bits with quantized inputs."""
+    compiler_for_gpus()
+    text = re.sub(
+        r"(cuda_compute_capability) \{.*\}",
+        rf"\1 {{ {CAPABILITIES[capability]} }}",
+        ahead_of_time.description("h200"),
+    ).replace("NVIDIA H200", f"GPU {capability}")
+    monkeypatch.setattr(ahead_of_time, "description", lambda target: text)
+    devices = ahead_of_time.devices("h200", 1)
+    assert devices[0].compute_capability == capability
+    model = {**VARIANTS["mixtral"], **SMALL, "intermediate_size": 64, "vocab_size": 128}
+    said = kernels_described(implementations(described(devices, model, quantization="w8a8")))
+    attention, caches = "decode attention, prefill attention", "KV writes, page copies"
+    products = "products of w8a8, row quantization, products of experts in w8a8"
+    if capability == "9.0":
+        assert said == f"Hopper for {attention}, {caches}, {products}; XLA for products of bfloat16"
+    else:
+        why = f"device=GPU {capability}: the kernel is for GPUs of compute capability 9.0"
+        by_xla = f"XLA ({why}) for {caches}, {products}; XLA for products of bfloat16"
+        assert said == f"Ampere ({why}) for {attention}; {by_xla}"

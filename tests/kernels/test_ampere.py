@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from kernel_facts import AMPERE, AMPERE_CASES, AMPERE_THREADS, facts_elsewhere
 
-from pallas_kernels.attention import ampere, reference
+from pallas_kernels.attention import ampere
 from pallas_kernels.attention.ampere import (
     BLOCKS_TO_FILL,
     SPLIT_TOKENS,
@@ -23,6 +23,7 @@ from pallas_kernels.attention.ampere import (
     paged_attention_prefill,
 )
 from tests.extras import compiler_for_gpus
+from tests.kernels import reference
 from tests.kernels.emulated import Landing, emulated
 from tests.kernels.interpreted import Cache, Runner, cache, largest_error, only_what_is_seen, options_of
 

@@ -17,11 +17,11 @@ import pytest
 from kernel_facts import CASES
 
 from pallas_kernels import targets
-from pallas_kernels.attention import reference
 from pallas_kernels.attention.hopper.decode import paged_attention_decode
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.work_list import even_work, fixed_work, most_rows
 from pallas_kernels.quantization.quantized import dequantize, movable, quantize
+from tests.kernels import reference
 from tests.kernels.interpreted import (
     INTERPRETED,
     RACES,

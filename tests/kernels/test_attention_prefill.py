@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import reference
 from pallas_kernels.attention.hopper.prefill import paged_attention_prefill
+from tests.kernels import reference
 from tests.kernels.interpreted import INTERPRETED, Runner, cache, largest_error, only_what_is_seen, options_of
 from tests.kernels.test_attention_decode import eight_bits
 

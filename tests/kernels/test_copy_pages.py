@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import reference
 from pallas_kernels.cache.hopper_copy import copy_pages
 from pallas_kernels.quantization.quantized import Pages, movable, quantize
+from tests.kernels import reference
 from tests.kernels.interpreted import INTERPRETED, Runner
 
 SMALL = [

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.attention import dispatch, reference
+from pallas_kernels.attention import dispatch
 from pallas_kernels.attention.cpu import attention
 from pallas_kernels.attention.cpu.attention import paged_attention_decode, paged_attention_prefill
 from pallas_kernels.attention.cpu.blocks import BYTES
@@ -25,6 +25,7 @@ from pallas_kernels.llvm import calls, native, team
 from pallas_kernels.llvm.code import Code
 from pallas_kernels.llvm.math import power_of_two
 from pallas_kernels.llvm.types import F32, I64, LANES, PTR, vector
+from tests.kernels import reference
 from tests.kernels.interpreted import Cache, cache, only_what_is_seen, options_of
 from tests.kernels.test_attention_decode import BOTH, CAP, PLAIN, SINKS, WINDOW, Ways, eight_bits
 from tests.kernels.test_masked import SETS, X86, runs_here

@@ -14,14 +14,15 @@ import pytest
 
 from pallas_kernels.attention import ampere, dispatch, work_list, xla
 from pallas_kernels.attention.cpu import attention
-from pallas_kernels.attention.dispatch import paged_attention_decode, why_decode_unsupported
+from pallas_kernels.attention.dispatch import paged_attention_decode
 from pallas_kernels.attention.hopper import decode as attention_decode
 from pallas_kernels.attention.hopper import prefill as attention_prefill
-from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.attention.options import PLAIN, AttentionOptions
 from pallas_kernels.cache import dispatch as cache_dispatch
 from pallas_kernels.cache import xla as cache_xla
 from pallas_kernels.cache.qkv import Qkv, QkvProduct
 from pallas_kernels.quantization.quantized import movable, quantize
+from pallas_kernels.targets import why_none
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 AMPERE: Any = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
@@ -49,7 +50,7 @@ def arrays(
     ],
 )
 def test_what_the_decode_kernel_takes(shape: dict[str, Any]) -> None:
-    assert why_decode_unsupported(*arrays(**shape), device=HOPPER) is None
+    assert why_none(dispatch.DECODE, HOPPER, *arrays(**shape), PLAIN) is None
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_what_the_decode_kernel_takes(shape: dict[str, Any]) -> None:
     ],
 )
 def test_what_it_does_not_take_and_why(shape: dict[str, Any], device: Any, reason: str) -> None:
-    said = why_decode_unsupported(*arrays(**shape), device=device)
+    said = why_none(dispatch.DECODE, device, *arrays(**shape), PLAIN)
     assert said is not None and said.startswith(reason)
 
 
@@ -73,8 +74,8 @@ def test_eight_bit_caches_are_taken_and_others_not() -> None:
     q, k, v = arrays()
     int8, fp8 = ([movable(quantize(pages, kind)) for pages in (k, v)] for kind in ("int8", "float8_e4m3fn"))
     assert (
-        why_decode_unsupported(q, *int8, device=HOPPER)
-        is why_decode_unsupported(q, *fp8, device=HOPPER)
+        why_none(dispatch.DECODE, HOPPER, q, *int8, PLAIN)
+        is why_none(dispatch.DECODE, HOPPER, q, *fp8, PLAIN)
         is None
     )
     refusals: list[tuple[Any, str]] = [
@@ -85,7 +86,7 @@ def test_eight_bit_caches_are_taken_and_others_not() -> None:
         ((q.astype(jnp.float32), *int8), "dtype=float32"),
     ]
     for args, reason in refusals:
-        assert str(why_decode_unsupported(*args, device=HOPPER)).startswith(reason)
+        assert str(why_none(dispatch.DECODE, HOPPER, *args, PLAIN)).startswith(reason)
 
 
 TABLES, LENGTHS = np.array([[1, 2], [3, 0]]), np.array([20, 3])
@@ -158,15 +159,12 @@ def test_what_the_writing_kernel_takes() -> None:
     q, k, v = arrays()
     new = Qkv(q, q[:, :2], q[:, :2])
     half = QkvProduct(jnp.zeros((2, 2, 6, 64), jnp.float16), 4)
-    assert cache_dispatch.why_kv_write_unsupported(k, v, new, device=HOPPER) is None
-    assert (
-        cache_dispatch.why_kv_write_unsupported(*(x.astype(jnp.float16) for x in (k, v)), half, device=HOPPER)
-        is None
-    )
+    assert why_none(cache_dispatch.KV_WRITE, HOPPER, k, v, new) is None
+    assert why_none(cache_dispatch.KV_WRITE, HOPPER, *(x.astype(jnp.float16) for x in (k, v)), half) is None
     int8, fp8 = movable(quantize(k, "int8")), movable(quantize(v, "float8_e4m3fn"))
     for pages in (int8, fp8):
-        assert cache_dispatch.why_kv_write_unsupported(pages, pages, new, device=HOPPER) is None
-        assert cache_dispatch.why_copy_pages_unsupported(pages, pages, device=HOPPER) is None
+        assert why_none(cache_dispatch.KV_WRITE, HOPPER, pages, pages, new) is None
+        assert why_none(cache_dispatch.PAGE_COPY, HOPPER, pages, pages) is None
     refusals: list[tuple[Any, str]] = [
         ((k, v, new._replace(q=q.astype(jnp.float32))), "qkv=float32: the kernel takes bfloat16 and float16"),
         ((k, v, half), "qkv=float16: the kernel takes the cache's dtype, bfloat16"),
@@ -175,7 +173,7 @@ def test_what_the_writing_kernel_takes() -> None:
         ((k[..., :32], v[..., :32], new), "head_dim=32"),
     ]
     for args, reason in refusals:
-        assert str(cache_dispatch.why_kv_write_unsupported(*args, device=HOPPER)).startswith(reason)
+        assert str(why_none(cache_dispatch.KV_WRITE, HOPPER, *args)).startswith(reason)
 
 
 @pytest.mark.parametrize("impl", ["auto", "mosaic"])
@@ -242,14 +240,14 @@ def test_the_prefill_kernel_learns_the_device_whose_multiprocessors_it_fills(
 
 def test_ampere_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = arrays(heads=130, kv_heads=2)
-    assert why_decode_unsupported(q, k, v, device=AMPERE) is None  # a group of any size
+    assert why_none(dispatch.DECODE, AMPERE, q, k, v, PLAIN) is None  # a group of any size
     tiles = jnp.zeros((2, 3, 130, 64), jnp.bfloat16)  # and tiles of any size
-    assert dispatch.why_prefill_unsupported(tiles, k, v, device=AMPERE) is None
-    assert str(dispatch.why_prefill_unsupported(tiles[:, :, :8], k, v, device=HOPPER)).startswith("tile=3")
+    assert why_none(dispatch.PREFILL, AMPERE, tiles, k, v, PLAIN) is None
+    assert str(why_none(dispatch.PREFILL, HOPPER, tiles[:, :, :8], k, v, PLAIN)).startswith("tile=3")
     assert str(
-        why_decode_unsupported(q, *(quantize(pages, "int8") for pages in (k, v)), device=AMPERE)
+        why_none(dispatch.DECODE, AMPERE, q, *(quantize(pages, "int8") for pages in (k, v)), PLAIN)
     ).startswith("k_pages=int8")
-    assert str(cache_dispatch.why_kv_write_unsupported(k, v, Qkv(q, k[0], v[0]), device=AMPERE)).startswith(
+    assert str(why_none(cache_dispatch.KV_WRITE, AMPERE, k, v, Qkv(q, k[0], v[0]))).startswith(
         "device=NVIDIA A100"
     )
     given: list[str] = []

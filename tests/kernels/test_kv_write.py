@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import reference
 from pallas_kernels.cache.hopper_write import BLOCK_BYTES, heads_per_block, kv_write
 from pallas_kernels.cache.qkv import HeadNorm, QkvProduct
 from pallas_kernels.quantization.quantized import Pages, Quantized, dequantize, movable, quantize
 from pallas_kernels.targets import CORES
+from tests.kernels import reference
 from tests.kernels.interpreted import INTERPRETED, Runner, largest_error, more_scales
 
 NUM_PAGES = 7

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import targets
-from pallas_kernels.attention import reference
 from pallas_kernels.attention.hopper.latent import head_blocks, latent_attention_decode
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.work_list import even_work, fixed_work
+from tests.kernels import reference
 from tests.kernels.interpreted import INTERPRETED, Runner, cache, largest_error
 from tests.kernels.semaphores_model import at_once
 

@@ -14,13 +14,14 @@ from pallas_kernels import targets
 from pallas_kernels.attention import dispatch
 from pallas_kernels.attention.hopper import latent as latent_decode
 from pallas_kernels.attention.latent import (
+    LATENT_DECODE,
     latent_attention_decode,
     latent_attention_prefill,
     latent_decode_work,
-    why_latent_decode_unsupported,
 )
-from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.attention.options import PLAIN, AttentionOptions
 from pallas_kernels.quantization.quantized import movable, quantize
+from pallas_kernels.targets import why_none
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 AMPERE: Any = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
@@ -44,12 +45,10 @@ def shapes(**shape: Any) -> Any:
 def test_what_the_kernel_takes() -> None:
     for heads in (1, 16, 20, 64, 128):
         assert (
-            why_latent_decode_unsupported(
-                *shapes(heads=heads, key_dim=576, page_size=64), rank=512, device=HOPPER
-            )
+            why_none(LATENT_DECODE, HOPPER, *shapes(heads=heads, key_dim=576, page_size=64), PLAIN, 512)
             is None
         )
-    assert why_latent_decode_unsupported(*shapes(dtype=jnp.float16), rank=128, device=HOPPER) is None
+    assert why_none(LATENT_DECODE, HOPPER, *shapes(dtype=jnp.float16), PLAIN, 128) is None
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ def test_what_the_kernel_takes() -> None:
 )
 def test_what_it_does_not_take_and_why(shape: dict[str, Any], rank: int, device: Any, reason: str) -> None:
     q, pages = shapes(**shape)
-    assert str(why_latent_decode_unsupported(q, pages, rank=rank, device=device)).startswith(reason)
+    assert str(why_none(LATENT_DECODE, device, q, pages, PLAIN, rank)).startswith(reason)
     with pytest.raises(ValueError, match=f"impl='mosaic': {reason}"):
         latent_attention_decode(q, pages, TABLES, LENGTHS, OPTIONS, rank=rank, impl="mosaic", device=device)
 
@@ -75,9 +74,9 @@ def test_what_it_does_not_take_and_why(shape: dict[str, Any], rank: int, device:
 def test_other_caches_are_rejected() -> None:
     q, pages = shapes()
     _, half = shapes(dtype=jnp.float16)
-    assert str(why_latent_decode_unsupported(q, half, rank=128, device=HOPPER)).startswith("pages=float16")
+    assert str(why_none(LATENT_DECODE, HOPPER, q, half, PLAIN, 128)).startswith("pages=float16")
     eight: Any = jax.eval_shape(lambda x: movable(quantize(x, "int8")), pages)
-    assert str(why_latent_decode_unsupported(q, eight, rank=128, device=HOPPER)).startswith("pages=int8")
+    assert str(why_none(LATENT_DECODE, HOPPER, q, eight, PLAIN, 128)).startswith("pages=int8")
 
 
 def test_elsewhere_the_vectors_are_keys_and_values() -> None:

@@ -18,8 +18,9 @@ from pallas_kernels.attention.ampere import paged_attention_prefill as on_ampere
 from pallas_kernels.attention.hopper.decode import paged_attention_decode as on_hopper
 from pallas_kernels.attention.hopper.latent import latent_attention_decode
 from pallas_kernels.attention.hopper.prefill import paged_attention_prefill as prompts_on_hopper
-from pallas_kernels.attention.options import WORDS, AttentionOptions
+from pallas_kernels.attention.options import PLAIN, WORDS, AttentionOptions
 from pallas_kernels.attention.support import CPU_OPTIONS
+from pallas_kernels.targets import why_none
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 Q: Any = jax.ShapeDtypeStruct((2, 8, 64), jnp.bfloat16)
@@ -61,13 +62,10 @@ def test_a_kernel_that_is_called_directly_refuses_what_it_has_not(kernel: Any) -
 
 
 def test_slopes_and_latent_windows_are_refused_before_a_kernel_is_chosen() -> None:
-    assert dispatch.why_decode_unsupported(Q, PAGES, PAGES, device=HOPPER) is None
-    assert (
-        dispatch.why_decode_unsupported(Q, PAGES, PAGES, SLOPES, device=HOPPER)
-        == "slopes: the kernel has no ALiBi"
-    )
+    assert why_none(dispatch.DECODE, HOPPER, Q, PAGES, PAGES, PLAIN) is None
+    assert why_none(dispatch.DECODE, HOPPER, Q, PAGES, PAGES, SLOPES) == "slopes: the kernel has no ALiBi"
     q, pages = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 16, 192), (9, 1, 16, 192)))
     windowed = AttentionOptions(0.1, window=7)
-    why: Any = latent_dispatch.why_latent_decode_unsupported
-    assert why(q, pages, rank=128, device=HOPPER) is None
-    assert why(q, pages, windowed, rank=128, device=HOPPER) == "window=7: the kernel has no window"
+    table = latent_dispatch.LATENT_DECODE
+    assert why_none(table, HOPPER, q, pages, PLAIN, 128) is None
+    assert why_none(table, HOPPER, q, pages, windowed, 128) == "window=7: the kernel has no window"

@@ -25,7 +25,7 @@ AMPERE: Any = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0
 def test_what_the_grouped_product_takes_and_why_not() -> None:
     x, weight = jnp.zeros((8, 64), jnp.bfloat16), jnp.zeros((2, 32, 2, 64), jnp.bfloat16)
     for experts in weight, quantize(weight, "int8"), quantize(weight, "float8_e4m3fn"):
-        assert product_dispatch.why_grouped_product_unsupported(x, experts, device=HOPPER) is None
+        assert product_dispatch.why_product_unsupported(x, experts, grouped=True, device=HOPPER) is None
     refusals: list[tuple[Any, Any, str]] = [
         ((x, weight), AMPERE, "device=NVIDIA A100: the kernel is for GPUs of compute capability 9.0"),
         ((x.astype(jnp.float32), weight), HOPPER, "dtype=float32: the kernel takes bfloat16 and float16"),
@@ -38,7 +38,7 @@ def test_what_the_grouped_product_takes_and_why_not() -> None:
         ((x[:, :32], weight[..., :32]), HOPPER, "in=32: the kernel takes multiples of 64"),
     ]
     for arrays, device, reason in refusals:
-        assert product_dispatch.why_grouped_product_unsupported(*arrays, device=device) == reason
+        assert product_dispatch.why_product_unsupported(*arrays, grouped=True, device=device) == reason
     with pytest.raises(ValueError, match=r"impl='mosaic': device=.*compute capability 9\.0"):
         product_dispatch.grouped_product(x, weight, grouped(jnp.zeros(1, jnp.int32), 2), impl="mosaic")
 
@@ -50,11 +50,11 @@ def four_bits(*shape: int, **how: Any) -> Int4:
 
 def test_what_quantized_products_take_and_why_not() -> None:
     x, weight = jnp.zeros((8, 192), jnp.bfloat16), four_bits(64, 192)
-    assert stored(weight).why_unsupported(x, grouped=False, device=HOPPER) is None
+    assert product_dispatch.why_product_unsupported(x, weight, grouped=False, device=HOPPER) is None
     experts = four_bits(3, 32, 2, 96)
-    assert product_dispatch.why_grouped_product_unsupported(x, experts, device=HOPPER) is None
+    assert product_dispatch.why_product_unsupported(x, experts, grouped=True, device=HOPPER) is None
     eight_bits = quantize(jnp.zeros((64, 192)), "int8")
-    assert stored(eight_bits).why_unsupported(x, grouped=False, device=HOPPER) is None
+    assert product_dispatch.why_product_unsupported(x, eight_bits, grouped=False, device=HOPPER) is None
     halves = four_bits(64, 192, parts=2)
     refusals: list[tuple[Any, Any, Any, str]] = [
         (x, weight, AMPERE, "device=NVIDIA A100: the kernel is for GPUs of compute capability 9.0"),
@@ -76,9 +76,9 @@ def test_what_quantized_products_take_and_why_not() -> None:
         (x[:, :96], quantize(jnp.zeros((64, 96)), "int8"), HOPPER, "in=96: the kernel takes multiples of 64"),
     ]
     for rows, refused, device, reason in refusals:
-        assert stored(refused).why_unsupported(rows, grouped=False, device=device) == reason
+        assert product_dispatch.why_product_unsupported(rows, refused, grouped=False, device=device) == reason
     assert (
-        product_dispatch.why_grouped_product_unsupported(x, experts[:, :24], device=HOPPER)
+        product_dispatch.why_product_unsupported(x, experts[:, :24], grouped=True, device=HOPPER)
         == "out=48: the kernel takes multiples of 64"
     )
     with pytest.raises(ValueError, match=r"impl='mosaic': device=.*compute capability 9\.0"):

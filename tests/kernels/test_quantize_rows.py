@@ -18,11 +18,12 @@ from pallas_kernels.elementwise.norm import rms_norm
 from pallas_kernels.products import quantize_rows as row_dispatch
 from pallas_kernels.products import weight as products
 from pallas_kernels.products.hopper.quantize_rows import GATES, Norm, quantize_rows
-from pallas_kernels.products.quantize_rows import why_quantize_rows_unsupported
+from pallas_kernels.products.quantize_rows import ROW_QUANTIZATION
 from pallas_kernels.products.rows import Gated, Normed, Sum, array_of
 from pallas_kernels.products.support import EIGHT_BIT_ROWS
 from pallas_kernels.products.weights import product
 from pallas_kernels.quantization.quantized import Quantized, quantize
+from pallas_kernels.targets import why_none
 from tests.kernels.interpreted import INTERPRETED, Runner, largest_error
 
 HOPPER: Any = SimpleNamespace(
@@ -178,17 +179,17 @@ def test_a_kernel_quantizes_what_a_product_for_hopper_takes(
 
 def test_what_the_kernel_takes_and_why_not() -> None:
     x, ampere = numbers(0, 2, 128), SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
-    assert why_quantize_rows_unsupported(x, device=HOPPER) is None
+    assert why_none(ROW_QUANTIZATION, HOPPER, x) is None
     assert (
-        why_quantize_rows_unsupported(Gated(numbers(0, 2, 96, 2), "silu"), device=HOPPER)
+        why_none(ROW_QUANTIZATION, HOPPER, Gated(numbers(0, 2, 96, 2), "silu"))
         == "size=96: the kernel takes multiples of 128"
     )
     assert (
-        why_quantize_rows_unsupported(x.astype(jnp.int8), device=HOPPER)
+        why_none(ROW_QUANTIZATION, HOPPER, x.astype(jnp.int8))
         == "dtype=int8: the kernel takes bfloat16, float16, float32"
     )
     assert (
-        why_quantize_rows_unsupported(x, device=ampere)
+        why_none(ROW_QUANTIZATION, ampere, x)
         == "device=NVIDIA A100: the kernel is for GPUs of compute capability 9.0"
     )  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"impl='mosaic': device="):
