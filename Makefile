@@ -25,12 +25,15 @@ TEST_AVX2 = XLA_FLAGS=--xla_cpu_max_isa=AVX2 $(PYTHON) -m pytest $(DISTRIBUTED) 
 	tests/kernels/test_int4_product.py tests/kernels/test_quantize_rows.py tests/engine/test_batch_invariance.py tests/engine/test_golden.py
 TEST_LOWEST = PYTHONPATH=. .venv-lowest/bin/python -m pytest --numprocesses $(JOBS) -k "in_place and not int8 or fp8 and spills or a100 or rope_dynamic_beyond" \
 	tests/kernels/test_ahead_of_time.py tests/kernels/test_ampere.py tests/execution/test_gpu_programs.py tests/engine/test_golden.py
+# Each integration is tested with the packages that its extra installs, and with what its tests need besides.
+INTEGRATION = .cache/integrations/$(NAME)
+INTEGRATION_TESTS := httpx hypothesis pandas pytest pytest-timeout pyzmq
 PYTHONS := 3.12 3.13 3.14  # in order of preference; constraints.txt was resolved under the first
 
 MAKEFLAGS += --jobs=2  # environments are made side by side
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve-demo test test-quick test-lowest test-full test-agents lint format docs goldens goldens-vllm support compare protos clean
+.PHONY: help setup demo serve-demo test test-quick test-lowest test-full test-agents test-integrations lint format docs goldens goldens-vllm support compare protos clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -87,6 +90,14 @@ test-full: $(TESTED) ## run the long tests that `make test` leaves out (hours; P
 
 test-agents: $(STAMP) ## run coding agents against a server (installs them from npm and PyPI, 2 GB; minutes)
 	$(PYTHON) tools/full_tests.py agents --timeout 1800
+
+test-integrations: ## run the tests of one of jengine/integrations in an environment with its extra (NAME=ray)
+	@test -n "$(NAME)" || { echo "NAME must be one of $(notdir $(wildcard jengine/integrations/[a-z]*))"; exit 1; }
+	@test -e $(INTEGRATION)/.ready || { \
+	    python=$$(tools/find_python $(PYTHONS)) && "$$python" -m venv --clear $(INTEGRATION) \
+	    && $(INTEGRATION)/bin/python -m pip install --disable-pip-version-check --no-compile --quiet --constraint constraints.txt \
+	        --editable '.[$(NAME)]' $(INTEGRATION_TESTS) && touch $(INTEGRATION)/.ready; }
+	TEST_EXTRAS=$(NAME) $(INTEGRATION)/bin/python tools/full_tests.py $(NAME) --timeout 1800
 
 lint: setup | $(if $(filter test%,$(MAKECMDGOALS)),$(TESTED)) ## ruff and mypy
 	$(PYTHON) -m ruff check .

@@ -11,12 +11,9 @@ from typing import Any
 
 import grpc
 
-from jengine.serving.generated.inference import grpc_service_pb2 as kserve
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 
-AnyRequest = (
-    pb.GenerateRequest | pb.ChatRequest | pb.TokenizeRequest | pb.DetokenizeRequest | kserve.ModelInferRequest
-)
+AnyRequest = pb.GenerateRequest | pb.ChatRequest | pb.TokenizeRequest | pb.DetokenizeRequest
 BYTES = 3_900_000
 WORDS = "The quick brown fox jumps over the lazy dog. "
 
@@ -60,13 +57,6 @@ def _messages() -> pb.ChatRequest:
 @cache
 def _ids() -> pb.DetokenizeRequest:
     return pb.DetokenizeRequest(token_ids=[100] * BYTES)
-
-
-@cache
-def _tensor() -> kserve.ModelInferRequest:
-    request = kserve.ModelInferRequest(raw_input_contents=[b"\0" * BYTES])
-    request.inputs.add(name="stop", datatype="BYTES", shape=[BYTES // 4])
-    return request
 
 
 def repeated_allowed_ids(i: int) -> AnyRequest:
@@ -120,10 +110,6 @@ def long_detokenize(i: int) -> AnyRequest:
     return _ids()
 
 
-def large_tensor(i: int) -> AnyRequest:
-    return _tensor()
-
-
 LARGE: dict[str, Callable[[int], AnyRequest]] = {
     made.__name__: made
     for made in (
@@ -138,7 +124,6 @@ LARGE: dict[str, Callable[[int], AnyRequest]] = {
         many_messages,
         long_tokenize,
         long_detokenize,
-        large_tensor,
     )
 }
 METHODS: dict[type[AnyRequest], tuple[str, Any]] = {
@@ -146,7 +131,6 @@ METHODS: dict[type[AnyRequest], tuple[str, Any]] = {
     pb.ChatRequest: ("/jengine.v1.GenerateService/Chat", pb.GenerateResponse),
     pb.TokenizeRequest: ("/jengine.v1.GenerateService/Tokenize", pb.TokenizeResponse),
     pb.DetokenizeRequest: ("/jengine.v1.GenerateService/Detokenize", pb.DetokenizeResponse),
-    kserve.ModelInferRequest: ("/inference.GRPCInferenceService/ModelInfer", kserve.ModelInferResponse),
 }
 
 

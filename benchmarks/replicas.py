@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.machine import made_model, save
 from jengine import AsyncLLM, EngineConfig, SamplingParams, Tokenizer
 from jengine.engine.operations import ResetPrefixCache
-from jengine.replicas import replicas as module
+from jengine.fleet import members as module
 from jengine.serving.config import ServerConfig
 from jengine.serving.processes.makers import maker
 
@@ -74,7 +74,7 @@ async def compare(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     found: dict[str, list[dict[str, float]]] = {"routed": [], "random": []}
     by_prefix, draw = module.first_token_seconds, random.Random(0)
     ways: dict[str, Any] = {"routed": by_prefix, "random": lambda *facts: draw.random()}
-    async with AsyncLLM.over(engine, tokenizer) as llm:
+    async with AsyncLLM.over(engine.backend, tokenizer) as llm:
         for number in range(options.rounds + 1):
             arrivals = trace(
                 options.groups, options.requests, options.rate, llm.backend.limits.vocab_size, number

@@ -117,7 +117,7 @@ def mock_server(step_seconds: float, **options: Any) -> AbstractContextManager[t
         "pages": 10**6,
         "seconds": step_seconds,
     }
-    return server("jengine.serving.processes.engines:mock_engine", engine, **options)
+    return server("tests.mocks.mock_engine:mock_engine", engine, **options)
 
 
 @contextmanager

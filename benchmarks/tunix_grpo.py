@@ -149,8 +149,8 @@ def main() -> None:
     from tunix.rl.rollout.base_rollout import CacheConfig
     from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
-    from jengine.tunix.rollout import JengineRollout
-    from tests.on_tunix.models import actor_of, mesh, tokenizer_of, write_folder
+    from jengine.integrations.tunix.rollout import JengineRollout
+    from tests.integrations.tunix.models import actor_of, mesh, tokenizer_of, write_folder
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(

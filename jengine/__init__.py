@@ -90,14 +90,14 @@ if TYPE_CHECKING:
         decode_operation,
     )
     from jengine.engine.start import Started, follow, start_engine
+    from jengine.fleet.back_off import BackOff
+    from jengine.fleet.fleet import Fleet
     from jengine.insight.explanations.explain import Explanation, Finding, explain
     from jengine.insight.profiling.capture import capture_process, read_profiles
     from jengine.insight.profiling.data import Profile, ProfileOptions
     from jengine.insight.recording.records import EngineFacts
     from jengine.insight.recording.totals import StepTotals
     from jengine.insight.recording.trace import Readers, Trace
-    from jengine.replicas.disaggregated import Disaggregated
-    from jengine.replicas.replicas import Replicas
     from jengine.scheduling.forecasts.forecast import Prediction
     from jengine.scheduling.requests.sequence_limits import SequenceLimits
     from jengine.text.call_grammars import calls_or_text
@@ -116,6 +116,7 @@ __all__ = [
     "MAX_CLIENT",
     "MOST_IMAGE_BYTES",
     "AsyncLLM",
+    "BackOff",
     "Backend",
     "Beam",
     "BeamSearchOutput",
@@ -125,7 +126,6 @@ __all__ = [
     "ChatTemplate",
     "CompletionOutput",
     "CutImage",
-    "Disaggregated",
     "Embedder",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
@@ -137,6 +137,7 @@ __all__ = [
     "Explanation",
     "Finding",
     "FinishReason",
+    "Fleet",
     "Forward",
     "GenerationParams",
     "GetTrace",
@@ -169,7 +170,6 @@ __all__ = [
     "PromptScores",
     "PromptTooLong",
     "Readers",
-    "Replicas",
     "Request",
     "RequestHandle",
     "RequestOutput",
@@ -314,8 +314,8 @@ _MODULES = {
     "jengine.scheduling.requests.sequence_limits": ("SequenceLimits",),
     "jengine.core.service_level": ("MAX_CLIENT",),
     "jengine.engine.start": ("Started", "follow", "start_engine"),
-    "jengine.replicas.replicas": ("Replicas",),
-    "jengine.replicas.disaggregated": ("Disaggregated",),
+    "jengine.fleet.back_off": ("BackOff",),
+    "jengine.fleet.fleet": ("Fleet",),
     "jengine.text.call_grammars": ("calls_or_text",),
     "jengine.text.constraints": ("after_thought", "forced_calls", "object_schema"),
     "jengine.text.grammars": ("check_structure", "probe_structure", "shown_value"),

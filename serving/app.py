@@ -21,7 +21,7 @@ from jengine import InvalidArgument, Load, StepTotals
 from jengine.serving.calls.adapters import Adapters
 from jengine.serving.config import PREFIX, ServerConfig
 from jengine.serving.grpc.descriptors import allow_descriptors, most_connections, report_sparsely
-from jengine.serving.grpc.server import BuiltServer, build_server
+from jengine.serving.grpc.server import AddedService, BuiltServer, build_server
 from jengine.serving.guards.access import Access
 from jengine.serving.guards.tokenizing import Tokenizing
 from jengine.serving.logs.lines import Lines
@@ -63,13 +63,14 @@ class Served(NamedTuple):
     weights: int = 0
 
 
-def run(config: ServerConfig, models: Sequence[Served]) -> None:
+def run(config: ServerConfig, models: Sequence[Served], services: Sequence[AddedService] = ()) -> None:
     """Serves until SIGTERM or SIGINT, then drains. A second SIGINT exits immediately with code 130. SIGHUP
     reloads.
 
     Args:
         models: the first one is the default, and is loaded before the server is ready. Its name is the one
             that config sets, if it does.
+        services: of other protocols, on the port for gRPC.
 
     Raises:
         InvalidArgument: a file is invalid, an address is not available, or the model or device does not
@@ -91,7 +92,7 @@ def run(config: ServerConfig, models: Sequence[Served]) -> None:
     if (most := most_connections(config.max_connections, ports)) < config.max_connections:
         config = dataclasses.replace(config, max_connections=most)
     default = models[0]._replace(name=config.served_model_name or models[0].name)
-    asyncio.run(ServerApp(config, [default, *models[1:]]).live())
+    asyncio.run(ServerApp(config, [default, *models[1:]], services).live())
 
 
 @contextlib.contextmanager
@@ -118,8 +119,10 @@ class ServerApp:
         reloads: functions called in order on SIGHUP.
     """
 
-    def __init__(self, config: ServerConfig, models: Sequence[Served]) -> None:
-        self._config, self._name = config, models[0].name
+    def __init__(
+        self, config: ServerConfig, models: Sequence[Served], services: Sequence[AddedService] = ()
+    ) -> None:
+        self._config, self._name, self._services = config, models[0].name, services
         self.reloads: list[Callable[[], None]] = []
         self._begun, self._stopping = time.monotonic(), False
         self._built: BuiltServer
@@ -171,6 +174,7 @@ class ServerApp:
             spans=spans,
             credentials=access.credentials,
             interceptors=interceptors,
+            services=self._services,
         )
         async with contextlib.AsyncExitStack() as stack:
             if request_log is not None:

@@ -100,7 +100,7 @@ class ServerConfig:
         rollout_api: serve what trainers need, to administrators: over HTTP /pause, /resume, /sleep, /wake_up,
             /update_weights and /reset_prefix_cache, over gRPC the operations of these names. A paused server
             answers no one.
-        smg_api: serve what the gateway smg asks of a worker, on the port for gRPC (needs the extra fleets).
+        smg_api: serve what the gateway smg asks of a worker, on the port for gRPC (needs the extra smg).
         weights_folder: the folder that /update_weights may read; it takes paths in it. By default it reads
             none.
         allowed_origins: origins of web pages that may use the HTTP API from a browser (CORS), separated by

@@ -11,7 +11,7 @@ import pytest
 
 import jengine
 from jengine import AsyncLLM, EngineThread, Tokenizer
-from jengine.serving.processes.mock_engine import MockEngine
+from tests.mocks.mock_engine import MockEngine
 from tests.text.conftest import byte_level, write
 
 TEMPLATE = (
@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 import jengine
 from jengine import AsyncLLM, EngineThread, Tokenizer, cli
-from jengine.serving.processes.mock_engine import MockEngine
+from tests.mocks.mock_engine import MockEngine
 
 def make(model, **_):
     engine = MockEngine(vocab_size=501, max_num_seqs=8, seconds=0.002)

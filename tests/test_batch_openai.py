@@ -17,8 +17,8 @@ from jengine import SamplingParams, Tokenizer, cli
 from jengine.commands import batch_order
 from jengine.commands.batch_lines import Line
 from jengine.core.updates import Ended
-from jengine.serving.processes.mock_engine import MockEngine
 from tests.batch_mocks import make_tokenizer, use_mock
+from tests.mocks.mock_engine import MockEngine
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]

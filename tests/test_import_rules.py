@@ -25,7 +25,7 @@ MAX_LINES = 500
 MAX_OBJECT_LINES = 450  # of a class with its bases, without docstrings
 MAX_CHAIN = 3  # classes from the most derived to the last base of ours
 # packages of packages, among which there is no circle either
-ROOFS = ("jengine.serving", "jengine.insight", "jengine.capacity")
+ROOFS = ("jengine.serving", "jengine.insight", "jengine.capacity", "jengine.integrations")
 # of pallas_kernels, from the lowest: a folder imports from those before it
 KERNEL_FOLDERS = (
     "mosaic",
@@ -42,15 +42,17 @@ KERNEL_FOLDERS = (
 COMMANDS = (
     "jengine.cli",
     "jengine.commands",
-    "jengine.dynamo",
-    "jengine.ray",
-    "jengine.skyrl",
-    "jengine.tunix",
+    "jengine.integrations",
 )
 SERVE, CHAT = "jengine.commands.serve", "jengine.commands.chat"  # and these of the network
 BATCH = "jengine.commands.batch_openai"  # answers requests as the service does
 FLAGS = "jengine.commands.flags"  # takes the engine's options from where the server's come from
-RAY = ("jengine.ray.serve", "jengine.ray.llm_engine")  # the service's application, elsewhere
+# the service's application elsewhere, and a service beside its own
+OVER_SERVICE = (
+    "jengine.integrations.ray.serve",
+    "jengine.integrations.ray.llm_engine",
+    "jengine.integrations.smg",
+)
 CLIENT = "jengine.client"  # the network's client, under a name for users
 VLLM = "jengine.vllm"  # plain data: other names of options
 # other public names are asked of the module that has them, not of the front door
@@ -133,7 +135,11 @@ def broken_rules(imports: list[Import]) -> list[str]:
             or (
                 not inside(who, SERVING)
                 and inside(what, SERVING)
-                and not (who in (CLIENT, *RAY) or (who in (SERVE, CHAT, BATCH, FLAGS) and found.lazy))
+                and not (
+                    who == CLIENT
+                    or inside(who, *OVER_SERVICE)
+                    or (who in (SERVE, CHAT, BATCH, FLAGS) and found.lazy)
+                )
             )
             or (
                 inside(who, "jengine")

@@ -5,6 +5,9 @@
 PART is a name, or a place such as 3/12; without one, all parts run, one after another. A part has the tests
 with the marker `full`, and Hypothesis's tests again, with more examples; `make test` runs the others. A run
 is recorded if it came to its end and nothing but the record was uncommitted.
+
+The name of an integration is a part, too: all of its tests, in the environment of `make test-integrations`,
+where none may be skipped.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ FAILED = 1  # pytest's exit status, of a run that came to its end
 class Part:
     tests: tuple[str, ...]  # files and folders, without what another part names more closely
     covers: tuple[str, ...]  # the code that they test
+    integration: bool = False  # with another project, whose packages have an environment of their own
 
 
 KERNELS, MODELS = "pallas_kernels", ("jengine/models", "jengine/checkpoints")
@@ -93,7 +97,11 @@ PARTS = {  # each should take less than an hour on two cores
         ("tests/agents", "tests/serving/test_clients.py"),
         ("serving/http", "serving/parsers", "jengine/text"),
     ),
-    "service": Part(("tests",), ("serving", "jengine/api", "jengine/ray", "jengine/commands")),
+    "service": Part(("tests",), ("serving", "jengine/api", "jengine/commands")),
+}
+PARTS |= {
+    name: Part((f"tests/integrations/{name}",), (f"jengine/integrations/{name}",), integration=True)
+    for name in ("dynamo", "ray", "skyrl", "smg", "tunix")
 }
 
 
@@ -103,7 +111,7 @@ def chosen(part: str) -> list[str]:
     Raises:
         ValueError: there is no such part.
     """
-    names = list(PARTS)
+    names = [name for name, part in PARTS.items() if not part.integration]
     if not part:
         return names
     place, slash, count = part.partition("/")
@@ -154,7 +162,7 @@ def run(name: str, options: Sequence[str]) -> int:
             "pytest",
             *arguments(name),
             "-m",
-            TESTS,
+            "" if PARTS[name].integration else TESTS,
             "--hypothesis-profile=full",
             *options,
         ]
@@ -182,6 +190,9 @@ def run(name: str, options: Sequence[str]) -> int:
                 **measured,
                 "files": found.files,
             }
+            if PARTS[name].integration and found.counts["skipped"]:
+                print("Tests of an integration must not be skipped")
+                entry["failed"], status = entry["failed"] + entry["skipped"], FAILED
             write(LEDGER, {**read(LEDGER), name: recorded(read(LEDGER).get(name, {}), entry)})
             print(f"Part {name} is recorded in {LEDGER.relative_to(ROOT)}")
         return status

@@ -10,22 +10,29 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PLACES = {"jengine": "jengine", "jengine.serving": "serving", "pallas_kernels": "pallas_kernels"}
+PLACES = {
+    "jengine": "jengine",
+    "jengine.integrations": "jengine/integrations",
+    "jengine.serving": "serving",
+    "pallas_kernels": "pallas_kernels",
+}
 KERNELS = "pallas_kernels"
 FRONT = "[public names]"  # what `import jengine` gives
 
 
 def packages() -> dict[str, set[str]]:
-    """Of each package, those that it imports, also inside functions. A package is a folder of jengine without
-    `jengine.`, all of the kernels, or FRONT. Other modules beside the folders only name things, and are left
-    out.
+    """Of each package, those that it imports, also inside functions. A package is a folder of jengine or of
+    its integrations, all of the kernels, or FRONT. Other modules beside the folders only name things, and
+    are left out.
     """
     front = _imports((ROOT / "jengine" / "__init__.py").read_text())
     found = {FRONT: set(map(package_of, front))}
     for place, folder in PLACES.items():
         for file in (ROOT / folder).rglob("*.py"):
             inside = file.relative_to(ROOT / folder).parts
-            if place == "jengine" and (len(inside) == 1 or inside[0] == "serving"):
+            if place != "jengine.serving" and place != KERNELS and len(inside) == 1:
+                continue
+            if place == "jengine" and inside[0] in ("integrations", "serving"):
                 continue
             name = package_of(f"{place}.{inside[0]}")
             targets = set(map(package_of, _imports(file.read_text())))
@@ -37,7 +44,9 @@ def package_of(module: str) -> str:
     """The package of a module; empty: none of ours."""
     if module == "jengine":
         return FRONT
-    first, _, rest = module.partition(".")
+    first, _, rest = module.removeprefix("jengine.integrations.").partition(".")
+    if module.startswith("jengine.integrations."):
+        return first
     return KERNELS if first == KERNELS else rest.partition(".")[0] if first == "jengine" else ""
 
 

@@ -81,8 +81,10 @@ def _serve(options: argparse.Namespace) -> None:
         follow(engine, progress=False)
         return
 
+    from jengine.integrations.smg import added_services
     from jengine.serving.processes.makers import EngineOfServer, maker
 
+    services = added_services(server)
     makers = [maker(server, one.engine) for one in (default, *others)]
     first = makers[0](None)
     first.spawn()  # before the server is imported, since both imports take seconds
@@ -102,7 +104,7 @@ def _serve(options: argparse.Namespace) -> None:
             app.Served(one.name, makes, *_need(one.engine, others))
             for one, makes in zip(others, makers[1:], strict=True)
         ]
-        app.run(server, served)
+        app.run(server, served, services)
     except JengineError as error:
         # caused by the environment rather than the options: the port is in use, the model cannot be read
         print(f"jengine: error: {error}", file=sys.stderr)

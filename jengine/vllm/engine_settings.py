@@ -55,7 +55,9 @@ PROGRAMS = (
 TEXT = "not supported for images: leave it out"
 SPECULATION = "see speculative_config, with method ngram, suffix, draft_model, mtp or eagle3"
 EXCHANGE = "devices exchange through collectives of XLA; see enable_expert_parallel"
-REPLICAS = "`jengine serve --data-parallel-size N` runs replicas on one machine, jengine.ray on several"
+REPLICAS = (
+    "`jengine serve --data-parallel-size N` runs replicas on one machine, jengine.integrations.ray on several"
+)
 PROCESSES = "start a process on each machine, with coordinator, num_processes and process_id"
 CODE = "code that comes with a model is never run; model families are part of jengine"
 FACTS = "is read from the model's config.json; edit the file in a copy of the folder"

@@ -44,7 +44,7 @@ OF_PACKAGE: dict[str, str] = {  # what `import vllm` has
     "PoolingOutput": "use EmbeddingOutput",
     "PoolingRequestOutput": "use EmbeddingRequestOutput",
     "PromptType": "a prompt is text, a list of token ids, TextPrompt or TokensPrompt",
-    "initialize_ray_cluster": "see jengine.ray",
+    "initialize_ray_cluster": "see jengine.integrations.ray",
 }
 
 

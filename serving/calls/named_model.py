@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jengine import AsyncLLM, Tokenizer
 from jengine.serving.calls.adapters import Adapter
@@ -43,29 +41,6 @@ class NamedModel(NamedTuple):
     def tokenizer(self) -> Tokenizer:
         """For conversations: it has the chat templates."""
         return self.llm.tokenizer if self.adapter is None else self.adapter.tokenizer
-
-
-class Using:
-    """A user of models until it is done."""
-
-    def __init__(self) -> None:
-        self._callbacks: list[Callable[[Any], None]] = []
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        self._callbacks.append(callback)
-
-    def done(self) -> None:
-        for callback in self._callbacks:
-            callback(self)
-
-    @classmethod
-    @contextmanager
-    def context(cls) -> Iterator[Using]:
-        user = cls()
-        try:
-            yield user
-        finally:
-            user.done()
 
 
 async def named_model(name: str, models: ServedModels, user: User) -> NamedModel:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import grpc
@@ -17,20 +17,17 @@ from jengine import InvalidArgument
 from jengine.serving.calls.errors import parser
 from jengine.serving.calls.model_provider import ServedModels
 from jengine.serving.config import ServerConfig
-from jengine.serving.generated.inference import grpc_service_pb2
 from jengine.serving.generated.jengine.v1 import generate_pb2
 from jengine.serving.grpc.generate_service import GenerateService
-from jengine.serving.grpc.kserve_service import KserveService
 from jengine.serving.guards.client_calls import CallInterceptor, ClientCalls
 from jengine.serving.logs.request_log import RequestLog
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.requests.service import Shared
 from jengine.serving.requests.spans import Spans
 
-DESCRIPTORS = (
-    generate_pb2.DESCRIPTOR.services_by_name["GenerateService"],
-    grpc_service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"],
-)
+DESCRIPTOR = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"]
+# Makes a service of another protocol, which has the server's parts and health.
+AddedService = Callable[[Shared, health.aio.HealthServicer], tuple[ServiceDescriptor, object]]
 
 
 class BuiltServer(NamedTuple):
@@ -60,9 +57,12 @@ async def build_server(
     spans: Spans | None = None,
     credentials: grpc.ServerCredentials | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    services: Sequence[AddedService] = (),
 ) -> BuiltServer:
-    """Builds a server with all services, bound to config's address. Must be called in the event loop in which
-    it will run.
+    """Builds a server bound to config's address. Must be called in the event loop in which it will run.
+
+    Args:
+        services: beside jengine's.
 
     Raises:
         InvalidArgument: the address is not available.
@@ -75,18 +75,15 @@ async def build_server(
     )
     state = health.aio.HealthServicer()
     shared = Shared.of(config, models, metrics, request_log, spans)
-    servicers: list[tuple[ServiceDescriptor, object]] = [
-        *zip(DESCRIPTORS, (GenerateService(shared, config), KserveService(shared, state)), strict=True)
-    ]
-    if config.smg_api:
-        servicers.append(_smg(shared, state))
+    servicers: list[tuple[ServiceDescriptor, object]] = [(DESCRIPTOR, GenerateService(shared, config))]
+    servicers += [make(shared, state) for make in services]
     for service, servicer in servicers:
         _add(service, servicer, server)
-    services = tuple(service.full_name for service, _ in servicers)
-    for name in ("", *services):
+    names = tuple(service.full_name for service, _ in servicers)
+    for name in ("", *names):
         await state.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
-    reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     address = (
         f"[{config.host}]:{config.port}" if ":" in config.host.strip("[]") else f"{config.host}:{config.port}"
     )
@@ -100,7 +97,7 @@ async def build_server(
         raise InvalidArgument(
             "port", config.port, f"cannot listen on {address}: {_why_not(config)}"
         ) from None
-    return BuiltServer(server, state, services, port, shared, calls)
+    return BuiltServer(server, state, names, port, shared, calls)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -108,21 +105,11 @@ def _is_news(record: logging.LogRecord) -> bool:
     return record.exc_info is None or not isinstance(record.exc_info[1], grpc.aio.InternalError)
 
 
-def _smg(shared: Shared, state: health.aio.HealthServicer) -> tuple[ServiceDescriptor, object]:
-    """The worker service of smg."""
-    try:
-        from jengine.serving.grpc.smg_service import DESCRIPTOR, SmgService
-    except ModuleNotFoundError as missing:
-        raise InvalidArgument.needs_extra("smg_api", True, "fleets", missing) from None
-    return DESCRIPTOR, SmgService(shared, state)
-
-
 def _add(service: ServiceDescriptor, servicer: object, server: grpc.aio.Server) -> None:
     """Like the generated code, but with our parser."""
     kinds = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
     }
     handlers = {
         method.name: kinds[method.client_streaming, method.server_streaming](

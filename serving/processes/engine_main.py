@@ -10,8 +10,7 @@ import signal
 import socket
 import sys
 
-from jengine.serving.processes.parent_death import die_with_parent
-from jengine.serving.processes.watchdog import Heartbeat
+from jengine.serving.processes.watchdog import Heartbeat, die_with_parent
 
 
 def main(server: int, beats: int, interval: float, parent: int) -> int:

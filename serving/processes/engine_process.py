@@ -137,6 +137,11 @@ class EngineProcess:
         )
 
     @property
+    def backend(self) -> EngineProcess:
+        """What answers; of EngineFleet, another object."""
+        return self
+
+    @property
     def pid(self) -> int | None:
         """The child's process id, available early in `start`."""
         return None if self._child is None else self._child.process.pid
@@ -196,9 +201,9 @@ class EngineProcess:
             for message in messages:
                 if isinstance(message, Starting):
                     self.progress = self.progress.after(message)
-            found = [message for message in messages if isinstance(message, Ready | Failed)]
-            if found or not all(isinstance(message, Starting) for message in messages):
-                return found[0] if found else None, [
+            answers = [message for message in messages if isinstance(message, Ready | Failed)]
+            if answers or not all(isinstance(message, Starting) for message in messages):
+                return answers[0] if answers else None, [
                     message for message in messages if isinstance(message, StepUpdates)
                 ]
         return None, []
@@ -275,11 +280,11 @@ class EngineProcess:
             child.process.kill()
         self._outbox.put(None)
         hung = child.hung  # reported to callers first, since a child stuck in a driver may take long to exit
-        how = hung or child.end(writer)
+        ended = hung or child.end(writer)
         with self._lock:
             if not hung:
                 self._gone.set()
-            error = None if self._quitting else hung or error or how
+            error = None if self._quitting else hung or error or ended
         if error is not None:
             fail(error)
         if self.on_end is not None:
@@ -377,12 +382,9 @@ class _Child:
         if code is None:
             log.error("the engine process %d cannot be killed, and is left behind", self.process.pid)
             return EngineDead("the engine process cannot be killed")
-        how = (
-            f"exited with code {code}"
-            if code >= 0
-            else f"was ended by signal {-code} ({signal.strsignal(-code)})"
-        )
-        return EngineDead(f"the engine process {how}")
+        if code < 0:
+            return EngineDead(f"the engine process was ended by signal {-code} ({signal.strsignal(-code)})")
+        return EngineDead(f"the engine process exited with code {code}")
 
     def _wait(self) -> int | None:
         for seconds in (EXIT_SECONDS, KILL_SECONDS):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from jengine import EngineConfig, SamplingParams, Steps, Tokenizer
+from jengine import EngineConfig, SamplingParams, Steps, StructuredOutputs, Tokenizer
 from jengine.serving.calls.model_provider import EventSource, PagesInfo
-from jengine.serving.processes.tokenizers import load_tokenizer, prepared
 from jengine.serving.processes.wire import EngineInfo
-
-IMAGE_ROWS = 1024  # of an image of the mock
 
 
 class WarmEngine(NamedTuple):
@@ -71,43 +68,30 @@ def model_engine(report: Callable[[str, str, int, int], None] | None = None, **o
     return WarmEngine(engine, tokenizer, info)
 
 
+def prepared(tokenizer: Tokenizer) -> Tokenizer:
+    """Prepares llguidance's view of the vocabulary.
+
+    For a large vocabulary this takes a second, which would delay the first request for structured output, and
+    all others.
+    """
+    from jengine import make_masks
+
+    with contextlib.suppress(Exception):  # a tokenizer that llguidance cannot use still serves other requests
+        make_masks(SamplingParams(structured_outputs=StructuredOutputs(regex="a")), tokenizer, 1)
+    return tokenizer
+
+
 def _pages(config: EngineConfig, address: str | None) -> PagesInfo:
-    how = config.kv_transfer
-    if how is None or how.connector != "sockets":
+    transfer = config.kv_transfer
+    if transfer is None or transfer.connector != "sockets":
         return PagesInfo()
-    return PagesInfo(address, how.peers if how.loads else (), how.engine_id or address)
+    return PagesInfo(address, transfer.peers if transfer.loads else (), transfer.engine_id or address)
 
 
 def _changed(params: SamplingParams) -> dict[str, Any]:
     """The fields that differ from SamplingParams' own defaults."""
     plain = dataclasses.asdict(SamplingParams())
     return {name: value for name, value in dataclasses.asdict(params).items() if value != plain[name]}
-
-
-def mock_engine(
-    tokenizer_folder: str | None = None, image_folder: str | None = None, **options: Any
-) -> WarmEngine:
-    """A MockEngine with these options.
-
-    Args:
-        tokenizer_folder: that of its server's tokenizer.
-        image_folder: says how its server reads images; the engine ignores them.
-    """
-    from jengine.serving.processes.mock_engine import MockEngine
-
-    tokenizer = None if tokenizer_folder is None else load_tokenizer(Path(tokenizer_folder))
-    return WarmEngine(
-        MockEngine(**options, image_rows=IMAGE_ROWS if image_folder else 0),
-        tokenizer,
-        EngineInfo(
-            tokenizer_folder=tokenizer_folder,
-            image_folder=image_folder,
-            max_images=4,
-            image_rows=IMAGE_ROWS,
-            dtype="none",
-            devices="none",
-        ),
-    )
 
 
 def _mesh(config: EngineConfig) -> dict[str, int]:

@@ -47,7 +47,7 @@ def places(count: int, devices: int) -> list[Place]:
             needed = f"with {devices} GPUs for each it needs {count * devices}"
             raise InvalidArgument("data_parallel_size", count, f"{needed}; {len(gpus)} are visible")
         each = [gpus[i * devices : (i + 1) * devices] for i in range(count)]
-        return [Place({VISIBLE: ",".join(own)}) for own in each]
+        return [Place({VISIBLE: ",".join(names)}) for names in each]
     cpus = _by_node(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     share = len(cpus) // count
     return [Place(cpus=frozenset(cpus[i * share : (i + 1) * share])) for i in range(count)]

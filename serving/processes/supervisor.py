@@ -12,10 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from jengine import AsyncLLM, EngineDead, ImageReader, Load, SamplingParams, StepTotals, Tokenizer
+from jengine import AsyncLLM, BackOff, EngineDead, ImageReader, Load, SamplingParams, StepTotals, Tokenizer
 from jengine.serving.calls.adapters import Adapters
 from jengine.serving.calls.model_provider import RESTART_SECONDS, ModelInfo, NotReady
-from jengine.serving.processes.back_off import BackOff
 from jengine.serving.processes.makers import EngineOfServer
 from jengine.serving.processes.starting import StartProgress
 
@@ -292,11 +291,11 @@ class Supervisor:
             self._tokenizer = self._guarded(Tokenizer.load(Path(info.tokenizer_folder), info.chat_template))
             if info.image_folder is not None:
                 encode = partial(self._tokenizer.encode, add_special_tokens=False)
-                how = info.max_images, info.image_rows, info.image_processing
-                self._tokenizer.images = ImageReader.of(Path(info.image_folder), encode, *how)
+                limits = info.max_images, info.image_rows, info.image_processing
+                self._tokenizer.images = ImageReader.of(Path(info.image_folder), encode, *limits)
         facts = ModelInfo(
             name=self._name,
-            limits=engine.limits,
+            limits=engine.backend.limits,
             dtype=info.dtype,
             quantization=info.quantization,
             devices=info.devices,
@@ -308,7 +307,9 @@ class Supervisor:
             pages=info.pages,
         )
         defaults = SamplingParams(**info.sampling_defaults)
-        return AsyncLLM.over(engine, self._tokenizer, defaults, stream_interval=info.stream_interval), facts
+        return AsyncLLM.over(
+            engine.backend, self._tokenizer, defaults, stream_interval=info.stream_interval
+        ), facts
 
     def _set(self, serving: bool) -> None:
         serving = serving and not self._retired

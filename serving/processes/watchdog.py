@@ -8,12 +8,14 @@ is detected although heartbeats arrive.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import select
 import signal
 import struct
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +30,7 @@ STEP_FACTOR = 5.0  # a step may take this many times the longest known one, in a
 DUMP_SECONDS = 0.5  # time for the process to write its stacks before it is killed
 LONGEST_INTERVAL = 1.0
 STARTING, IDLE, WORKING = range(3)  # phases
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 log = logging.getLogger("jengine.serving")
 
@@ -227,3 +230,17 @@ def _state(pid: int) -> str:
     except OSError:
         return "unknown"
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("State:")), "unknown")
+
+
+def die_with_parent(parent: int) -> None:
+    """Makes the kernel kill this process when the *thread* that started it ends (prctl(2)). Linux only; no
+    effect elsewhere.
+
+    Args:
+        parent: the parent's process id. If it died before this call, this process exits immediately.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -364,14 +364,25 @@ def add_order(requests: tuple[Request, ...]) -> Add:
     """Encodes a prompt's requests, without masks and text. Common parts are sent once."""
     first = requests[0]
     samples = [PromptSample(request.request_id, request.sample_index) for request in requests]
-    priority = max(-(2**63), min(first.priority, 2**63 - 1))  # the range of msgpack integers
-    level = priority, first.arrival, first.cache_salt, first.ttft_ms, first.tpot_ms, first.client
-    beams = "" if first.beams is None else json.dumps(dataclasses.asdict(first.beams))
     images, pictures = first.images, None
     if images is not None:
         pictures = Pictures([part.key for part in images.parts], images.positions)
-    params, more = _params_text(first.params), (first.pooling, beams, first.lora_name, pictures)
-    return Add(first.prompt_token_ids, params, samples, *level, *more, first.pages_from)
+    return Add(
+        prompt_token_ids=first.prompt_token_ids,
+        params=_params_text(first.params),
+        samples=samples,
+        priority=max(-(2**63), min(first.priority, 2**63 - 1)),  # the range of msgpack integers
+        arrival=first.arrival,
+        cache_salt=first.cache_salt,
+        ttft_ms=first.ttft_ms,
+        tpot_ms=first.tpot_ms,
+        client=first.client,
+        pooling=first.pooling,
+        beams="" if first.beams is None else json.dumps(dataclasses.asdict(first.beams)),
+        lora_name=first.lora_name,
+        pictures=pictures,
+        pages_from=first.pages_from,
+    )
 
 
 def picture_orders(requests: tuple[Request, ...]) -> Iterator[Picture]:
@@ -411,7 +422,7 @@ class Gallery:
 
 
 def images_of(pictures: Pictures) -> PromptImages:
-    parts = {one.key: part_of(one) for one in pictures.parts}
+    parts = {part.key: part_of(part) for part in pictures.parts}
     return PromptImages(tuple(parts[key] for key in pictures.keys), pictures.positions)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from jengine import Request, Tokenizer, TokenUpdate, Update
 from jengine.serving.processes import engines
-from jengine.serving.processes.mock_engine import MockEngine
+from tests.mocks.mock_engine import MockEngine, mock_engine
 
 MARK = re.compile(r"\bmark-[a-z0-9]+\b")
 TURN, RESULT = "<|im_start|>", "<tool_response>"
@@ -84,7 +84,7 @@ def _call(text: str) -> dict[str, Any] | None:
 
 def scripted_engine(tokenizer_folder: str, **options: Any) -> engines.WarmEngine:
     """For an engine process; see engines.py. The options are those of MockEngine."""
-    made = engines.mock_engine(tokenizer_folder)
+    made = mock_engine(tokenizer_folder)
     tokenizer = made.tokenizer
     assert tokenizer is not None
     [eos] = tokenizer.encode("</s>", False)

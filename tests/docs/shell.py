@@ -94,7 +94,7 @@ def check(words: list[str]) -> None:
             _check_jengine(["serve", *rest[rest.index("jengine") + 1 :]])
     elif head == "serve":
         source = (ROOT / "jengine" / "ray" / "serve.py").read_text()
-        assert rest[:2] == ["run", "jengine.ray.serve:app"]
+        assert rest[:2] == ["run", "jengine.integrations.ray.serve:app"]
         assert all(f"\n    {word.partition('=')[0]}: " in source for word in rest[2:]), rest
     else:
         assert head in UNCHECKED, f"a command that no test knows: {head}"

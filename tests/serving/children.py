@@ -14,7 +14,7 @@ from jengine import (
 from jengine.serving.processes.engine_process import EngineProcess
 from tests.serving.leaks import nothing_leaks
 
-MOCK = "jengine.serving.processes.engines:mock_engine"
+MOCK = "tests.mocks.mock_engine:mock_engine"
 PROMPT = "The quick brown fox"
 LONG = SamplingParams(max_tokens=None, ignore_eos=True)
 

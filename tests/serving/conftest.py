@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ from jengine import AsyncLLM, EngineThread, SamplingParams, Tokenizer
 from jengine.serving.calls.model_provider import NO_PAGES, FixedModel, ModelInfo, PagesInfo
 from jengine.serving.config import ServerConfig
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
-from jengine.serving.grpc.server import build_server
+from jengine.serving.grpc.server import AddedService, build_server
 from jengine.serving.guards.access import Access
 from jengine.serving.http.app import Parts
 from jengine.serving.http.front import HttpFront
@@ -30,7 +30,7 @@ from jengine.serving.metrics import metrics_server
 from jengine.serving.metrics.metrics_server import pages_of
 from jengine.serving.metrics.server_metrics import PrometheusMetrics
 from jengine.serving.playground.app import playground
-from jengine.serving.processes.mock_engine import MockEngine
+from tests.mocks.mock_engine import MockEngine
 from tests.text.conftest import byte_level, write
 
 TEMPLATE = (
@@ -93,10 +93,11 @@ def serve_mock(
     server: dict[str, Any] | None = None,
     defaults: SamplingParams | None = None,
     exchange: PagesInfo = NO_PAGES,
+    services: Sequence[AddedService] = (),
     **engine_options: Any,
 ) -> Iterator[MockServer]:
     """`serve_mock` takes options of ServerConfig and MockEngine, the model's name, its default sampling
-    parameters, and how it says that it exchanges pages.
+    parameters, how it says that it exchanges pages, and services of integrations.
     """
     engine = MockEngine(**{"vocab_size": 501, **engine_options})
     info = ModelInfo(
@@ -123,6 +124,7 @@ def serve_mock(
             metrics=metrics,
             request_log=request_log,
             interceptors=access.interceptors,
+            services=services,
         )
         await built.server.start()
         parts = Parts(config, built.shared, built.calls, access.authenticator, metrics, lambda: None)

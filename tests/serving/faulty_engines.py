@@ -11,9 +11,9 @@ from typing import Any
 
 import jengine
 from jengine import InvalidArgument, Request, Tokenizer
-from jengine.serving.processes.engines import WarmEngine, mock_engine
-from jengine.serving.processes.mock_engine import MockEngine
+from jengine.serving.processes.engines import WarmEngine
 from jengine.serving.processes.wire import EngineInfo
+from tests.mocks.mock_engine import MockEngine, mock_engine
 
 FACTS = EngineInfo(tokenizer_folder=None, dtype="", devices="")
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jengine import InvalidArgument, Operation
-from jengine.serving.processes.engines import WarmEngine, mock_engine
+from jengine.serving.processes.engines import WarmEngine
+from tests.mocks.mock_engine import mock_engine
 
 
 def engine(**options: Any) -> WarmEngine:

@@ -136,7 +136,7 @@ def process(command: list[str]) -> Iterator[ServerProcess]:
 def mock_process(
     folder: Path,
     *,
-    engine: str = "jengine.serving.processes.engines:mock_engine",
+    engine: str = "tests.mocks.mock_engine:mock_engine",
     server: dict[str, Any] | None = None,
     models: list[tuple[str, dict[str, Any]]] | None = None,
     **options: Any,

@@ -19,7 +19,7 @@ from jengine.serving.calls.overload import Busy
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.admission import LONGEST_RETRY, SHORTEST_RETRY, Place, ServerAdmission, client_of
 from jengine.serving.guards.security import Key, current_key
-from jengine.serving.processes.mock_engine import MockEngine
+from tests.mocks.mock_engine import MockEngine
 
 RUNNING, WAITING, PER_CLIENT = 3, 4, 5
 

@@ -19,10 +19,10 @@ from jengine import Ended
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 from jengine.serving.processes.engine_child import EngineChild
-from jengine.serving.processes.mock_engine import MockEngine
 from jengine.serving.processes.watchdog import Heartbeat
 from jengine.serving.processes.wire import Add, End, PromptSample
 from tests.golden.images import picture, write_image_model
+from tests.mocks.mock_engine import MockEngine
 from tests.serving.processes import ServerProcess, mock_process
 from tests.vision.test_images import encoded
 
@@ -141,22 +141,6 @@ def test_an_image_costs_its_own_request(name: str, sees: ServerProcess) -> None:
                 assert error.details().startswith(("messages", "messages[0].parts[0].image."))
             assert stub.Chat(good, timeout=60).completions
         assert beside.calls and not beside.errors
-
-
-def test_clients_of_kserve_are_checked_too(server: ServerProcess) -> None:
-    from jengine.serving.generated.inference import grpc_service_pb2 as kserve
-    from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
-
-    rules = attacks.ATTACKS["lark_that_looks_short"](8).sampling_params.structured_outputs.grammar
-    infer = kserve.ModelInferRequest(model_name="mock")
-    infer.parameters["sampling_parameters"].string_param = json.dumps(
-        {"structured_outputs": {"grammar": rules}}
-    )
-    tensor = infer.inputs.add(name="text_input", datatype="BYTES", shape=[1])
-    tensor.contents.bytes_contents.append(b"a")
-    with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError) as refused:
-        GRPCInferenceServiceStub(channel).ModelInfer(infer, timeout=60)
-    assert refused.value.code().name in REFUSED and " takes " in refused.value.details()
 
 
 def order(*request_ids: str) -> Add:

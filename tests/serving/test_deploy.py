@@ -19,7 +19,7 @@ from jengine import StepTotals, cli
 from jengine.serving.config import ServerConfig, resolve_config
 from jengine.serving.metrics.metrics_server import pages_of
 from jengine.serving.metrics.server_metrics import PrometheusMetrics
-from jengine.serving.processes.mock_engine import MockEngine
+from tests.mocks.mock_engine import MockEngine
 from tests.serving.processes import longest_stop
 
 DEPLOY = Path(__file__).parent.parent.parent / "serving" / "deploy"

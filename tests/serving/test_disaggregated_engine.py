@@ -16,6 +16,7 @@ import pytest
 from jengine import (
     LLM,
     AsyncLLM,
+    BackOff,
     EngineConfig,
     EngineDead,
     InvalidArgument,
@@ -24,11 +25,9 @@ from jengine import (
     Tokenizer,
 )
 from jengine.serving.config import ServerConfig
-from jengine.serving.processes.back_off import BackOff
-from jengine.serving.processes.disaggregated_engine import DisaggregatedEngine
+from jengine.serving.processes.engine_fleet import EngineFleet
 from jengine.serving.processes.engine_process import EngineProcess
 from jengine.serving.processes.makers import maker
-from jengine.serving.processes.replicated_engine import OnEnd, ReplicatedEngine
 from tests.compiling import quickly_compiled
 from tests.engine.running import SMALL
 from tests.serving.children import LONG, MOCK
@@ -53,9 +52,12 @@ def shown(output: RequestOutput) -> list[object]:
     return [(c.index, c.text, c.token_ids, c.finish_reason, c.stop_reason) for c in output.outputs]
 
 
-def kill(engines: ReplicatedEngine) -> None:
-    """Its only process, if that has not ended."""
-    [pid] = engines.pids
+DECODE, PREFILL = 0, 1  # indices
+
+
+def kill(engine: EngineFleet, index: int) -> None:
+    """Ends a process, if it has not ended."""
+    pid = engine.processes[index].pid
     assert pid
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
@@ -70,11 +72,11 @@ def engine_of(text_model: Path) -> Any:
     """A function that makes an engine that is not started; the second one loads the first one's programs."""
     config = EngineConfig.of(str(text_model), OPTIONS)
 
-    def make(**server: Any) -> DisaggregatedEngine:
+    def make(**server: Any) -> EngineFleet:
         options = ServerConfig(prefill_engines=1, watchdog_seconds=0.0, **server)
         engine = maker(options, config)(None)
-        assert isinstance(engine, DisaggregatedEngine)
-        engine._back_off = BackOff(first=0.05)
+        assert isinstance(engine, EngineFleet)
+        engine.back_off = partial(BackOff, first=0.05)
         return engine
 
     return make
@@ -88,24 +90,24 @@ def test_tokens_are_those_of_one_engine_also_if_the_other_is_killed(text_model: 
     expected = [shown(llm.generate(*one, use_tqdm=False)[0]) for one in work]
     tokenizer = Tokenizer.load(text_model)
 
-    async def main(engine: DisaggregatedEngine) -> None:
-        async with AsyncLLM.over(engine, tokenizer) as llm:
+    async def main(engine: EngineFleet) -> None:
+        async with AsyncLLM.over(engine.backend, tokenizer) as llm:
             got = await asyncio.gather(*[ask(llm, *one) for one in work])
             assert [shown(one) for one in got] == expected
-            store = engine.decode.load.store
+            store = engine.processes[DECODE].load.store
             assert store is not None and store.hits > 0 and store.failures == store.late == 0, store
-            sent = engine.prefill.load.store
+            sent = engine.processes[PREFILL].load.store
             assert sent is not None and sent.kept > 0 and sent.dropped == sent.failures == 0
             assert sum(one.num_cached_tokens or 0 for one in got) > 0
             # the prefill engine dies while it has prompts
             later = [asyncio.create_task(ask(llm, f"{i} {SHARED}", WORK[0])) for i in range(6)]
             await asyncio.sleep(0)
-            kill(engine.prefill)
+            kill(engine, PREFILL)
             assert [one.outputs[0].finish_reason for one in await asyncio.gather(*later)] == ["length"] * 6
             again = await asyncio.gather(*[ask(llm, *one) for one in work[:4]])
             assert [shown(one) for one in again] == expected[:4], "without it"
-            await asyncio.to_thread(wait_until, lambda: engine.load.running == engine.load.waiting == 0)
-            assert engine.load.free_pages == engine.load.pages, "nothing is owned"
+            await asyncio.to_thread(wait_until, lambda: llm.load.running == llm.load.waiting == 0)
+            assert llm.load.free_pages == llm.load.pages, "nothing is owned"
 
     with nothing_leaks():
         engine = engine_of()
@@ -114,31 +116,33 @@ def test_tokens_are_those_of_one_engine_also_if_the_other_is_killed(text_model: 
         engine.quit()
 
 
-def mocks() -> DisaggregatedEngine:
-    def group(on_end: OnEnd, **more: Any) -> ReplicatedEngine:
-        options = {"seconds": 0.003, "max_num_seqs": 4}
-        return ReplicatedEngine(lambda i, ended: EngineProcess(MOCK, options, ended), 1, on_end, **more)
-
-    return DisaggregatedEngine(
-        lambda on_sent, on_end: group(on_end, on_sent=on_sent), group, None, partial(BackOff, first=0.02)
+def mocks() -> EngineFleet:
+    options = {"seconds": 0.003, "max_num_seqs": 4}
+    return EngineFleet(
+        lambda index, on_end: EngineProcess(MOCK, options, on_end),
+        decode=1,
+        prefill=1,
+        back_off=partial(BackOff, first=0.02),
     )
 
 
 def test_a_lost_prefill_engine_is_replaced_and_the_whole_ends_with_the_other(text_model: Path) -> None:
     tokenizer, eight = Tokenizer.load(text_model), SamplingParams(max_tokens=8, ignore_eos=True)
 
-    async def main(engine: DisaggregatedEngine) -> None:
-        async with AsyncLLM.over(engine, tokenizer) as llm:
+    async def main(engine: EngineFleet) -> None:
+        async with AsyncLLM.over(engine.backend, tokenizer) as llm:
             for number in range(2):
                 answer = await ask(llm, {"prompt_token_ids": [number, *range(2, 60)]}, eight)
                 assert len(answer.outputs[0].token_ids) == 8
-                assert engine.prefill.generated == 1, "one token for the prompt, which no client gets"
-                kill(engine.prefill)
+                assert engine.processes[PREFILL].generated == 1, (
+                    "one token for the prompt, which no client gets"
+                )
+                kill(engine, PREFILL)
                 await asyncio.to_thread(wait_until, lambda number=number: engine.restarts == number + 1)
-            assert engine.generated == 16 and len(engine.pids) == 2
+            assert engine.generated == 16 and len(engine.processes) == 2
             last = asyncio.create_task(ask(llm, {"prompt_token_ids": [9]}, LONG))
-            await asyncio.to_thread(wait_until, lambda: engine.decode.load.running == 1)
-            kill(engine.decode)
+            await asyncio.to_thread(wait_until, lambda: engine.processes[DECODE].load.running == 1)
+            kill(engine, DECODE)
             with pytest.raises(EngineDead):
                 await last
 
@@ -156,8 +160,8 @@ def test_every_request_ends_once_whoever_is_killed_when(text_model: Path, seed: 
     draw, tokenizer = random.Random(seed), Tokenizer.load(text_model)
     killed = draw.choice((["prefill"], ["decode"], ["prefill", "decode"], ["decode", "prefill"]))
 
-    async def main(engine: DisaggregatedEngine) -> None:
-        async with AsyncLLM.over(engine, tokenizer) as llm:
+    async def main(engine: EngineFleet) -> None:
+        async with AsyncLLM.over(engine.backend, tokenizer) as llm:
             ends = list[Any]()
 
             async def one(number: int) -> None:
@@ -171,7 +175,7 @@ def test_every_request_ends_once_whoever_is_killed_when(text_model: Path, seed: 
             asked = [asyncio.create_task(one(number)) for number in range(16)]
             for name in killed:
                 await asyncio.sleep(draw.uniform(0.0, 0.15))
-                kill(engine.prefill if name == "prefill" else engine.decode)
+                kill(engine, PREFILL if name == "prefill" else DECODE)
             await asyncio.gather(*asked)
             assert len(ends) == 16
             answered = [end for end in ends if isinstance(end, RequestOutput)]

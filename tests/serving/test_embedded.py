@@ -13,7 +13,7 @@ import pytest
 from jengine import AsyncLLM, EngineThread, InvalidArgument, Tokenizer
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.embedded import EmbeddedApi
-from jengine.serving.processes.mock_engine import MockEngine
+from tests.mocks.mock_engine import MockEngine
 
 
 def within(folder: Path, work: Callable[[AsyncLLM, EmbeddedApi], Awaitable[None]], **options: Any) -> None:

@@ -14,11 +14,9 @@ import openai
 import pytest
 
 from jengine.core.updates import Ended
-from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 from tests.serving.conftest import MockServer, serve_mock
-from tests.serving.test_kserve import request_of as kserve_request
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}
 GENERATE: dict[str, dict[str, Any]] = {
@@ -131,23 +129,6 @@ def test_grpc(reason: Any, why: str | None, status: int, code: Any, server: Mock
             [*stub.GenerateStream(request)][-1].finished.endings[0],
         ):
             assert (end.finish_reason, end.stop_text) == (pb.FINISH_REASON_ABORT, why or "")
-
-
-@ending
-def test_kserve(reason: Any, why: str | None, status: int, code: Any, server: MockServer) -> None:
-    with grpc.insecure_channel(server.address) as channel:
-        stub = GRPCInferenceServiceStub(channel)
-        request = kserve_request(max_tokens=9)
-        if code is None:
-            assert b"abort" in stub.ModelInfer(request).SerializeToString()
-            return
-        with pytest.raises(grpc.RpcError) as failed:
-            stub.ModelInfer(request)
-        assert failed.value.code() is code and why in failed.value.details()
-        *pieces, last = stub.ModelStreamInfer(iter([request]))
-        assert why in last.error_message and not any(
-            piece.infer_response.parameters["triton_final_response"].bool_param for piece in pieces
-        )
 
 
 def test_clients_raise(server: MockServer) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from jengine import AsyncLLM, EngineDead, EngineThread, InvalidArgument, JengineError, Tokenizer
-from jengine.serving.processes.mock_engine import MockEngine
 from jengine.serving.processes.wire import MAX_FRAME
+from tests.mocks.mock_engine import MockEngine
 from tests.serving.children import LONG, PROMPT, started
 from tests.serving.odd_operations import Add, AnswerOddly, Count, Fail, WaitForFile
 

@@ -29,7 +29,7 @@ from jengine import (
 )
 from jengine.serving.processes import engine_process
 from jengine.serving.processes.engine_process import EngineProcess
-from jengine.serving.processes.mock_engine import MockEngine
+from tests.mocks.mock_engine import MockEngine
 from tests.serving.children import LONG, MOCK, PROMPT, collect, started
 from tests.serving.leaks import alive, nothing_leaks, wait_until
 

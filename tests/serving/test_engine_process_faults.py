@@ -143,7 +143,7 @@ from jengine import AsyncLLM, SamplingParams, Tokenizer
 from jengine.serving.processes.engine_process import EngineProcess
 
 async def main():
-    process = EngineProcess("jengine.serving.processes.engines:mock_engine", {"seconds": 0.005})
+    process = EngineProcess("tests.mocks.mock_engine:mock_engine", {"seconds": 0.005})
     process.start()
     llm = AsyncLLM.over(process, Tokenizer.load(Path(sys.argv[1])))
     loop = asyncio.get_running_loop()

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jengine.serving.calls.field_count import MAX_FIELDS, has_too_many_fields
-from jengine.serving.generated.inference import grpc_service_pb2 as kserve
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 
 TEXTS = st.lists(st.text(max_size=3), max_size=5)
@@ -56,7 +55,6 @@ def test_malformed_messages_are_left_to_the_parser(raw: bytes) -> None:
     [
         pb.ChatRequest(messages=[pb.ChatMessage()] * (MAX_FIELDS + 1)),
         pb.GenerateRequest(sampling_params=pb.SamplingParams(stop=[""] * MAX_FIELDS)),
-        kserve.ModelInferRequest(raw_input_contents=[b""] * (MAX_FIELDS + 1)),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -69,7 +67,6 @@ def test_too_many(message: Message) -> None:
     [
         pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="x" * 900)] * 4096),
         pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(10**6))),
-        kserve.ModelInferRequest(raw_input_contents=[b"x" * 10**6]),
     ],
 )
 def test_large_requests_within_the_limits_pass(message: Message) -> None:

@@ -13,17 +13,12 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from jengine.serving.generated.inference import grpc_service_pb2 as kserve
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from tests.serving.conftest import MakeServer
 
-METHODS = {  # the request's class and the response's by method
-    f"/{service.full_name}/{method.name}": (module, method)
-    for module, service in (
-        (pb, pb.DESCRIPTOR.services_by_name["GenerateService"]),
-        (kserve, kserve.DESCRIPTOR.services_by_name["GRPCInferenceService"]),
-    )
-    for method in service.methods
+METHODS = {
+    f"/jengine.v1.GenerateService/{method.name}": method
+    for method in pb.DESCRIPTOR.services_by_name["GenerateService"].methods
 }
 REASONS = {
     grpc.StatusCode.OK,
@@ -133,12 +128,6 @@ def likely(message: Message) -> Message:
         message.text = "The quick brown fox"
     if isinstance(message, pb.ChatRequest) and not message.messages:
         message.messages.add(role="user", content="The quick brown fox")
-    if isinstance(message, kserve.ModelInferRequest):
-        message.model_name = message.model_version = ""
-        del message.inputs[:], message.outputs[:], message.raw_input_contents[:]
-        message.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(
-            b"The quick brown fox"
-        )
     return message
 
 
@@ -147,8 +136,8 @@ async def ask(
 ) -> None:
     """Sends one request. `metadata`: with a key that is no administrator's."""
     name = rng.choice(sorted(METHODS))
-    module, method = METHODS[name]
-    kind: type[Message] = getattr(module, method.input_type.name)
+    method = METHODS[name]
+    kind: type[Message] = getattr(pb, method.input_type.name)
     request = fill(kind(), rng, rng.choice([0.05, 0.1, 0.3, 0.9]))
     if isinstance(request, pb.GenerateRequest) and rng.random() < 0.3:  # as short as can be
         request = pb.GenerateRequest(
@@ -162,12 +151,8 @@ async def ask(
         spoiled = bytearray(raw or b"\x00")
         spoiled[rng.randrange(len(spoiled))] ^= 1 << rng.randrange(8)
         raw = bytes(spoiled)
-    asks, answers = (
-        ("stream" if streams else "unary") for streams in (method.client_streaming, method.server_streaming)
-    )
-    call = getattr(channel, f"{asks}_{answers}")(name)(
-        [raw] if method.client_streaming else raw, timeout=60, metadata=metadata
-    )
+    answers = "stream" if method.server_streaming else "unary"
+    call = getattr(channel, f"unary_{answers}")(name)(raw, timeout=60, metadata=metadata)
     try:
         if method.server_streaming:
             async for _ in call:
@@ -216,7 +201,7 @@ def fuzz(make_server: MakeServer, seed: int, requests: int) -> Counter[tuple[str
 
 def check(seen: Counter[tuple[str, Any]], requests: int) -> None:
     assert 0.9 * requests < sum(seen.values()) <= requests
-    for method in ("Generate", "GenerateStream", "Chat", "ModelInfer"):
+    for method in ("Generate", "GenerateStream", "Chat"):
         assert seen[method, "OK"] and seen[method, "INVALID_ARGUMENT"], seen
 
 

@@ -14,15 +14,13 @@ from google.rpc.error_details_pb2 import RetryInfo
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
-from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 from jengine.serving.guards.security import hash_line
-from tests.serving.conftest import MakeServer, MockServer, with_key
+from tests.serving.conftest import MakeServer, MockServer
 from tests.serving.leaks import wait_until
 from tests.serving.test_ends import SMALL_WINDOW, request_of
 from tests.serving.test_generate import kinds
-from tests.serving.test_kserve import request_of as kserve_request
 from tests.serving.test_refusals import generate, refused
 
 ANNA, BERTA, RAW = "a" * 32, "b" * 32, "0123456789abcdef" * 4
@@ -70,20 +68,6 @@ def test_request_ids_belong_to_their_key(make_server: MakeServer, keys: Any) -> 
         assert kinds([next(streams[0])]) == ["delta"], "and goes on"
         assert anna.Abort(pb.AbortRequest(request_id="mine")).found
         assert anna.Generate(generate(request_id="x", sampling_params=SHORT)).request_id == "x"
-        server.wait_until_idle()
-
-
-def test_kserve_with_keys(make_server: MakeServer, keys: Any) -> None:
-    with make_server(server=keys()) as server, grpc.insecure_channel(server.address) as channel:
-        stub = GRPCInferenceServiceStub(with_key(channel, ANNA))
-        assert stub.ModelInfer(kserve_request(request_id="7", max_tokens=3)).id == "7"
-        [answer] = [
-            part.infer_response
-            for part in stub.ModelStreamInfer(iter([kserve_request(request_id="8", max_tokens=1)]))
-        ]
-        assert answer.id == "8" and answer.parameters["triton_final_response"].bool_param
-        [refusal] = stub.ModelStreamInfer(iter([kserve_request(request_id="9", priority=-1)]))
-        assert "priority=-1: at least 0 with this key" in refusal.error_message
         server.wait_until_idle()
 
 
@@ -257,11 +241,6 @@ def test_maxima(make_server: MakeServer) -> None:
     with make_server(server={"max_tokens_limit": 20}) as server, server.stub() as stub:
         unlimited = generate(sampling_params=pb.SamplingParams(max_tokens=2**31 - 1, ignore_eos=True))
         assert stub.Generate(unlimited).usage.completion_tokens == 20
-        with grpc.insecure_channel(server.address) as channel:
-            code, message, _ = refused(
-                lambda: GRPCInferenceServiceStub(channel).ModelInfer(kserve_request(max_tokens=21))
-            )
-            assert code is grpc.StatusCode.INVALID_ARGUMENT and "max_tokens_limit" in message
 
 
 # --- what operators see ------------------------------------------------------------------------------

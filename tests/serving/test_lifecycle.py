@@ -119,7 +119,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 def test_a_closed_terminal_drains(tokenizer_folder: Path) -> None:
     ours, theirs = os.openpty()
     arguments = (
-        '[{"port": 0}, "jengine.serving.processes.engines:mock_engine", {"seconds": 0.02, "vocab_size": 501,'
+        '[{"port": 0}, "tests.mocks.mock_engine:mock_engine", {"seconds": 0.02, "vocab_size": 501,'
         ' "tokenizer_folder": "%s"}]'
     )
     server_command = [sys.executable, "-c", CODE, arguments % tokenizer_folder]

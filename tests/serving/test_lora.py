@@ -14,14 +14,11 @@ import openai
 import pytest
 from openai import OpenAI
 
-from jengine.serving.generated.inference import grpc_service_pb2 as kserve
-from jengine.serving.generated.inference.grpc_service_pb2_grpc import GRPCInferenceServiceStub
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc.client import Client
-from jengine.serving.processes.mock_loras import shift_of
+from tests.mocks.mock_loras import shift_of
 from tests.serving.adapters import change, expected, load, options, unload, write_adapter
 from tests.serving.conftest import MakeServer, MockServer, serve_mock
-from tests.serving.test_kserve import request_of as kserve_request
 from tests.serving.test_refusals import refused
 
 TEXT = "The quick brown fox"
@@ -131,27 +128,6 @@ def test_grpc(server: MockServer) -> None:
     with Client(server.address) as client:
         output = client.generate(IDS, max_tokens=7, model="sql")
         assert output.outputs[0].token_ids == expected(IDS, "sql", 7)
-
-
-def test_the_open_inference_protocol(server: MockServer) -> None:
-    with grpc.insecure_channel(server.address) as channel:
-        stub = GRPCInferenceServiceStub(channel)
-        for name, known in (("mock", True), ("sql", True), ("other", False)):
-            assert stub.ModelReady(kserve.ModelReadyRequest(name=name)).ready is known
-        assert stub.ModelMetadata(kserve.ModelMetadataRequest(name="sql")).name == "sql"
-        ids = server.llm.tokenizer.encode(TEXT)
-        texts = {}
-        for name in ("mock", "sql"):
-            request = kserve_request(max_tokens=5)
-            request.model_name = name
-            whole = stub.ModelInfer(request)
-            assert whole.model_name == name
-            texts[name] = whole.outputs[0].contents.bytes_contents[0].decode()
-            streamed = [answer.infer_response for answer in stub.ModelStreamInfer(iter([request]))]
-            assert {answer.model_name for answer in streamed} == {name}
-            own = None if name == "mock" else name
-            assert texts[name] == server.llm.tokenizer.decode(expected(ids, own, 5))
-        assert texts["mock"] != texts["sql"]
 
 
 def test_unknown_names(server: MockServer, client: OpenAI) -> None:

@@ -10,10 +10,10 @@ import pytest
 
 from jengine import AsyncLLM, CompletionOutput, EngineThread, RequestOutput, SamplingParams, Tokenizer
 from jengine.serving.metrics.server_metrics import Metrics
-from jengine.serving.processes.mock_engine import MockEngine
 from jengine.serving.requests.answers import Answer
 from jengine.serving.requests.pace import CORES_SHARE, LONGEST, LOOP_SHARE, MESSAGE_SECONDS, Pace
 from jengine.serving.requests.tracking import TrackedRequest
+from tests.mocks.mock_engine import MockEngine
 
 
 def test_streams_share_the_event_loops_time() -> None:

@@ -25,7 +25,7 @@ from jengine.serving.playground import live
 from jengine.serving.playground.assets import assets
 from jengine.serving.playground.live import MOST_EVENTS, MOST_VIEWERS, LiveFeed, Viewer
 from jengine.serving.playground.view import SHOWN_STEPS, EngineView, percentiles
-from jengine.serving.processes.mock_engine import MockEngine
+from tests.mocks.mock_engine import MockEngine
 from tests.observe.virtual import TILE, make_virtual
 from tests.serving.certificates import Authority
 from tests.serving.conftest import MakeServer

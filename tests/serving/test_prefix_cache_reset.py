@@ -16,7 +16,7 @@ import pytest
 
 from jengine import AsyncLLM, EngineDead, EngineThread, SamplingParams, Tokenizer
 from jengine.serving.processes import engine_process
-from jengine.serving.processes.mock_engine import MockEngine
+from tests.mocks.mock_engine import MockEngine
 from tests.serving.children import LONG, started
 
 IDS = list(range(1, 50))  # three pages of the mock's, and a token

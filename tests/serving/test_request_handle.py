@@ -19,8 +19,8 @@ from jengine import (
     Tokenizer,
     chat_prompt,
 )
-from jengine.serving.processes.mock_engine import MockEngine
 from jengine.text import stop_strings
+from tests.mocks.mock_engine import MockEngine
 from tests.serving.leaks import wait_until
 
 LONG = SamplingParams(max_tokens=None, ignore_eos=True)

@@ -24,7 +24,7 @@ from jengine.engine.operations import (
 )
 from jengine.serving.grpc.client import Client
 from jengine.serving.guards.security import hash_line
-from jengine.serving.processes.mock_engine import MockEngine
+from tests.mocks.mock_engine import MockEngine
 from tests.serving.conftest import serve_mock
 
 ANNA, ADMIN = "a" * 32, "r" * 32

@@ -14,9 +14,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from jengine import InvalidArgument
 from jengine.serving.calls.model_provider import FixedModel
 from jengine.serving.config import ServerConfig
-from jengine.serving.generated.inference import grpc_service_pb2
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.grpc.server import DESCRIPTORS, build_server
+from jengine.serving.grpc.server import build_server
 from tests.serving.conftest import MockServer
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"  # how a client of HTTP/2 begins
@@ -27,21 +26,16 @@ def test_reflection(channel: grpc.Channel) -> None:
     services = set(database.get_services())
     assert services == {
         "jengine.v1.GenerateService",
-        "inference.GRPCInferenceService",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }
-    for module, service in (
-        (pb, "jengine.v1.GenerateService"),
-        (grpc_service_pb2, "inference.GRPCInferenceService"),
-    ):
-        file = database.FindFileContainingSymbol(service)
-        assert file.SerializeToString() == module.DESCRIPTOR.serialized_pb
+    file = database.FindFileContainingSymbol("jengine.v1.GenerateService")
+    assert file.SerializeToString() == pb.DESCRIPTOR.serialized_pb
 
 
 def test_health(channel: grpc.Channel) -> None:
     stub = HealthStub(channel)
-    for service in ("", *(service.full_name for service in DESCRIPTORS)):
+    for service in ("", "jengine.v1.GenerateService"):
         assert (
             stub.Check(health_pb2.HealthCheckRequest(service=service)).status
             == health_pb2.HealthCheckResponse.SERVING
@@ -58,7 +52,7 @@ def test_a_new_server_is_not_yet_serving(mock_server: MockServer) -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{built.port}") as channel:
             checks = [
                 await HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
-                for service in ("", *(service.full_name for service in DESCRIPTORS))
+                for service in ("", "jengine.v1.GenerateService")
             ]
         await built.server.stop(None)
         return [check.status for check in checks]
@@ -129,10 +123,6 @@ def test_what_is_no_message(channel: grpc.Channel, caplog: pytest.LogCaptureFixt
         with pytest.raises(grpc.RpcError) as wrong:
             call(b"\xff\xff\xff\xff")
         assert wrong.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "parsed" in wrong.value.details()
-    [response] = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")(
-        iter([b"\xff\xff\xff\xff"])
-    )
-    assert b"parsed" in response
     with pytest.raises(grpc.RpcError) as wrong:
         channel.unary_unary("/jengine.v1.GenerateService/Nothing")(b"")
     assert wrong.value.code() is grpc.StatusCode.UNIMPLEMENTED

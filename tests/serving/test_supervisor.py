@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from jengine import EngineDead, InvalidArgument, Load, RequestOutput, SamplingParams
-from jengine.serving.processes.back_off import BackOff
+from jengine import BackOff, EngineDead, InvalidArgument, Load, RequestOutput, SamplingParams
 from jengine.serving.processes.engine_process import EngineProcess
 from jengine.serving.processes.supervisor import OnEnd, Supervisor
 from tests.serving.leaks import nothing_leaks, wait_until
 
-MOCK, FAULTY = "jengine.serving.processes.engines:mock_engine", "tests.serving.faulty_engines:"
+MOCK, FAULTY = "tests.mocks.mock_engine:mock_engine", "tests.serving.faulty_engines:"
 PROMPT = "The quick brown fox"
 SECONDS = 60  # for what takes milliseconds on an idle machine
 SHORT = SamplingParams(max_tokens=5)

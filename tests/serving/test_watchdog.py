@@ -303,7 +303,7 @@ def test_a_stopped_engine_does_not_outlive_its_server(tokenizer_folder: Path) ->
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_a_parent_that_died_before_the_call() -> None:
     code = (
-        "import sys\nfrom jengine.serving.processes.parent_death import"
+        "import sys\nfrom jengine.serving.processes.watchdog import"
         " die_with_parent\ndie_with_parent(int(sys.argv[1]))\nprint('alive')"
     )
     for parent, printed in ((os.getpid(), "alive\n"), (1 if os.getpid() != 1 else 2, "")):

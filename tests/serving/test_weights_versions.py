@@ -13,7 +13,7 @@ import pytest
 
 from jengine import TokenUpdate
 from jengine.serving.grpc.client import Client
-from jengine.serving.processes.mock_engine import MockEngine
+from tests.mocks.mock_engine import MockEngine
 from tests.serving.conftest import MockServer, serve_mock
 
 IDS, CHANGED = [5, 6, 7], "step-3"

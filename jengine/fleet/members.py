@@ -1,0 +1,149 @@
+"""An engine of a fleet, and the prompts that it has."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Sequence as List
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jengine.api.backend import Backend, Done
+from jengine.core.request import Request, SamplingParams
+from jengine.core.updates import Load
+from jengine.fleet.back_off import BackOff
+from jengine.fleet.routing import BLOCK, PrefixBlocks, Rate, block_names, first_token_seconds
+from jengine.insight.recording.totals import StepTotals
+
+Role = Literal["decode", "prefill"]
+FIRST_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+
+
+@dataclass(eq=False, slots=True)
+class Member[B: Backend]:
+    """An engine.
+
+    Attributes:
+        since: when it became a member.
+        ahead: prompt tokens that were sent to it, are not in its cache, and have no result yet.
+        prompts: its unfinished prompts, by name.
+        unanswered: operations that it was asked to do, and its place among those that do them.
+        past, past_totals: last ones of the engines that it replaces.
+    """
+
+    backend: B
+    role: Role
+    back_off: BackOff
+    since: float
+    lives: bool = True
+    ahead: int = 0
+    prompts: dict[str, Prompt] = field(default_factory=dict)
+    blocks: PrefixBlocks = field(default_factory=PrefixBlocks)
+    unanswered: list[tuple[Answers, int]] = field(default_factory=list)
+    past: Load | None = None
+    past_totals: StepTotals = field(default_factory=StepTotals)
+
+    @property
+    def load(self) -> Load:
+        """Its engine's load, with the counts of those before it."""
+        return self.backend.load if self.past is None else self.backend.load.after(self.past)
+
+    @property
+    def totals(self) -> StepTotals:
+        """Its engine's totals, with those before it."""
+        return self.past_totals + self.backend.totals
+
+    def new(self, prompt: Prompt) -> int:
+        """How many of a prompt's tokens should not be in its cache."""
+        size = self.backend.load.page_size or BLOCK
+        return len(prompt.tokens) - size * self.blocks.hits(prompt.block_names(size))
+
+    def seconds(self, prompt: Prompt, rate: Rate) -> float:
+        """The predicted time to a prompt's first token."""
+        forecast = self.backend.load.first_token_seconds
+        return first_token_seconds(forecast, self.ahead, self.new(prompt), rate.seconds)
+
+    def enter(self, prompt: Prompt) -> None:
+        """It has got a prompt."""
+        load = self.backend.load
+        self.blocks.enter(prompt.block_names(load.page_size or BLOCK), load.pages)
+        self.prompts[prompt.name] = prompt
+        self.ahead += prompt.new
+
+    def leave(self, prompt: Prompt) -> None:
+        """A prompt has ended, or goes to another engine."""
+        del self.prompts[prompt.name]
+        self.ahead -= 0 if prompt.begun else prompt.new
+        prompt.member = None
+
+
+@dataclass(eq=False, slots=True)
+class Prompt:
+    """A prompt's requests.
+
+    Attributes:
+        left: ids of those that have not ended.
+        member: the engine that has it.
+        name: the id of its first request, when that engine got it.
+        sent: when that was.
+        new: tokens that were not in the engine's cache.
+        alone: whether no other prompt was waiting there.
+        begun: whether the engine has given a result.
+        computed: whether an engine that computes prompts is done with it.
+    """
+
+    requests: tuple[Request, ...]
+    left: set[str]
+    member: Member[Any] | None = None
+    name: str = ""
+    sent: float = 0.0
+    new: int = 0
+    alone: bool = False
+    begun: bool = False
+    computed: bool = False
+    blocks: dict[int, list[int]] = field(default_factory=dict)  # names, by size
+
+    @property
+    def tokens(self) -> List[int]:
+        return self.requests[0].prompt_token_ids
+
+    def first_token(self) -> Request:
+        """A request that computes the prompt, and no more of it than that needs."""
+        plain: dict[str, Any] = dict.fromkeys(("mask", "beams", "ttft_ms", "tpot_ms"))
+        return dataclasses.replace(self.requests[0], params=FIRST_TOKEN, sample_index=0, **plain)
+
+    def block_names(self, size: int) -> list[int]:
+        """Names of its blocks of `size` tokens."""
+        if size not in self.blocks:
+            first = self.requests[0]
+            self.blocks[size] = block_names(self.tokens, size, (first.cache_salt, first.lora_name))
+        return self.blocks[size]
+
+
+class Answers:
+    """Calls `done` once, when all engines have answered an operation: with the answer of the first one, or
+    with an error if any had one.
+    """
+
+    def __init__(self, count: int, done: Done) -> None:
+        self._count, self._done, self._lock = count, done, threading.Lock()
+        self._answers: dict[int, tuple[Any, Exception | None]] = {}
+
+    @property
+    def waits(self) -> bool:
+        """Whether an answer is missing."""
+        return len(self._answers) < self._count
+
+    def enter(self, place: int, answer: Any, error: Exception | None) -> None:
+        """An engine's answer. Only its first one counts."""
+        with self._lock:
+            if place in self._answers:
+                return
+            self._answers[place] = answer, error
+            if self.waits:
+                return
+        errors = [wrong for _, wrong in self._answers.values() if wrong is not None]
+        if errors:
+            self._done(None, errors[0])
+        else:
+            self._done(self._answers[0][0], None)

@@ -1,1 +1,0 @@
-"""Several engines of the same model that answer as one."""
