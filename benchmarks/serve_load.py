@@ -38,6 +38,7 @@ from benchmarks.serve_processes import (
     worker,
 )
 from jengine import CompletionOutput, RequestOutput
+from jengine.serving.metrics.model_metrics import ModelMetrics
 from jengine.serving.metrics.server_metrics import PrometheusMetrics
 
 MODEL = {"model": "demo", "dtype": "float32", "max_num_seqs": 32, "max_model_len": 512}
@@ -259,7 +260,8 @@ def metrics_cost(repeat: int, quick: bool) -> dict[str, Any]:
 
 def calls_alone() -> float:
     """Microseconds of the metrics calls for a message with one token."""
-    watch = PrometheusMetrics("demo", lambda: None, lambda: 0).request_started()  # type: ignore[arg-type,return-value]
+    model = ModelMetrics("demo", lambda: None, lambda: 0)  # type: ignore[arg-type,return-value]
+    watch = PrometheusMetrics(model).request_started()
     output = RequestOutput(
         request_id="", prompt=None, prompt_token_ids=[1], outputs=[CompletionOutput(token_ids=[1])]
     )

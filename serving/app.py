@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
 import time
@@ -17,18 +18,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from jengine import InvalidArgument, Load, StepTotals
+from jengine import InvalidArgument
 from jengine.serving.calls.adapters import Adapters
 from jengine.serving.config import PREFIX, ServerConfig
-from jengine.serving.grpc.descriptors import allow_descriptors, most_connections, report_sparsely
 from jengine.serving.grpc.server import AddedService, BuiltServer, build_server
 from jengine.serving.guards.access import Access
 from jengine.serving.guards.tokenizing import Tokenizing
-from jengine.serving.logs.lines import Lines
 from jengine.serving.logs.request_log import RequestLog
-from jengine.serving.logs.status_log import write_status
+from jengine.serving.logs.sparse_log import SparseLog
+from jengine.serving.logs.status_log import Lines, write_status
 from jengine.serving.lora_modules import read_modules
-from jengine.serving.metrics.metrics_server import MetricsServer, pages_of
+from jengine.serving.metrics.metrics_server import pages_of
+from jengine.serving.metrics.model_metrics import ModelMetrics
 from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
 from jengine.serving.models.memory import BESIDE, MemoryNeed
 from jengine.serving.models.pool import ModelPool, PooledModel
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from jengine.serving.http.app import Parts
     from jengine.serving.http.front import HttpFront
 
+ENOUGH_DESCRIPTORS = 65_536
+OTHER_DESCRIPTORS = 200  # those that are no connections of clients: of engines, files, fetched images
 FLUSH_SECONDS = 1.0  # for last messages, after the last request has ended
 
 log = logging.getLogger("jengine.serving")
@@ -95,6 +98,43 @@ def run(config: ServerConfig, models: Sequence[Served], services: Sequence[Added
     asyncio.run(ServerApp(config, [default, *models[1:]], services).live())
 
 
+def allow_descriptors() -> None:
+    """Raises this process's limit as far as it may: shells often set 256 or 1,024, which idle connections
+    would use up.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = ENOUGH_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, ENOUGH_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def most_connections(wanted: int, ports: int) -> int:
+    """How many connections each port may have, so that the process keeps descriptors for everything else:
+    health could not be asked without one.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = (
+        wanted if soft == resource.RLIM_INFINITY else min(wanted, max((soft - OTHER_DESCRIPTORS) // ports, 1))
+    )
+    if limit < wanted:
+        log.warning("max_connections is %d, not %d: this process may open %d files", limit, wanted, soft)
+    return limit
+
+
+def report_sparsely(loop: asyncio.AbstractEventLoop) -> None:
+    """Without descriptors, the event loop reports each attempt to accept a connection: thousands a second."""
+    write = SparseLog(log.error)
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if isinstance(error, OSError) and "accept" in context.get("message", ""):
+            write("connections cannot be accepted: %s", error)
+        else:
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
+
+
 @contextlib.contextmanager
 def _needing_http(option: str, value: object) -> Iterator[None]:
     """Raises InvalidArgument if the extra is not installed."""
@@ -104,12 +144,9 @@ def _needing_http(option: str, value: object) -> Iterator[None]:
         raise InvalidArgument.needs_extra(option, value, "http", missing) from None
 
 
-def _watched(
-    model: PooledModel,
-) -> tuple[str, Callable[[], Load], Callable[[], int], Callable[[], StepTotals]]:
-    """For PrometheusMetrics: the name, the load, restarts and totals."""
-    of = model.supervisor
-    return model.name, lambda: of.load, lambda: of.restarts, lambda: of.totals
+def _metrics_of(model: PooledModel) -> ModelMetrics:
+    engine = model.supervisor
+    return ModelMetrics(model.name, lambda: engine.load, lambda: engine.restarts, lambda: engine.totals)
 
 
 class ServerApp:
@@ -208,19 +245,22 @@ class ServerApp:
             from jengine.serving.http.small_pages import api
         return await self._started(HttpFront(api(self._parts(metrics, access)), config), access)
 
-    async def _exporter(self, metrics: Metrics, access: Access) -> MetricsServer | HttpFront | None:
+    async def _exporter(self, metrics: Metrics, access: Access) -> HttpFront | None:
         """Starts the metrics port, if it is enabled, with the playground if that is too."""
         config = self._config
         if not isinstance(metrics, PrometheusMetrics) or config.metrics_on_api:
             return None
         assert config.metrics_port is not None
         pages = pages_of(metrics, self._why_not_ready, lambda: self._models.retry_seconds)
+        with _needing_http("metrics_port", config.metrics_port):
+            from starlette.applications import Starlette
+
+            from jengine.serving.http.front import HttpFront, page_routes
         if not config.page:
-            exporter = MetricsServer(pages)
-            await exporter.start(config.host, config.metrics_port)
+            exporter = HttpFront(Starlette(routes=page_routes(pages)), config, "metrics_port")
+            await exporter.start(None)
             return exporter
         with _needing_http("page", True):
-            from jengine.serving.http.front import HttpFront
             from jengine.serving.playground.app import playground
         return await self._started(
             HttpFront(playground(self._parts(metrics, access), pages), config, "metrics_port"), access
@@ -246,7 +286,7 @@ class ServerApp:
             self._why_not_ready,
         )
 
-    async def _serve(self, exporter: MetricsServer | HttpFront | None) -> None:
+    async def _serve(self, exporter: HttpFront | None) -> None:
         """Serves until a signal arrives and everything has ended."""
         stop = stop_signal(self._reload)
         starting = asyncio.create_task(self._models.start())
@@ -304,11 +344,7 @@ class ServerApp:
     def _metrics(self) -> Metrics:
         if self._config.metrics_port is None:
             return Metrics()
-        default, *others = self._models
-        metrics = PrometheusMetrics(*_watched(default), self._config.metrics_prefix)
-        for other in others:
-            metrics.add_model(*_watched(other))
-        return metrics
+        return PrometheusMetrics(*map(_metrics_of, self._models), prefix=self._config.metrics_prefix)
 
     def _changed(self, serving: bool) -> None:
         """Called when a model starts or stops answering."""
@@ -337,7 +373,7 @@ class ServerApp:
             return "stopping: new requests should go elsewhere"
         return None if self._models.serving else self._models.default.supervisor.why_not_ready
 
-    def _print_ready(self, exporter: MetricsServer | HttpFront | None) -> None:
+    def _print_ready(self, exporter: HttpFront | None) -> None:
         """Prints the only line on stdout."""
         supervisor = self._models.default.supervisor
         config, info, engine = self._config, supervisor.info, supervisor.engine.info

@@ -41,8 +41,9 @@ class ServerConfig:
         host: the address to listen on. By default only this machine can connect.
         port: the port for gRPC; 0 takes a free one.
         metrics_port: the port for plain HTTP without keys or TLS: /metrics for Prometheus, /healthz and
-            /readyz for probes; 0 takes a free one. By default there is none. See page. The same number as
-            http_port serves /metrics there, without keys, where the Gateway API's endpoint picker looks.
+            /readyz for probes (needs the extra http); 0 takes a free one. By default there is none. See page.
+            The same number as http_port serves /metrics there, without keys, where the Gateway API's endpoint
+            picker looks.
         metrics_prefix: the beginning of the metrics' names, before a colon. With vllm, dashboards and load
             balancers made for vLLM find the metrics that it has too.
         http_port: the port for OpenAI's and Anthropic's APIs over HTTP, with the same keys, TLS and limits

@@ -21,7 +21,7 @@ import pytest
 
 import jengine
 from jengine import LLM, EngineDead, InvalidArgument, JengineError, SamplingParams, cli
-from jengine.commands import batch, batch_order
+from jengine.commands import batch
 from jengine.commands.batch_files import OutputFile
 from jengine.core.request import CompletionOutput, RequestOutput
 from tests.compiling import QUICK_PROCESS
@@ -305,7 +305,7 @@ def test_few_requests_are_in_memory_at_a_time(
             yield line
 
     monkeypatch.setattr(batch, "numbered", counted)
-    monkeypatch.setattr(batch_order, "WINDOW", 16)
+    monkeypatch.setattr(batch, "WINDOW", 16)
     assert cli.main(command("demo", files, "--quiet")) == 0
     assert len(records(files[1])) == 500 and stand_in.most == 8 and max(ahead) <= 16 + 9
 

@@ -14,7 +14,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from jengine import SamplingParams, Tokenizer, cli
-from jengine.commands import batch_order
+from jengine.commands import batch
 from jengine.commands.batch_lines import Line
 from jengine.core.updates import Ended
 from tests.batch_mocks import make_tokenizer, use_mock
@@ -219,7 +219,7 @@ def test_prompts_that_begin_alike_share_pages(
     random.Random(5).shuffle(prompts)
     files[0].write_text("".join(json.dumps({"prompt": prompt, "max_tokens": 2}) + "\n" for prompt in prompts))
     found = []
-    for order in (batch_order.ordered, iter):
+    for order in (batch.ordered, iter):
         monkeypatch.setattr("jengine.commands.batch.ordered", order)
         engines = use_mock(monkeypatch, pages=80, max_num_seqs=2)
         assert cli.main(command(model, files)) == 0
@@ -240,14 +240,14 @@ def lines(*prompts: Any, most: int = 1) -> list[Line]:
 def test_each_line_once_and_long_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = "s" * 300
     given = lines("short", shared + "b", "x" * 200, shared + "a", "y" * 800, "short")
-    assert [line.number for line in batch_order.ordered(given)] == [5, 4, 2, 3, 1, 6]
+    assert [line.number for line in batch.ordered(given)] == [5, 4, 2, 3, 1, 6]
     several = [
         Line(9, error="wrong"),
         *lines([5, 6]),
         Line(8, "c", CHAT, {"messages": HELLO, "max_tokens": 5000}),
     ]
-    assert [line.number for line in batch_order.ordered(several)] == [8, 1, 9]
-    monkeypatch.setattr(batch_order, "WINDOW", 2)
-    assert [line.number for line in batch_order.ordered(given)] == [2, 1, 4, 3, 5, 6]
-    monkeypatch.setattr(batch_order, "WINDOW_CHARACTERS", 100)
-    assert [line.number for line in batch_order.ordered(given)] == [2, 1, 3, 4, 5, 6]
+    assert [line.number for line in batch.ordered(several)] == [8, 1, 9]
+    monkeypatch.setattr(batch, "WINDOW", 2)
+    assert [line.number for line in batch.ordered(given)] == [2, 1, 4, 3, 5, 6]
+    monkeypatch.setattr(batch, "WINDOW_CHARACTERS", 100)
+    assert [line.number for line in batch.ordered(given)] == [2, 1, 3, 4, 5, 6]

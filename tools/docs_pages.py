@@ -25,6 +25,7 @@ from jengine import EngineConfig, Load, LoraLoad, SamplingParams, StoreLoad
 from jengine.commands.flags import add_fields
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.policy import POLICIES
+from jengine.serving.metrics.model_metrics import ModelMetrics
 from jengine.serving.metrics.server_metrics import PrometheusMetrics
 from jengine.vllm import engine_settings, server_settings
 from jengine.vllm.sampling_settings import CALLS, SAMPLING, STRUCTURED
@@ -144,7 +145,7 @@ def metrics() -> str:
         loras=LoraLoad(max_loras=1),
         store=StoreLoad("disk"),
     )
-    server = PrometheusMetrics("model", lambda: load, lambda: 0)
+    server = PrometheusMetrics(ModelMetrics("model", lambda: load, lambda: 0))
     server.certificate_expiry = lambda: 0.0
     rows = [
         f"| `{_exposed(metric)}` | {metric.type} | {metric.documentation} |" for metric in server.collect()

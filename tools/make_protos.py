@@ -20,7 +20,7 @@ def make(out: Path) -> None:
         SystemExit: protoc rejected a file; it printed the reason to stderr.
     """
     files = sorted(f"{PACKAGE}/{file.relative_to(PROTOS)}" for file in PROTOS.rglob("*.proto"))
-    outputs = [f"--{kind}_out={out}" for kind in ("python", "pyi", "grpc_python")]
+    outputs = [f"--{kind}_out={out}" for kind in ("python", "pyi")]
     if status := protoc.main(["protoc", f"-I{PACKAGE}={PROTOS}", *outputs, *files]):
         sys.exit(status)
     package = out / PACKAGE

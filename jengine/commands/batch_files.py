@@ -9,17 +9,46 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jengine import InvalidArgument, JengineError
-from jengine.commands.batch_records import OWN, Key, Record, RecordFormat
 from jengine.commands.terminal import write
 
+Key = tuple[str, str | int]  # ("id", a request's own id) or ("line", its number)
+Record = dict[str, Any]
 STDOUT = Path("-")
 SYNC_SECONDS = 1.0  # maximum loss after a power failure; a killed process loses nothing
+
+
+class RecordFormat(NamedTuple):
+    """How records of the output are parsed.
+
+    Attributes:
+        start: the beginning of each record, in JSON.
+        key: returns the record's key. Raises KeyError, TypeError or ValueError if it is not such a record.
+        error: returns the reason why the line failed; None if it was answered.
+        tokens: returns the number of generated tokens.
+    """
+
+    start: bytes
+    key: Callable[[Record], Key]
+    error: Callable[[Record], str | None]
+    tokens: Callable[[Record], int]
+
+
+def _key(record: Record) -> Key:
+    return ("id", record["id"]) if "id" in record else ("line", record["line"])
+
+
+OWN = RecordFormat(
+    start=b'{"line": ',
+    key=_key,
+    error=lambda record: record.get("error"),
+    tokens=lambda record: sum(len(output["token_ids"]) for output in record["outputs"]),
+)
 
 
 class Output(Protocol):

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from jengine import EngineDead, InvalidArgument, JengineError, RequestOutput, SamplingParams
 from jengine.api.chat import ChatOptions
-from jengine.commands.batch_files import Output, output_of
-from jengine.commands.batch_records import OWN, Key, Record, RecordFormat
+from jengine.commands.batch_files import OWN, Key, Output, Record, RecordFormat, output_of
 
 if TYPE_CHECKING:
     from jengine import AsyncLLM

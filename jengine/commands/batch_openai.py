@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jengine import EngineDead, InvalidArgument, JengineError
-from jengine.commands.batch_files import Output, output_of
+from jengine.commands.batch_files import Key, Output, Record, RecordFormat, output_of
 from jengine.commands.batch_lines import Answer, Line, count_lines, excerpt, json_object, unique
-from jengine.commands.batch_records import Key, Record, RecordFormat
 
 if TYPE_CHECKING:
     from jengine import AsyncLLM

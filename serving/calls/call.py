@@ -1,9 +1,9 @@
-"""The protocol-independent interface of a call."""
+"""The protocol-independent interface of a call, with its images and the errors of overload."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import grpc
 
@@ -37,3 +37,31 @@ def interruption(call: Call) -> grpc.StatusCode:
         if left is None or left > DEADLINE_MARGIN
         else grpc.StatusCode.DEADLINE_EXCEEDED
     )
+
+
+class NamedImage(NamedTuple):
+    """An image with the name of its field, where that is not its place in `messages`.
+
+    Attributes:
+        source: a URL, or the bytes of a file.
+    """
+
+    source: str | bytes
+    field: str
+
+
+class Busy(Exception):
+    """The server is overloaded.
+
+    Attributes:
+        retry_seconds: when a retry is worthwhile.
+        cause: one word for logs and metrics.
+    """
+
+    def __init__(self, message: str, retry_seconds: float, cause: str = "") -> None:
+        super().__init__(message)
+        self.retry_seconds, self.cause = retry_seconds, cause
+
+
+class SlowReader(Exception):
+    """The client did not read a message in time."""

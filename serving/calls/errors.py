@@ -7,19 +7,20 @@ import functools
 import logging
 import traceback
 from collections.abc import Awaitable, Callable
+from functools import cache
 from typing import Any
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyProto
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc.error_details_pb2 import BadRequest, ResourceInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from jengine import EngineDead, InvalidArgument, ModelError, SamplingParams
-from jengine.serving.calls.field_count import MAX_FIELDS, has_too_many_fields
+from jengine.serving.calls.call import Busy, SlowReader
 from jengine.serving.calls.model_provider import RESTART_SECONDS, NotReady
-from jengine.serving.calls.overload import Busy, SlowReader
 
 log = logging.getLogger("jengine.serving")
 
@@ -37,6 +38,8 @@ PATHS = {
     "chat_template": "options.chat_template",
     "chat_template_kwargs": "options.chat_template_kwargs_json",
 }
+MAX_FIELDS = 2**15  # in a request and its submessages
+VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types
 
 
 class Refusal(Exception):
@@ -200,3 +203,62 @@ def _details(refused: Refusal) -> list[Message]:
         delay.FromNanoseconds(int(refused.retry_seconds * 1e9))
         details.append(RetryInfo(retry_delay=delay))
     return details
+
+
+def has_too_many_fields(raw: bytes, descriptor: Descriptor, limit: int = MAX_FIELDS) -> bool:
+    """Whether a message of this type has more than `limit` fields. Malformed messages are left to the parser.
+
+    Protobuf parses a message in one call that holds the interpreter's lock. For 4 MB of empty submessages
+    this takes 0.1 s, during which the event loop serves no other request. Requests within jengine's limits
+    have few fields, since token ids are packed into one.
+
+    Stops at the limit, so it takes at most about 20 ms. Short messages are not scanned.
+    """
+    if len(raw) <= 2 * limit:  # a field has at least a tag and a byte
+        return False
+    left = limit
+    spans = [(0, len(raw), descriptor)]
+    try:
+        while spans:
+            at, end, kind = spans.pop()
+            messages = _message_fields(kind)
+            while at < end:
+                left -= 1
+                if left < 0:
+                    return True
+                tag, at = _varint(raw, at)
+                wire_type = tag & 7
+                if wire_type == DELIMITED:
+                    size, at = _varint(raw, at)
+                    if (inner := messages.get(tag >> 3)) is not None:
+                        spans.append((at, min(at + size, end), inner))
+                    at += size
+                elif wire_type == VARINT:
+                    _, at = _varint(raw, at)
+                elif wire_type in (FIXED64, FIXED32):
+                    at += 8 if wire_type == FIXED64 else 4
+                else:
+                    return False
+    except IndexError:
+        pass
+    return False
+
+
+@cache
+def _message_fields(kind: Descriptor) -> dict[int, Descriptor]:
+    """The types of message fields, by number."""
+    return {field.number: field.message_type for field in kind.fields if field.message_type is not None}
+
+
+def _varint(raw: bytes, at: int) -> tuple[int, int]:
+    """A number, and the position after it. Raises IndexError if the bytes end before."""
+    value = shift = 0
+    while True:
+        byte = raw[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+        if shift > 63:
+            raise IndexError("malformed varint")

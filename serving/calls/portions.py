@@ -9,7 +9,7 @@ from typing import Protocol
 PORTION = 2_000  # values (log probabilities, numbers) that are converted at once, within a few ms
 
 
-class Sliced(Protocol):
+class LogprobPositions(Protocol):
     def __getitem__(self, part: slice, /) -> Sequence[Mapping[int, object] | None]: ...
 
 
@@ -58,6 +58,6 @@ class Portioned:
             yield part
 
 
-def width_of(positions: Sliced) -> int:
+def width_of(positions: LogprobPositions) -> int:
     """Values at each of these positions with log probabilities."""
     return max((len(position) for position in positions[:2] if position), default=1)

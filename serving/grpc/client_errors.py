@@ -106,12 +106,12 @@ class Attempts:
         """
         if error.code() not in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED):
             return None
-        told = retry_seconds(error)
-        if told is None:
+        delay = retry_seconds(error)
+        if delay is None:
             if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
                 return None
-            told, self._pause = self._pause, min(self._pause * PAUSE_GROWTH, LONGEST_PAUSE)
-        pause = told * random.uniform(1.0, 1.25)
+            delay, self._pause = self._pause, min(self._pause * PAUSE_GROWTH, LONGEST_PAUSE)
+        pause = delay * random.uniform(1.0, 1.25)
         if self._left == 0 or time.monotonic() + pause > self._until:
             return None
         self._left -= 1
@@ -128,10 +128,10 @@ class StartWait:
 
     def pause(self, error: grpc.RpcError) -> float | None:
         """As Attempts.pause. Passes what the server says to `progress`."""
-        left, told = self._until - time.monotonic(), retry_seconds(error)
-        if error.code() is not grpc.StatusCode.UNAVAILABLE or told is None:
+        left, delay = self._until - time.monotonic(), retry_seconds(error)
+        if error.code() is not grpc.StatusCode.UNAVAILABLE or delay is None:
             pause = self._attempts.pause(error)
         else:
             self._progress(error.details() or "")
-            pause = min(told, POLL_SECONDS)
+            pause = min(delay, POLL_SECONDS)
         return None if pause is None or left <= 0.0 else min(pause, left)

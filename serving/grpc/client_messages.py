@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from jengine import (
@@ -13,14 +14,12 @@ from jengine import (
     FinishReason,
     GenerationParams,
     InvalidArgument,
-    JengineError,
     Logprob,
     RequestOutput,
     SamplingParams,
 )
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.grpc.client_images import image_of, part_of
-from jengine.serving.grpc.conversions import REASONS, from_params
+from jengine.serving.grpc.conversions import REASONS, from_params, sending
 
 # text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; dicts may have a "cache_salt", and
 # "multi_modal_data" and "mm_processor_kwargs" as in LLM.generate
@@ -37,6 +36,8 @@ CHAT_OPTIONS = (
 JSON_OPTIONS = ("tools", "chat_template_kwargs", "mm_processor_kwargs")
 SAME = ("request_id", "priority", "cache_salt", "ttft_ms", "tpot_ms", "model")  # options that are fields
 FINISH_REASONS = {value: cast(FinishReason, name) for name, value in REASONS.items()}
+SCHEMES = ("data", "http", "https", "file")
+PARTS = ("image_url", "image", "image_pil")  # types of a message's parts, and the fields that have the image
 
 
 class Usage(NamedTuple):
@@ -79,8 +80,8 @@ class CallOptions(NamedTuple):
     @classmethod
     def of(cls, params: GenerationParams | None, options: dict[str, Any]) -> CallOptions:
         names = (*SAME, "timeout")
-        given = {name: options.pop(name, None) for name in names}
-        return cls(params=params, fields=options, **given)
+        values = {name: options.pop(name, None) for name in names}
+        return cls(params=params, fields=options, **values)
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -89,9 +90,9 @@ class CallOptions(NamedTuple):
 def generate_request(prompt: Prompt, call: CallOptions) -> pb.GenerateRequest:
     """Raises InvalidArgument for values that cannot be sent."""
     request = pb.GenerateRequest()
-    given: Any = prompt
+    content: Any = prompt
     if isinstance(prompt, dict):
-        given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt")
+        content = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt")
         call = call._replace(cache_salt=prompt.get("cache_salt", call.cache_salt))
         images = (prompt.get("multi_modal_data") or {}).get("image") or []
         for i, image in enumerate(images if isinstance(images, list | tuple) else [images]):
@@ -99,12 +100,12 @@ def generate_request(prompt: Prompt, call: CallOptions) -> pb.GenerateRequest:
         if (processing := prompt.get("mm_processor_kwargs")) is not None:
             with sending("mm_processor_kwargs", processing):
                 request.mm_processor_kwargs_json = json.dumps(processing)
-    if isinstance(given, str):
-        with sending("prompt", given):
-            request.text = given
+    if isinstance(content, str):
+        with sending("prompt", content):
+            request.text = content
     else:
-        with sending("prompt_token_ids", given):
-            request.token_ids.ids.extend(given)
+        with sending("prompt_token_ids", content):
+            request.token_ids.ids.extend(content)
     return _completed(request, call, call.fields)
 
 
@@ -166,19 +167,6 @@ def _message(where: str, message: Mapping[str, Any]) -> pb.ChatMessage:
     if message.get("tool_calls"):
         proto.tool_calls_json = json.dumps(message["tool_calls"])
     return proto
-
-
-@contextmanager
-def sending(field: str, value: object) -> Iterator[None]:
-    """Raises InvalidArgument with the field's name if protobuf rejects the value."""
-    try:
-        yield
-    except (TypeError, ValueError, KeyError) as wrong:
-        raise (
-            wrong
-            if isinstance(wrong, JengineError)
-            else InvalidArgument(field, value, f"cannot be sent: {wrong}")
-        ) from None
 
 
 # --- outputs --------------------------------------------------------------------------------------
@@ -249,8 +237,8 @@ class OutputReader:
                 ending.cumulative_logprob if ending.HasField("cumulative_logprob") else None
             )
             completion.weights_versions = [
-                (one.first_token, one.name if one.HasField("name") else one.number)
-                for one in ending.weights_versions
+                (version.first_token, version.name if version.HasField("name") else version.number)
+                for version in ending.weights_versions
             ]
         return output
 
@@ -259,3 +247,41 @@ def _position(proto: pb.TokenLogprobs) -> dict[int, Logprob]:
     return {
         entry.token_id: Logprob(entry.logprob, entry.rank, entry.decoded_token) for entry in proto.entries
     }
+
+
+def part_of(where: str, part: Mapping[str, Any]) -> pb.ContentPart:
+    """A part of a message: {"type": "text", "text": text}, or an image as in LLM.chat.
+
+    Raises:
+        InvalidArgument: it is neither, or its file cannot be read.
+    """
+    kind = part.get("type")
+    if kind == "text":
+        return pb.ContentPart(text=part["text"])
+    if kind not in PARTS:
+        raise InvalidArgument(f"{where}.type", kind, f"must be one of text, {', '.join(PARTS)}")
+    source = part.get(kind)
+    if kind == "image_url" and isinstance(source, Mapping):
+        source = source.get("url")
+    return pb.ContentPart(image=image_of(f"{where}.{kind}", source))
+
+
+def image_of(where: str, source: Any) -> pb.Image:
+    """An image: bytes, a path, a URL or a Pillow image. Raises InvalidArgument as `part_of`."""
+    if isinstance(source, str):
+        if source.partition(":")[0].lower() in SCHEMES:
+            return pb.Image(url=source)
+        source = Path(source)
+    if isinstance(source, Path):
+        try:
+            source = source.read_bytes()
+        except OSError as wrong:
+            raise InvalidArgument(where, str(source), f"cannot be read: {wrong.strerror}") from None
+    elif hasattr(source, "save"):  # Pillow's; not imported here
+        file = io.BytesIO()
+        source.save(file, "PNG")
+        source = file.getvalue()
+    if not isinstance(source, bytes | bytearray | memoryview):
+        limit = "must be a Pillow image, bytes, a path or a URL"
+        raise InvalidArgument(where, type(source).__name__, limit)
+    return pb.Image(data=bytes(source))

@@ -20,7 +20,7 @@ from jengine import (
     StructuredOutputs,
     check_entries,
 )
-from jengine.serving.calls.named_image import NamedImage
+from jengine.serving.calls.call import NamedImage
 from jengine.serving.calls.portions import Portioned, width_of
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 
@@ -36,6 +36,10 @@ MAX_TOOLS_BYTES = 2**20  # of tools, and of a template's variables; templates wr
 MOST_TOKENS = 1000  # in a message; with MAX_LOGPROBS each, about 600 kB
 # fields of SamplingParams that beam searches also have
 BEAM_FIELDS = ("max_tokens", "ignore_eos", "temperature", "include_stop_str_in_output")
+LOAD_FIELDS = (  # of Load and GetLoadResponse, for every client
+    "running", "waiting", "free_pages", "pages", "preemptions", "cached_pages", "strategy", "targets_met",
+    "targets_missed", "targets_rejected", "first_token_seconds", "programs_ready", "programs",
+)  # fmt: skip
 DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in dataclasses.fields(SamplingParams)}
 
 # --- sampling parameters --------------------------------------------------------------------------
@@ -48,7 +52,7 @@ def to_params(proto: pb.SamplingParams, default: SamplingParams | None = None) -
     Raises:
         InvalidArgument: naming the field.
     """
-    given: dict[str, Any] = {}
+    params: dict[str, Any] = {}
     for field, value in proto.ListFields():
         name = field.name
         if not isinstance(value, int | float | pb.StructuredOutputs):
@@ -61,11 +65,11 @@ def to_params(proto: pb.SamplingParams, default: SamplingParams | None = None) -
             value = None
         elif not isinstance(value, int | float):
             value = list(value)
-        given[name] = value
-    return with_beams(given, SamplingParams() if default is None else default)
+        params[name] = value
+    return with_beams(params, SamplingParams() if default is None else default)
 
 
-def with_beams(given: dict[str, Any], default: SamplingParams) -> GenerationParams:
+def with_beams(params: dict[str, Any], default: SamplingParams) -> GenerationParams:
     """Parameters from the given fields; other fields are taken from `default`.
 
     With use_beam_search, returns BeamSearchParams: `n` is the width, fields that they lack must have neutral
@@ -74,16 +78,16 @@ def with_beams(given: dict[str, Any], default: SamplingParams) -> GenerationPara
     Raises:
         InvalidArgument: naming the field.
     """
-    given = dict(given)
-    searches, penalty = given.pop("use_beam_search", False), given.pop("length_penalty", None)
+    params = dict(params)
+    searches, penalty = params.pop("use_beam_search", False), params.pop("length_penalty", None)
     if not searches:
         if penalty is not None:
             raise InvalidArgument("length_penalty", penalty, "needs use_beam_search")
-        return default.clone(**given)
-    given = {"max_tokens": default.max_tokens, **given}
-    fields = {name: given.pop(name) for name in BEAM_FIELDS if name in given}
-    width = given.pop("n", 1)
-    for name, value in given.items():
+        return default.clone(**params)
+    params = {"max_tokens": default.max_tokens, **params}
+    fields = {name: params.pop(name) for name in BEAM_FIELDS if name in params}
+    width = params.pop("n", 1)
+    for name, value in params.items():
         if value != DEFAULTS.get(name):
             raise InvalidArgument(
                 name, value, f"must not be set with use_beam_search; {', '.join(('n', *BEAM_FIELDS))} may"
@@ -107,7 +111,7 @@ def from_params(params: GenerationParams, fields: Collection[str] | None = None)
     proto = pb.SamplingParams()
     if isinstance(params, BeamSearchParams):
         for name in (*BEAM_FIELDS, "length_penalty", "n"):
-            with _sending(name, getattr(params, name)):
+            with sending(name, getattr(params, name)):
                 setattr(proto, name, getattr(params, name))
         proto.use_beam_search = True
         return proto
@@ -115,7 +119,7 @@ def from_params(params: GenerationParams, fields: Collection[str] | None = None)
         value = getattr(params, name)
         if value == () or (value is None and name != "max_tokens"):
             continue
-        with _sending(name, value):
+        with sending(name, value):
             if name == "structured_outputs":
                 _set_structured(proto.structured_outputs, value)
             elif name == "logit_bias":
@@ -132,11 +136,14 @@ def from_params(params: GenerationParams, fields: Collection[str] | None = None)
 
 
 @contextmanager
-def _sending(name: str, value: object) -> Iterator[None]:
+def sending(field: str, value: object) -> Iterator[None]:
+    """Raises InvalidArgument with the field's name if protobuf rejects the value."""
     try:
         yield
-    except (TypeError, ValueError) as wrong:
-        raise InvalidArgument(name, value, f"cannot be sent: {wrong}") from None
+    except InvalidArgument:
+        raise
+    except (TypeError, ValueError, KeyError) as wrong:
+        raise InvalidArgument(field, value, f"cannot be sent: {wrong}") from None
 
 
 def _structured(proto: pb.StructuredOutputs) -> StructuredOutputs:
@@ -175,15 +182,17 @@ def to_messages(messages: Sequence[pb.ChatMessage]) -> list[dict[str, Any]]:
     """
     out = []
     for i, message in enumerate(messages):
-        given = {field.name: value for field, value in message.ListFields()}
-        if "parts" in given:
-            if "content" in given:
+        fields = {field.name: value for field, value in message.ListFields()}
+        if "parts" in fields:
+            if "content" in fields:
                 raise InvalidArgument(f"messages[{i}].parts", "given", "must be absent beside content")
-            parts = enumerate(given.pop("parts"))
-            given["content"] = [_part(f"messages[{i}].parts[{j}]", part) for j, part in parts]
-        if "tool_calls_json" in given:
-            given["tool_calls"] = _json(f"messages[{i}].tool_calls_json", given.pop("tool_calls_json"), list)
-        out.append(given)
+            parts = enumerate(fields.pop("parts"))
+            fields["content"] = [_part(f"messages[{i}].parts[{j}]", part) for j, part in parts]
+        if "tool_calls_json" in fields:
+            fields["tool_calls"] = _json(
+                f"messages[{i}].tool_calls_json", fields.pop("tool_calls_json"), list
+            )
+        out.append(fields)
     return out
 
 
@@ -194,8 +203,8 @@ def to_images(images: Sequence[pb.Image]) -> list[NamedImage]:
 
 def to_processing(text: str) -> dict[str, Any]:
     """Raises InvalidArgument if it is not a JSON object."""
-    found: dict[str, Any] = _json("mm_processor_kwargs_json", text, dict)
-    return found
+    processing: dict[str, Any] = _json("mm_processor_kwargs_json", text, dict)
+    return processing
 
 
 def _part(where: str, part: pb.ContentPart) -> dict[str, Any]:
@@ -219,11 +228,11 @@ def to_options(options: pb.ChatOptions) -> dict[str, Any]:
     Raises:
         InvalidArgument: invalid JSON, JSON of another type, or more than MAX_TOOLS_BYTES.
     """
-    given: dict[str, Any] = {field.name: value for field, value in options.ListFields()}
+    fields: dict[str, Any] = {field.name: value for field, value in options.ListFields()}
     for name, kind in (("tools", list), ("chat_template_kwargs", dict), ("mm_processor_kwargs", dict)):
-        if f"{name}_json" in given:
-            given[name] = _json(f"options.{name}_json", given.pop(f"{name}_json"), kind)
-    return given
+        if f"{name}_json" in fields:
+            fields[name] = _json(f"options.{name}_json", fields.pop(f"{name}_json"), kind)
+    return fields
 
 
 def _json(where: str, text: str, kind: type) -> Any:
@@ -323,27 +332,10 @@ def usage(output: RequestOutput, completion_tokens: int) -> pb.Usage:
 
 def load(now: Load, counters: bool) -> pb.GetLoadResponse:
     """`counters`: whether to include those of the prefix cache."""
-    proto = pb.GetLoadResponse(
-        running=now.running,
-        waiting=now.waiting,
-        free_pages=now.free_pages,
-        pages=now.pages,
-        preemptions=now.preemptions,
-        cached_pages=now.cached_pages,
-        strategy=now.strategy,
-        targets_met=now.targets_met,
-        targets_missed=now.targets_missed,
-        targets_rejected=now.targets_rejected,
-        first_token_seconds=now.first_token_seconds,
-        programs_ready=now.programs_ready,
-        programs=now.programs,
-    )
+    proto = pb.GetLoadResponse(**{name: getattr(now, name) for name in LOAD_FIELDS})
     if counters:
-        proto.prefix_queries, proto.prefix_hits, proto.evictions = (
-            now.prefix_queries,
-            now.prefix_hits,
-            now.evictions,
-        )
+        proto.prefix_queries, proto.prefix_hits = now.prefix_queries, now.prefix_hits
+        proto.evictions = now.evictions
         proto.hit_pages.update(zip(now.cache_groups, now.hit_pages, strict=True))
     return proto
 

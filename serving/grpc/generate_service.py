@@ -21,6 +21,7 @@ from jengine import (
     ProfileOptions,
     RequestHandle,
     TokensPrompt,
+    Trace,
     UnloadLora,
     __version__,
     capture_process,
@@ -32,7 +33,6 @@ from jengine.serving.calls.errors import reported
 from jengine.serving.calls.named_model import NamedModel, named_model
 from jengine.serving.config import ServerConfig
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceServicer
 from jengine.serving.grpc import conversions
 from jengine.serving.guards.admission import Place, client_of
 from jengine.serving.guards.bounds import check_admin, check_priority, sees_all_clients
@@ -54,7 +54,7 @@ log = logging.getLogger("jengine.serving")
 Prompted = pb.GenerateRequest | pb.ChatRequest
 
 
-class GenerateService(Service, GenerateServiceServicer):
+class GenerateService(Service):
     """jengine's own service."""
 
     def __init__(self, shared: Shared, config: ServerConfig) -> None:
@@ -177,8 +177,8 @@ class GenerateService(Service, GenerateServiceServicer):
         if request.HasField("mm_processor_kwargs_json"):
             asked = conversions.to_processing(request.mm_processor_kwargs_json)
         images = conversions.to_images(request.images)
-        how = model.tokenizer, "images", asked
-        read = await self._shared.images.read(client_of(context), images, *how) if images else []
+        reader_options = model.tokenizer, "images", asked
+        read = await self._shared.images.read(client_of(context), images, *reader_options) if images else []
         return {"multi_modal_data": {"image": read}, "mm_processor_kwargs": asked}
 
     # --- the rest ---------------------------------------------------------------------------------
@@ -186,8 +186,8 @@ class GenerateService(Service, GenerateServiceServicer):
     @reported
     async def Abort(self, request: pb.AbortRequest, context: grpc.aio.ServicerContext) -> pb.AbortResponse:
         request_id = scoped(request.request_id)
-        found = [await llm.abort(request_id) for llm in self._models.running()]
-        return pb.AbortResponse(found=any(found))
+        aborted = [await llm.abort(request_id) for llm in self._models.running()]
+        return pb.AbortResponse(found=any(aborted))
 
     @reported
     async def Tokenize(
@@ -258,24 +258,6 @@ class GenerateService(Service, GenerateServiceServicer):
         return conversions.load(self._models.llm.load, counters=sees_all_clients())
 
     @reported
-    async def ResetPrefixCache(
-        self, request: pb.ResetPrefixCacheRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ResetPrefixCacheResponse:
-        check_admin(context.peer())
-        done = await self._models.llm.reset_prefix_cache()
-        log.info("%s has reset the prefix cache", client_of(context))
-        return pb.ResetPrefixCacheResponse(done=done)
-
-    @reported
-    async def SetStrategy(
-        self, request: pb.SetStrategyRequest, context: grpc.aio.ServicerContext
-    ) -> pb.SetStrategyResponse:
-        check_admin(context.peer())
-        self._models.llm.set_strategy(request.strategy)
-        log.info("%s has set the strategy to %s", client_of(context), request.strategy)
-        return pb.SetStrategyResponse()
-
-    @reported
     async def Do(self, request: pb.DoRequest, context: grpc.aio.ServicerContext) -> pb.DoResponse:
         check_admin(context.peer())
         operation = decode_operation(
@@ -285,17 +267,11 @@ class GenerateService(Service, GenerateServiceServicer):
             await self._lora_changes.unload(context, operation.name)
             return pb.DoResponse(answer_json="null")
         log.info("%s has the engine do %s", client_of(context), request.operation)
-        answer = await asyncio.to_thread(msgspec.json.encode, await self._models.llm.do(operation))
-        return pb.DoResponse(answer_json=answer.decode())
-
-    @reported
-    async def GetTrace(
-        self, request: pb.GetTraceRequest, context: grpc.aio.ServicerContext
-    ) -> pb.GetTraceResponse:
-        check_admin(context.peer())
-        trace = await self._models.llm.trace(request.seconds if request.HasField("seconds") else None)
-        trace.readers = self._pace.readers()
-        return pb.GetTraceResponse(trace=await asyncio.to_thread(trace.to_json))
+        answer = await self._models.llm.do(operation)
+        if isinstance(answer, Trace):  # the server knows who reads
+            answer.readers = self._pace.readers()
+        encoded = await asyncio.to_thread(msgspec.json.encode, answer)
+        return pb.DoResponse(answer_json=encoded.decode())
 
     @reported
     async def Profile(

@@ -8,16 +8,54 @@ import time
 from collections import Counter
 
 from jengine import InvalidArgument
-from jengine.serving.calls.call import Call
+from jengine.serving.calls.call import Busy, Call
 from jengine.serving.calls.model_provider import ServedModels
-from jengine.serving.calls.overload import Busy
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.security import current_key
-from jengine.serving.guards.token_bucket import TokenBucket
 
+ROUNDING = 1e-6  # tokens; a request that arrives exactly at its retry time must pass
 SHORTEST_RETRY, LONGEST_RETRY = 0.1, 30.0  # seconds
 # tokens charged for a second of a key's work outside the engine's steps: the compilation of a grammar
 WORK_TOKENS = 1000
+
+
+class TokenBucket:
+    """A token bucket with a capacity of `per_minute` tokens, which is refilled at that rate.
+
+    The tokens of a request are known only while it runs. So it reserves what it may use when it starts, and
+    is charged as it proceeds. A request may start while the level, less what running requests have reserved,
+    is positive. The level may become negative, and then must become positive before another request may
+    start.
+
+    Times are in seconds of any clock that does not go back.
+
+    Attributes:
+        reserved: tokens that running requests may still use.
+    """
+
+    def __init__(self, per_minute: int, now: float) -> None:
+        self.per_minute = per_minute
+        self._level, self._as_of, self.reserved = float(per_minute), now, 0.0
+
+    def seconds_until_ready(self, now: float) -> float:
+        """Seconds until a request may start, if running ones use what they have reserved; 0: now."""
+        self._flow(now)
+        missing = 1.0 - (self._level - self.reserved)
+        return 0.0 if missing <= ROUNDING else missing * 60.0 / self.per_minute
+
+    def charge(self, tokens: float, now: float) -> None:
+        self._flow(now)
+        self._level -= tokens
+
+    def resize(self, per_minute: int, now: float) -> None:
+        """Changes the limit; debts are kept."""
+        self._flow(now)
+        self.per_minute = per_minute
+        self._level = min(self._level, float(per_minute))
+
+    def _flow(self, now: float) -> None:
+        self._level = min(self._level + (now - self._as_of) * self.per_minute / 60.0, float(self.per_minute))
+        self._as_of = now
 
 
 class ServerAdmission:
@@ -80,8 +118,8 @@ class ServerAdmission:
 
     def portion(self, prompts: int) -> int:
         """How many of a request's prompts are answered at once, if the others may wait for them."""
-        most = min(self._client_limit(), self._running + self._waiting)
-        return prompts if prompts <= most else max(most // 2, 1)
+        limit = min(self._client_limit(), self._running + self._waiting)
+        return prompts if prompts <= limit else max(limit // 2, 1)
 
     def place(self, n: int, call: Call) -> Place:
         """Reserves places for the completions of a request's only prompt. Raises as `places`."""
@@ -119,17 +157,17 @@ class ServerAdmission:
 
     def hold(self, client: str, prompt: int, output: int, request: _Request) -> None:
         """Counts log probabilities of an answer. Raises as Place.hold."""
-        most = self._most_logprobs
+        limit = self._most_logprobs
         held = request.logprobs + prompt + output
-        if held > most:
+        if held > limit:
             field = "prompt_logprobs" if prompt > output else "logprobs"
             raise InvalidArgument(
-                field, f"{held} values in the answer", f"at most {most} on this server (max_answer_logprobs)"
+                field, f"{held} values in the answer", f"at most {limit} on this server (max_answer_logprobs)"
             )
-        if self._scored.get(client, 0) + prompt > most:
+        if self._scored.get(client, 0) + prompt > limit:
             has = (
                 f"the answers to this client hold {self._scored[client]} log probabilities of prompts; the"
-                f" maximum is {most}"
+                f" maximum is {limit}"
             )
             raise Busy(has, self._retry_seconds(), "client_logprobs")
         request.logprobs = held
@@ -250,9 +288,9 @@ class Place:
 def _check_tokens(bucket: TokenBucket | None) -> None:
     """Raises Busy if a client's tokens of this minute are used up, or reserved by its running requests."""
     if bucket is not None and (seconds := bucket.seconds_until_ready(time.monotonic())):
-        how = "its running requests may use the rest" if bucket.reserved else "has used them"
+        why = "its running requests may use the rest" if bucket.reserved else "has used them"
         limited = (
-            f"this client may use {bucket.per_minute} tokens a minute, and {how}; try again in"
+            f"this client may use {bucket.per_minute} tokens a minute, and {why}; try again in"
             f" {seconds:.1f} s"
         )
         raise Busy(limited, seconds, "tokens_per_minute")

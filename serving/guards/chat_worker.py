@@ -27,9 +27,9 @@ def renderer(tokenizer: Tokenizer) -> Callable[[Job], tuple[Done, list[Picture]]
 
     @lru_cache(COMPILED)
     def with_template(source: str, special_tokens: tuple[tuple[str, str], ...]) -> Tokenizer:
-        found = copy.copy(tokenizer)
-        found.chat_templates = {"default": ChatTemplate(source, dict(special_tokens))}
-        return found
+        other = copy.copy(tokenizer)
+        other.chat_templates = {"default": ChatTemplate(source, dict(special_tokens))}
+        return other
 
     def render(job: Job) -> tuple[Done, list[Picture]]:
         try:
@@ -58,7 +58,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ConnectionError:  # the server has gone
-        sys.exit(0)
+    sys.exit(main())

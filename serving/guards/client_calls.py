@@ -4,16 +4,14 @@ control does not count."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, aclosing, contextmanager
-from inspect import isasyncgenfunction, iscoroutinefunction
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 
 import grpc
 
-from jengine.serving.calls.call import Call
+from jengine.serving.calls.call import Busy, Call
 from jengine.serving.calls.errors import refusal, status_metadata
-from jengine.serving.calls.overload import Busy
+from jengine.serving.calls.interceptors import ContextInterceptor
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.admission import client_of
 from jengine.serving.guards.security import current_key
@@ -57,44 +55,19 @@ class ClientCalls:
                 del self._calls[client]
 
 
-class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
+class CallInterceptor(ContextInterceptor):
     """Counts gRPC calls, and rejects those of clients with too many with RESOURCE_EXHAUSTED."""
 
     def __init__(self, calls: ClientCalls) -> None:
         self._calls = calls
 
-    async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], call: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler:
-        handler = await continuation(call)
-        if handler is None:
-            return None
-        asks, answers = (
-            ("stream" if streams else "unary")
-            for streams in (handler.request_streaming, handler.response_streaming)
-        )
-        return handler._replace(**{f"{asks}_{answers}": self._counted(getattr(handler, f"{asks}_{answers}"))})
-
-    def _counted(self, behavior: Callable[..., Any]) -> Callable[..., Any]:
-        async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            with await self._one_more(context):
-                return await behavior(request, context)
-
-        async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            with await self._one_more(context):
-                async with aclosing(behavior(request, context)) as messages:
-                    async for message in messages:
-                        yield message
-
-        return (
-            stream if isasyncgenfunction(behavior) else answer if iscoroutinefunction(behavior) else behavior
-        )
-
-    async def _one_more(self, context: grpc.aio.ServicerContext) -> AbstractContextManager[None]:
-        """Aborts the call if there are too many."""
+    @asynccontextmanager
+    async def around(self, method: str, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         try:
-            return self._calls.one_more(context)
+            counted = self._calls.one_more(context)
         except Busy as busy:
             refused = refusal(busy)
             await context.abort(refused.code, refused.message, status_metadata(refused))
             raise
+        with counted:
+            yield

@@ -20,8 +20,8 @@ NICENESS = 5  # of rare, long work: lets the event loop and the engine run first
 
 
 def serve_jobs(do: Callable[[Job], tuple[Done, list[Picture]]], server: socket.socket, memory: int) -> int:
-    """Does jobs until the server closes the socket. Returns the exit code. A job that takes more than its
-    processor time ends the process, by SIGPROF.
+    """Does jobs until the server closes the socket, or has gone. Returns the exit code. A job that takes more
+    than its processor time ends the process, by SIGPROF.
 
     Args:
         memory: bytes of address space that jobs may add; about 200 MB of it are unused stacks and arenas.
@@ -29,24 +29,23 @@ def serve_jobs(do: Callable[[Job], tuple[Done, list[Picture]]], server: socket.s
     _limit_memory(memory)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # crash messages could quote a prompt
     frames: Frames[Job] = Frames(Job)
-    server.sendall(frame(Done()))
-    while data := server.recv(RECEIVE):
-        for job in frames.take(data):
-            began = time.process_time()
-            signal.setitimer(signal.ITIMER_PROF, job.seconds)
-            try:
-                done, pictures = do(job)
-            except MemoryError:
-                done, pictures = (
-                    Done(field=job.field, limit=f"needs more than {memory >> 20} MiB of memory"),
-                    [],
-                )
-            for picture in pictures:
-                server.sendall(frame(picture))
-            signal.setitimer(signal.ITIMER_PROF, 0.0)
-            # the timer has whole ticks of the system
-            done.seconds = min(time.process_time() - began, job.seconds)
-            server.sendall(frame(done))
+    with contextlib.suppress(ConnectionError):
+        server.sendall(frame(Done()))
+        while data := server.recv(RECEIVE):
+            for job in frames.take(data):
+                began = time.process_time()
+                signal.setitimer(signal.ITIMER_PROF, job.seconds)
+                try:
+                    done, pictures = do(job)
+                except MemoryError:
+                    limit = f"needs more than {memory >> 20} MiB of memory"
+                    done, pictures = Done(field=job.field, limit=limit), []
+                for picture in pictures:
+                    server.sendall(frame(picture))
+                signal.setitimer(signal.ITIMER_PROF, 0.0)
+                # the timer has whole ticks of the system
+                done.seconds = min(time.process_time() - began, job.seconds)
+                server.sendall(frame(done))
     return 0
 
 

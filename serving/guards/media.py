@@ -155,10 +155,10 @@ class Media:
 
         self._looking[client] += 1
         try:
-            found = await loop.run_in_executor(self._lookups, look_up)
+            resolved = await loop.run_in_executor(self._lookups, look_up)
         except (OSError, UnicodeError):
             raise Refused(f"the host {host[:100]} is not known") from None
-        addresses = [str(one[4][0]) for one in found]
+        addresses = [str(one[4][0]) for one in resolved]
         if not listed and not all(map(is_public, addresses)):
             raise Refused(f"the host {host[:100]} is in a private network, and not listed in {WHERE}")
         return addresses

@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
     until: float
 
 
-class Rendered(NamedTuple):
+class RenderedChat(NamedTuple):
     """A conversation as the model reads it."""
 
     text: str
@@ -135,7 +135,7 @@ class Sandbox:
         tokenizer: Tokenizer,
         *,
         trusted: bool = False,
-    ) -> Rendered:
+    ) -> RenderedChat:
         """Renders a conversation.
 
         Args:
@@ -150,14 +150,14 @@ class Sandbox:
         """
         template = options.get("chat_template")
         if isinstance(template, str) and template not in tokenizer.chat_templates:
-            given = {"template": template, "special_tokens": tokenizer.special_tokens}
+            source = {"template": template, "special_tokens": tokenizer.special_tokens}
         else:
-            given = _of(own_template(tokenizer, options.get("tools") is not None, template))
+            source = _of(own_template(tokenizer, options.get("tools") is not None, template))
         rest = {name: value for name, value in options.items() if name != "chat_template"}
-        arguments = {**rest, **given, "messages": messages, "marker": image_marker(tokenizer)}
+        arguments = {**rest, **source, "messages": messages, "marker": image_marker(tokenizer)}
         return await self._render("render", client, arguments, tokenizer, trusted)
 
-    async def judge(self, client: str, judgement: Judgement, tokenizer: Tokenizer) -> Rendered:
+    async def judge(self, client: str, judgement: Judgement, tokenizer: Tokenizer) -> RenderedChat:
         """Renders a reranker's prompt with the model's template. Raises as `render`."""
         arguments = {**judgement._asdict(), **_of(own_template(tokenizer, False))}
         return await self._render("judge", client, arguments, tokenizer, trusted=True)
@@ -207,7 +207,7 @@ class Sandbox:
 
     async def _render(
         self, kind: str, client: str, arguments: dict[str, Any], tokenizer: Tokenizer, trusted: bool
-    ) -> Rendered:
+    ) -> RenderedChat:
         try:
             text = msgspec.json.encode(arguments).decode()
         except (TypeError, ValueError, OverflowError, RecursionError) as wrong:
@@ -217,7 +217,7 @@ class Sandbox:
             seconds, workers = seconds + len(text) // chat_worker.BYTES_A_SECOND, self.chats
         done = (await workers.run(client, _folder(tokenizer), Job(kind, "chat_template", text, seconds))).done
         done.check()
-        return Rendered(done.text, done.token_ids)
+        return RenderedChat(done.text, done.token_ids)
 
 
 def _of(template: ChatTemplate) -> dict[str, Any]:

@@ -40,7 +40,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ConnectionError:  # the server has gone
-        sys.exit(0)
+    sys.exit(main())

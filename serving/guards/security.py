@@ -71,9 +71,9 @@ def salted(cache_salt: str | None) -> str | None:
     key = current_key.get()
     if key is None:
         return cache_salt
-    name, own = (text.encode("utf-8", "surrogatepass") for text in (key.name, cache_salt or ""))
+    name, salt = (text.encode("utf-8", "surrogatepass") for text in (key.name, cache_salt or ""))
     # With the length, so that no name can be continued by a salt.
-    return hashlib.sha256(len(name).to_bytes(8, "big") + name + own).hexdigest()
+    return hashlib.sha256(len(name).to_bytes(8, "big") + name + salt).hexdigest()
 
 
 # --- the keys file ----------------------------------------------------------------------------------
@@ -158,11 +158,11 @@ class ApiKeys:
     def find(self, presented: str) -> Key | None:
         """The key, or None if it is unknown. Constant-time with respect to the key's position in the file."""
         digest = hashlib.sha256(presented.encode("utf-8", "surrogateescape")).digest()
-        found = None
+        match = None
         for known, key in self._keys.items():
             if hmac.compare_digest(known, digest):
-                found = key
-        return found
+                match = key
+        return match
 
     def stored_raw(self, presented: str) -> Key | None:
         """The key whose line contains this key itself instead of its hash: the output of `openssl rand -hex

@@ -105,19 +105,19 @@ def _check_dates(
         raise InvalidArgument(field, str(path), f"no PEM certificates: {wrong}") from None
     now = datetime.datetime.now(datetime.UTC)
     wrongs = [_why_not_valid(certificate, now) for certificate in certificates]
-    told = [
+    messages = [
         f"the certificate of {c.subject.rfc4514_string()} {why}"
         for c, why in zip(certificates, wrongs, strict=True)
         if why
     ]
     if not needed(not why for why in wrongs):
-        raise InvalidArgument(field, str(path), told[0])
-    told += [
+        raise InvalidArgument(field, str(path), messages[0])
+    messages += [
         f"the certificate of {c.subject.rfc4514_string()} expires on {_date(c.not_valid_after_utc)}"
         for c in certificates
         if now <= c.not_valid_after_utc < now + SOON
     ]
-    for line in told:
+    for line in messages:
         log.warning("%s=%s: %s", field, path, line)
     return min(certificate.not_valid_after_utc for certificate in certificates)
 

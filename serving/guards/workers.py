@@ -31,7 +31,7 @@ FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, si
 log = logging.getLogger("jengine.serving")
 
 
-class Lost(JengineError):
+class WorkerLost(JengineError):
     """A worker ended in the middle of a job, or was killed.
 
     Attributes:
@@ -74,15 +74,15 @@ class Workers:
         self,
         module: str,
         what: str,
-        most: int = WORKERS,
+        max_jobs: int = WORKERS,
         charge: Callable[[str, float], None] = lambda client, seconds: None,
         *,
         idle: int = 0,
         waiting: int = MOST_WAITING,
     ) -> None:
-        self._module, self._what, self._most, self._charge = module, what, most, charge
-        self._processes, self._most_waiting = max(most, idle), waiting
-        self._threads = ThreadPoolExecutor(most, thread_name_prefix="sandbox")
+        self._module, self._what, self._most, self._charge = module, what, max_jobs, charge
+        self._processes, self._most_waiting = max(max_jobs, idle), waiting
+        self._threads = ThreadPoolExecutor(max_jobs, thread_name_prefix="sandbox")
         self._idle: list[_Worker] = []
         self._running: set[_Worker] = set()
         self._closed, self._lock = False, threading.Lock()  # protects these
@@ -157,7 +157,7 @@ class Workers:
                 with self._lock:
                     self._running.discard(worker)
                 worker.close()
-                if not isinstance(error, Lost) or self._closed:
+                if not isinstance(error, WorkerLost) or self._closed:
                     raise
                 log.warning("a sandbox process %s; it is replaced", error)
                 if error.cause == "job":
@@ -174,7 +174,7 @@ class Workers:
     def _take(self, arguments: tuple[str, ...]) -> _Worker:
         with self._lock:
             if self._closed:
-                raise Lost("ends, since the server is stopping", "outside")
+                raise WorkerLost("ends, since the server is stopping", "outside")
             worker = next((one for one in reversed(self._idle) if one.arguments == arguments), None)
             if worker is not None:
                 self._idle.remove(worker)
@@ -212,25 +212,25 @@ class _Worker:
         if not self._ready:
             try:
                 self._receive(START_SECONDS, 0.0)
-            except Lost as lost:
+            except WorkerLost as lost:
                 if lost.cause == "outside":
                     raise
                 raise JengineError(f"a sandbox process cannot start: it {lost}") from None
             self._ready = True
 
     def call(self, job: Job) -> Result:
-        """Raises Lost."""
+        """Raises WorkerLost."""
         self._socket.settimeout(JOB_SECONDS)
         try:
             self._socket.sendall(frame(job))
         except ConnectionError:
             pass  # reading reports how it ended
         except TimeoutError:
-            raise Lost(f"was not done within {JOB_SECONDS} s", "late") from None
+            raise WorkerLost(f"was not done within {JOB_SECONDS} s", "late") from None
         return self._receive(JOB_SECONDS, job.seconds)
 
     def kill(self) -> None:
-        """Thread-safe. Waiting callers get Lost."""
+        """Thread-safe. Waiting callers get WorkerLost."""
         self._process.kill()
 
     def close(self) -> None:
@@ -251,14 +251,14 @@ class _Worker:
         except ConnectionError:
             pass
         except TimeoutError:
-            raise Lost(f"was not done within {seconds} s", "late") from None
+            raise WorkerLost(f"was not done within {seconds} s", "late") from None
         code = self._process.wait()
         if code == -signal.SIGPROF:
-            raise Lost(f"takes more than {cpu_seconds} s of processor time", "job", cpu_seconds)
+            raise WorkerLost(f"takes more than {cpu_seconds} s of processor time", "job", cpu_seconds)
         how = (
             f"exited with code {code}"
             if code >= 0
             else f"was ended by signal {-code} ({signal.strsignal(-code)})"
         )
         cause: Literal["outside", "job"] = "outside" if -code in FROM_OUTSIDE else "job"
-        raise Lost(f"is too complex: its process {how}", cause, cpu_seconds)
+        raise WorkerLost(f"is too complex: its process {how}", cause, cpu_seconds)

@@ -23,23 +23,19 @@ from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.chat_completions import ChatCompletions
 from jengine.serving.http.chat_service import ChatService
 from jengine.serving.http.completion_service import CompletionService
-from jengine.serving.http.embedding_service import EmbeddingService
 from jengine.serving.http.endpoint import Endpoint, Gate, Handler
-from jengine.serving.http.errors import OPENAI, ErrorForm, http_error
+from jengine.serving.http.errors import ANTHROPIC, OPENAI, ErrorForm, http_error
 from jengine.serving.http.lora_service import LoraService
 from jengine.serving.http.messages import body as messages_body
-from jengine.serving.http.messages.errors import MessagesErrors
 from jengine.serving.http.messages.reply import Messages
 from jengine.serving.http.responses import body as responses_body
 from jengine.serving.http.responses.earlier import EarlierResponses, no_compaction, no_websocket
 from jengine.serving.http.responses.reply import Responses
 from jengine.serving.http.responses.store import ResponseStore
-from jengine.serving.http.scoring_service import RANKS, SCORES, ScoringService
+from jengine.serving.http.scoring_service import RANKS, SCORES, EmbeddingService, ScoringService
 from jengine.serving.http.text_service import TextService
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.requests.service import Shared
-
-MESSAGES = MessagesErrors()
 
 
 class Parts(NamedTuple):
@@ -68,22 +64,22 @@ def endpoint(
 def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
     """All endpoints, and further routes."""
     config, shared = parts.config, parts.shared
-    most = config.max_message_bytes
+    max_bytes = config.max_message_bytes
     parsers = config.tool_call_parser, config.reasoning_parser
-    chat = ChatService(shared, most, parsers, ChatCompletions())
-    messages = ChatService(shared, most, parsers, Messages())
+    chat = ChatService(shared, max_bytes, parsers, ChatCompletions())
+    messages = ChatService(shared, max_bytes, parsers, Messages())
     count = messages.counter(messages_body.read_to_count, lambda tokens: {"input_tokens": tokens})
     store = ResponseStore(config.response_store_bytes)
-    earlier = EarlierResponses(store, shared.text_work, most)
-    responses = ChatService(shared, most, parsers, Responses(store), earlier.expand)
+    earlier = EarlierResponses(store, shared.text_work, max_bytes)
+    responses = ChatService(shared, max_bytes, parsers, Responses(store), earlier.expand)
     count_input = responses.counter(
         responses_body.read_to_count,
         lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},
     )
-    completions, texts = CompletionService(shared, most), TextService(shared, most)
+    completions, texts = CompletionService(shared, max_bytes), TextService(shared, max_bytes)
 
-    loras = LoraService(shared, most, config)
-    scores, ranks = ScoringService(shared, most, SCORES), ScoringService(shared, most, RANKS)
+    loras = LoraService(shared, max_bytes, config)
+    scores, ranks = ScoringService(shared, max_bytes, SCORES), ScoringService(shared, max_bytes, RANKS)
 
     def programs_of(models: ModelProvider) -> bytes:
         """How many programs of the default model are ready, as JSON; nothing while it is not loaded."""
@@ -109,8 +105,8 @@ def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
         assert isinstance(error, HTTPException)
         message = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase}"
         parts.metrics.http_ended("unknown", "unknown", error.status_code)
-        errors = MESSAGES if request.url.path.startswith("/v1/messages") else OPENAI
-        body = errors.body(http_error(Refusal(grpc.StatusCode.NOT_FOUND, message), 0.0))
+        errors = ANTHROPIC if request.url.path.startswith("/v1/messages") else OPENAI
+        body = b"".join(errors.body(http_error(Refusal(grpc.StatusCode.NOT_FOUND, message), 0.0)))
         return Response(body, error.status_code, error.headers, "application/json")
 
     app = Starlette(
@@ -120,18 +116,16 @@ def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
             route("GET", "/v1/models", texts.models),
             route("GET", "/v1/models/{model:path}", texts.model),
             route("POST", "/v1/chat/completions", chat.create),
-            route("POST", "/v1/messages", messages.create, errors=MESSAGES),
-            route("POST", "/v1/messages/count_tokens", count, errors=MESSAGES),
+            route("POST", "/v1/messages", messages.create, errors=ANTHROPIC),
+            route("POST", "/v1/messages/count_tokens", count, errors=ANTHROPIC),
             route("POST", "/v1/responses", responses.create),
             route("POST", "/v1/responses/input_tokens", count_input),
             route("POST", "/v1/responses/compact", no_compaction),
             route("GET", "/v1/responses", no_websocket),
             route("GET", "/v1/responses/{id}", earlier.retrieve),
             route("DELETE", "/v1/responses/{id}", earlier.delete),
-            route("GET", "/v1/responses/{id}/input_items", earlier.input_items),
-            route("POST", "/v1/responses/{id}/cancel", earlier.cancel),
             route("POST", "/v1/completions", completions.create),
-            route("POST", "/v1/embeddings", EmbeddingService(shared, most).create),
+            route("POST", "/v1/embeddings", EmbeddingService(shared, max_bytes).create),
             *(route("POST", path, scores.create) for path in ("/v1/score", "/score")),
             *(route("POST", path, ranks.create) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
             route("POST", "/v1/load_lora_adapter", loras.load),

@@ -9,9 +9,9 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from jengine import CompletionOutput, RequestOutput
-from jengine.serving.calls.request_ids import new_id
 from jengine.serving.http.chat_request import Chat
 from jengine.serving.parsers.events import Arguments, Event, Reasoning, ToolCallStart, joined
+from jengine.serving.requests.tracking import new_id
 
 Kind = Literal["reasoning", "text", "call"]
 

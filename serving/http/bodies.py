@@ -24,26 +24,18 @@ STRICT = ConfigDict(extra="forbid", strict=True)
 # Fields that clients send to all servers, and that do not affect answers.
 IGNORED = policy.fields(policy.CHAT, "accepted")
 # as long as the body
-LONG_FIELDS = frozenset(("prompt", "messages", "input", "tokens", "allowed_token_ids", "stop_token_ids"))
-LONG_FIELDS |= {
-    "text_1",
-    "text_2",
-    "data_1",
-    "data_2",
-    "queries",
-    "query",
-    "documents",
-    "system",
-    "instructions",
-}
-DOCUMENTS = frozenset(
-    ("tools", "chat_template", "chat_template_kwargs", "structured_outputs", "response_format", "guided_json")
-)
-DOCUMENTS |= {"guided_regex", "guided_choice", "guided_grammar", "output_config", "text"}
+LONG_FIELDS = frozenset((
+    "prompt", "messages", "input", "tokens", "allowed_token_ids", "stop_token_ids", "text_1", "text_2",
+    "data_1", "data_2", "queries", "query", "documents", "system", "instructions",
+))  # fmt: skip
+DOCUMENTS = frozenset((
+    "tools", "chat_template", "chat_template_kwargs", "structured_outputs", "response_format",
+    "output_config", "text",
+))  # fmt: skip
 MAX_DOCUMENT, MAX_VALUE = 2**20, 2**16  # bytes of a value's JSON, in these fields and in all others
 # Members whose value is a client's own JSON, in which null has a meaning.
 FREE = frozenset((
-    "arguments", "chat_template_kwargs", "guided_json", "input_schema", "json", "kv_transfer_params",
+    "arguments", "chat_template_kwargs", "input_schema", "json", "kv_transfer_params",
     "logit_bias", "metadata", "mm_processor_kwargs", "parameters", "schema",
 ))  # fmt: skip
 # Values equivalent to leaving the field out.
@@ -73,10 +65,6 @@ class Extras(Level, total=False):
     """vLLM's fields other than those of SamplingParams."""
 
     kv_transfer_params: dict[str, Any]
-    guided_json: str | dict[str, Any]
-    guided_regex: str
-    guided_choice: list[str]
-    guided_grammar: str
     return_token_ids: bool
     return_tokens_as_token_ids: bool
 
@@ -249,8 +237,10 @@ def validator_of(type: Any) -> SchemaValidator:
             return [failing_fast(part) for part in schema]
         if not isinstance(schema, dict):
             return schema
-        found = {name: failing_fast(part) for name, part in schema.items()}
-        return {**found, "fail_fast": True} if found.get("type") == "list" else found
+        checked_schema = {name: failing_fast(part) for name, part in schema.items()}
+        return (
+            {**checked_schema, "fail_fast": True} if checked_schema.get("type") == "list" else checked_schema
+        )
 
     return SchemaValidator(failing_fast(TypeAdapter(type).core_schema))
 
@@ -271,7 +261,7 @@ class BodyFields:
         self,
         type: Any,
         supported: Iterable[str] = (),
-        own: Iterable[str] = (),
+        not_sampling: Iterable[str] = (),
         sampling: bool = True,
         ignored: Iterable[str] = IGNORED,
         refused: Iterable[str] = (),
@@ -285,7 +275,7 @@ class BodyFields:
         self._ignored = frozenset(ignored) if sampling else self._known.intersection(ignored)
         self._neutral = neutral
         self._sampling = (
-            frozenset(SamplingParams.__dataclass_fields__).difference(own, refused)
+            frozenset(SamplingParams.__dataclass_fields__).difference(not_sampling, refused)
             if sampling
             else frozenset()
         )
@@ -394,36 +384,16 @@ COMMON = frozenset(("model", "stream_options", *get_type_hints(Extras)))
 COMPLETION = BodyFields(
     CompletionBody,
     COMMON | {"prompt", "echo", "logprobs", "add_special_tokens", "use_beam_search", "length_penalty"},
-    own=("logprobs",),
+    not_sampling=("logprobs",),
 )
-CHAT_ONLY = frozenset(
-    (
-        "messages",
-        "logprobs",
-        "top_logprobs",
-        "max_completion_tokens",
-        "response_format",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-    )
-) | frozenset(
-    (
-        "reasoning_effort",
-        "add_generation_prompt",
-        "continue_final_message",
-        "chat_template",
-        "chat_template_kwargs",
-        "mm_processor_kwargs",
-        "include_reasoning",
-        "enable_thinking",
-        "thinking",
-        "thinking_budget",
-        "thinking_budget_tokens",
-        "reasoning",
-    )
-)
-CHAT = BodyFields(ChatBody, COMMON | CHAT_ONLY, own=("logprobs",))
+CHAT_ONLY = frozenset((
+    "messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format", "tools",
+    "tool_choice", "parallel_tool_calls", "reasoning_effort", "add_generation_prompt",
+    "continue_final_message", "chat_template", "chat_template_kwargs", "mm_processor_kwargs",
+    "include_reasoning", "enable_thinking", "thinking", "thinking_budget", "thinking_budget_tokens",
+    "reasoning",
+))  # fmt: skip
+CHAT = BodyFields(ChatBody, COMMON | CHAT_ONLY, not_sampling=("logprobs",))
 EMBEDDING = BodyFields(EmbeddingBody, sampling=False)
 SCORE, RERANK = BodyFields(ScoreBody, sampling=False), BodyFields(RerankBody, sampling=False)
 TOKENIZE, DETOKENIZE = BodyFields(TokenizeBody, sampling=False), BodyFields(DetokenizeBody, sampling=False)

@@ -68,8 +68,8 @@ class HttpCall:
 
     def invocation_metadata(self) -> list[tuple[str, str | bytes]]:
         """Headers of the trace to which the request belongs."""
-        found = ((name, self.header(name.encode())) for name in ("traceparent", "tracestate"))
-        return [(name, value) for name, value in found if value is not None]
+        headers = ((name, self.header(name.encode())) for name in ("traceparent", "tracestate"))
+        return [(name, value) for name, value in headers if value is not None]
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         self._callbacks.append(callback)
@@ -85,15 +85,15 @@ class HttpCall:
         """A header by its name in lower case."""
         return next((value.decode("latin-1") for key, value in self.scope["headers"] if key == name), None)
 
-    async def body(self, most: int) -> bytes:
+    async def body(self, max_bytes: int) -> bytes:
         """Reads the whole body.
 
         Raises:
             BadBody: it has more than `most` bytes, or did not arrive in time.
         """
-        too_large = BadBody(413, f"the body is too large: at most {most} bytes (max_message_bytes)")
-        told = self.header(b"content-length") or ""
-        if told.isdecimal() and (len(told) > 18 or int(told) > most):
+        too_large = BadBody(413, f"the body is too large: at most {max_bytes} bytes (max_message_bytes)")
+        length = self.header(b"content-length") or ""
+        if length.isdecimal() and (len(length) > 18 or int(length) > max_bytes):
             raise too_large
         parts, size = [], 0
         try:
@@ -101,7 +101,7 @@ class HttpCall:
                 while self.unread:
                     parts.append(await self._part())
                     size += len(parts[-1])
-                    if size > most:
+                    if size > max_bytes:
                         raise too_large
         except TimeoutError:
             raise BadBody(408, f"the body did not come within {BODY_SECONDS:g} s") from None
@@ -152,13 +152,12 @@ class HttpCall:
         """Begins a response of server-sent events."""
         await self._start(200, {"cache-control": "no-store", **headers}, EVENTS)
 
-    async def event(self, data: str | list[bytes], name: str = "") -> None:
+    async def event(self, data: list[bytes], name: str = "") -> None:
         """Sends an event, with a name if it has one; waits while the client does not read."""
-        parts = [data.encode("utf-8", "replace")] if isinstance(data, str) else data
         head = [b"event: %s\ndata: " % name.encode()] if name else [b"data: "]
         async with self._event:  # an event of several chunks is not interleaved with others
             self.events += 1
-            for chunk in chunks_of([*head, *parts, b"\n\n"]):
+            for chunk in chunks_of([*head, *data, b"\n\n"]):
                 await self._write(chunk, more=True)
 
     async def end_events(self, done: bytes = b"data: [DONE]\n\n") -> None:

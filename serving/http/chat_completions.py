@@ -4,76 +4,71 @@ from __future__ import annotations
 
 from typing import Any
 
-from openai.types.chat import ChatCompletionMessageFunctionToolCall
-from openai.types.chat.chat_completion_message_function_tool_call import Function
-
 from jengine import CompletionOutput, RequestOutput
 from jengine.serving.calls.portions import Portioned
 from jengine.serving.http import parts, policy, replies
 from jengine.serving.http.blocks import blocks_of
 from jengine.serving.http.bodies import CHAT, NEUTRAL
-from jengine.serving.http.calls import HttpCall, id_headers
-from jengine.serving.http.chat_api import Asked
-from jengine.serving.http.chat_request import Chat, call_id, reason
-from jengine.serving.http.chat_stream import ChatStream
+from jengine.serving.http.calls import HttpCall
+from jengine.serving.http.chat_request import Chat, ChatApi, ChatInput, call_id, reason
 from jengine.serving.http.parameters import names_of
 from jengine.serving.http.parts import Parts, array, with_members
 from jengine.serving.http.policy import check_fields, log_accepted
-from jengine.serving.http.service import present, stop_reason, tokens_of, transfer_facts
+from jengine.serving.http.service import StreamUsage, present, stop_reason, tokens_of, transfer_facts
 from jengine.serving.http.thinking import with_thinking
-from jengine.serving.requests.endings import Aborts
+from jengine.serving.parsers.events import Arguments, Content, Event, Reasoning, ToolCallStart, joined
+from jengine.serving.requests.answers import Aborts
 
 
-class ChatCompletions:
-    """A ChatApi."""
+class ChatCompletions(ChatApi):
+    """The ChatApi of /v1/chat/completions."""
 
     path = "/v1/chat/completions"
     aborts: Aborts = "asked for"
 
-    def read(self, given: dict[str, Any]) -> Asked:
-        check_fields(policy.CHAT, given, NEUTRAL)
-        log_accepted(self.path, given)
-        body, names = with_thinking(CHAT.read(given))
-        return Asked(body, names | names_of(body), body.fields)
-
-    def headers(self, request_id: str) -> dict[str, str]:
-        return id_headers(request_id)
+    def read(self, json_body: dict[str, Any]) -> ChatInput:
+        check_fields(policy.CHAT, json_body, NEUTRAL)
+        log_accepted(self.path, json_body)
+        body, names = with_thinking(CHAT.read(json_body))
+        return ChatInput(body, names | names_of(body), body.fields)
 
     async def whole(self, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned) -> Parts:
-        reply = replies.ChatCompletion(
-            id=f"chatcmpl-{request_id}",
-            object="chat.completion",
-            created=chat.created,
-            model=chat.model.name,
-            usage=replies.usage(output, tokens_of(output.outputs)),
-        )
+        reply = {
+            "id": f"chatcmpl-{request_id}",
+            "object": "chat.completion",
+            "created": chat.created,
+            "model": chat.model.name,
+            "usage": replies.usage(output, tokens_of(output.outputs)),
+        }
         choices = [await self._choice(chat, completion, portioned) for completion in output.outputs]
         facts = await chat.prompt_facts(output, portioned)
         facts |= transfer_facts(chat.body, chat.model)
-        return with_members(parts.of(reply), {"choices": array(choices), **facts})
+        return with_members(parts.encoded(reply), {"choices": array(choices), **facts})
 
     async def _choice(self, chat: Chat, completion: CompletionOutput, portioned: Portioned) -> Parts:
         blocks = blocks_of(chat.read(completion.text))
         content, reasoning = blocks.text("text"), blocks.text("reasoning")
         calls = [
-            ChatCompletionMessageFunctionToolCall(
-                id=call_id(), type="function", function=Function(name=block.name, arguments=block.text)
-            )
+            {
+                "id": call_id(),
+                "type": "function",
+                "function": {"name": block.name, "arguments": block.text},
+            }
             for block in blocks.all
             if block.kind == "call"
         ]
-        choice = replies.ChatChoice(
-            index=completion.index,
-            message=replies.Message(
-                role="assistant",
-                content=content or (None if calls else ""),
+        choice = {
+            "index": completion.index,
+            "message": {
+                "role": "assistant",
+                "content": content or (None if calls else ""),
                 **present(reasoning_content=reasoning, tool_calls=calls),
-            ),
-            finish_reason=reason(completion, bool(calls)),
+            },
+            "finish_reason": reason(completion, bool(calls)),
             **stop_reason(completion),
-        )
+        }
         return with_members(
-            parts.of(choice), {**await chat.logprobs(completion, portioned), **chat.ids(completion)}
+            parts.encoded(choice), {**await chat.logprobs(completion, portioned), **chat.ids(completion)}
         )
 
     def stream(
@@ -81,5 +76,89 @@ class ChatCompletions:
     ) -> ChatStream:
         return ChatStream(call, chat, f"chatcmpl-{request_id}", output, portioned)
 
-    async def begin_too_long(self, call: HttpCall, chat: Chat, request_id: str, portioned: Portioned) -> None:
-        pass
+
+class ChatStream:
+    """A streamed answer to a conversation."""
+
+    def __init__(
+        self, call: HttpCall, chat: Chat, reply_id: str, output: RequestOutput, portioned: Portioned
+    ) -> None:
+        self._call, self._chat, self._usage, self._portioned = (
+            call,
+            chat,
+            StreamUsage(chat.body),
+            portioned,
+        )
+        self._parsers = [chat.parser() for _ in range(chat.params.n)]
+        self._called = [False] * chat.params.n
+        self._ended: set[int] = set()
+        self._facts: dict[str, Parts] = {}  # that no event has had
+        self._last, self._tokens, self.finished = output, 0, False
+        head = {"id": reply_id, "object": "chat.completion.chunk", "created": chat.created}
+        self._head = parts.encoded({**head, "model": chat.model.name})
+
+    async def start(self) -> None:
+        """Sends the role for each completion, as OpenAI does."""
+        for index in range(self._chat.params.n):
+            role = {"role": "assistant", "content": ""}
+            await self._send([parts.encoded({"index": index, "delta": role, "finish_reason": None})], {})
+
+    async def show(self, output: RequestOutput) -> None:
+        """Sends new output."""
+        if not self._tokens:
+            self._facts = await self._chat.prompt_facts(output, self._portioned)
+        self._last, self.finished = output, output.finished
+        self._tokens += tokens_of(output.outputs)
+        for completion in output.outputs:
+            # one at a time, since many clients read only the first
+            if (choice := await self._choice(completion)) is not None:
+                facts, self._facts = self._facts, {}
+                await self._send([choice], facts)
+
+    async def _choice(self, completion: CompletionOutput) -> Parts | None:
+        index = completion.index
+        if index in self._ended:
+            return None
+        parser = self._parsers[index]
+        events = parser.push(completion.text)
+        ended = completion.finish_reason is not None
+        if ended:
+            self._ended.add(index)
+            events = joined([*events, *parser.finish()])
+        delta = self._delta(self._chat.shown(events), index)
+        more = {
+            **await self._chat.logprobs(completion, self._portioned),
+            **(self._chat.ids(completion) if completion.token_ids else {}),
+        }
+        if delta is None and not ended and not more:
+            return None
+        why = reason(completion, self._called[index]) if ended else None
+        ending = stop_reason(completion) if ended else {}
+        choice = {"index": index, "delta": delta or {}, "finish_reason": why, **ending}
+        return with_members(parts.encoded(choice), more)
+
+    def _delta(self, events: list[Event], index: int) -> dict[str, Any] | None:
+        content = "".join(event.text for event in events if isinstance(event, Content))
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+        calls = [_call_delta(event) for event in events if isinstance(event, ToolCallStart | Arguments)]
+        self._called[index] = self._called[index] or bool(calls)
+        if not (content or reasoning or calls):
+            return None
+        return present(content=content, reasoning_content=reasoning, tool_calls=calls)
+
+    async def end(self) -> None:
+        if self._usage.final:
+            usage = {"usage": parts.encoded(replies.usage(self._last, self._tokens))}
+            await self._call.event(with_members(self._head, {"choices": array([]), **usage}))
+        await self._call.end_events()
+
+    async def _send(self, choices: list[Parts], facts: dict[str, Parts]) -> None:
+        usage = self._usage.during(lambda: replies.usage(self._last, self._tokens))
+        await self._call.event(with_members(self._head, {"choices": array(choices), **facts, **usage}))
+
+
+def _call_delta(event: ToolCallStart | Arguments) -> dict[str, Any]:
+    if isinstance(event, ToolCallStart):
+        function = {"name": event.name, "arguments": ""}
+        return {"index": event.index, "id": call_id(), "type": "function", "function": function}
+    return {"index": event.index, "function": {"arguments": event.text}}

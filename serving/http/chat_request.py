@@ -1,9 +1,9 @@
-"""A validated chat request, and the reader of its completions."""
+"""A validated chat request, the reader of its completions, and the interface of APIs for conversations."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from jengine import (
     AsyncLLM,
@@ -16,22 +16,24 @@ from jengine import (
 )
 from jengine.serving.calls.named_model import NamedModel
 from jengine.serving.calls.portions import Portioned
-from jengine.serving.calls.request_ids import new_id
 from jengine.serving.http import parts, replies
 from jengine.serving.http.bodies import Body
+from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.logprobs import TokenTexts, chat_logprobs
 from jengine.serving.http.parts import Parts
 from jengine.serving.http.tool_choice import ToolChoice
-from jengine.serving.parsers.events import Arguments, Event, OutputParser, Reasoning, ToolCallStart
+from jengine.serving.parsers.events import Arguments, Event, OutputParser, Reasoning, ToolCallStart, joined
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.parsers.thoughts import after_reasoning
+from jengine.serving.requests.answers import Aborts
+from jengine.serving.requests.tracking import new_id
 
 
 class Chat(NamedTuple):
     """A validated request.
 
     Attributes:
-        own: the request's fields in the form of its API.
+        request: the fields in the form of its API.
         count_tokens: counts a text's tokens.
         prompt: the prompt's text, once it has been rendered.
         thinks: whether the model may reason before it answers; False if a grammar applies from the first
@@ -45,7 +47,7 @@ class Chat(NamedTuple):
     llm: AsyncLLM
     created: int
     model: NamedModel
-    own: Mapping[str, Any]
+    request: Mapping[str, Any]
     count_tokens: Callable[[str], Awaitable[int]]
 
     prompt: str = ""
@@ -86,18 +88,8 @@ class Chat(NamedTuple):
 
     def read(self, text: str) -> list[Event]:
         """Parses a whole completion. Returns the events that the client wants."""
-        tools = self.tools
-        return self.shown(
-            self.form.read(
-                text,
-                self.prompt,
-                tools.callable,
-                self.thinks,
-                tools.forced_parser(),
-                self.continues,
-                tools.plain,
-            )
-        )
+        parser = self.parser()
+        return self.shown(joined([*parser.push(text), *parser.finish()]))
 
     def shown(self, events: list[Event]) -> list[Event]:
         """The events that the client wants."""
@@ -148,3 +140,71 @@ def reason(completion: CompletionOutput, called: bool) -> str | None:
 
 def call_id() -> str:
     return f"call_{new_id()}"
+
+
+class ChatInput(NamedTuple):
+    """A body that has been read.
+
+    Attributes:
+        body: the same request in the fields of /v1/chat/completions.
+        names: see HttpCall.
+        request: the fields in the form of the API.
+    """
+
+    body: Body
+    names: dict[str, str]
+    request: Mapping[str, Any]
+
+
+class AnswerStream(Protocol):
+    """Sends an answer as events.
+
+    Attributes:
+        finished: whether the last output has been shown.
+    """
+
+    finished: bool
+
+    async def start(self) -> None:
+        """The request is queued."""
+
+    async def show(self, output: RequestOutput) -> None:
+        """Sends new output (of kind delta)."""
+
+    async def end(self) -> None:
+        """Ends the events."""
+
+
+class ChatApi:
+    """Base class of APIs.
+
+    Attributes:
+        path: of its requests, for logs.
+        aborts: those that its answers show.
+    """
+
+    path: str
+    aborts: Aborts
+
+    def read(self, json_body: dict[str, Any]) -> ChatInput:
+        """Validates a body. Raises InvalidArgument, naming the field."""
+        raise NotImplementedError
+
+    def headers(self, request_id: str) -> dict[str, str]:
+        """Headers of an answer."""
+        return id_headers(request_id)
+
+    async def whole(self, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned) -> Parts:
+        """A complete answer (of kind final)."""
+        raise NotImplementedError
+
+    def stream(
+        self, call: HttpCall, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned
+    ) -> AnswerStream:
+        """A streamed answer. `output` is that of a request that has just been queued."""
+        raise NotImplementedError
+
+    async def begin_too_long(self, call: HttpCall, chat: Chat, request_id: str, portioned: Portioned) -> None:
+        """The prompt of a streamed answer is too long: begins the stream if clients look for the error there,
+        rather than for an HTTP status.
+        """

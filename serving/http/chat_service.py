@@ -12,26 +12,18 @@ import msgspec
 from jengine import OutputKind, PromptTooLong, RequestHandle, TokensPrompt
 from jengine.serving.guards.admission import Place, client_of
 from jengine.serving.http.calls import HttpCall
-from jengine.serving.http.chat_api import Asked, ChatApi
-from jengine.serving.http.chat_request import Chat
+from jengine.serving.http.chat_request import Chat, ChatApi, ChatInput
 from jengine.serving.http.endpoint import Handler, while_connected
 from jengine.serving.http.parameters import chat_params
-from jengine.serving.http.service import HttpService, check_conversation, level_of
+from jengine.serving.http.service import TEMPLATE_OPTIONS, HttpService, check_conversation, level_of
 from jengine.serving.http.thinking import effort_variables, with_thinking_budget
 from jengine.serving.http.tool_choice import read_tools, shows_tools
 from jengine.serving.requests.answers import Answer
 from jengine.serving.requests.service import ParsedRequest, Shared
 from jengine.serving.requests.tracking import TrackedRequest
 
-Read = Callable[[dict[str, Any]], Asked]
+Read = Callable[[dict[str, Any]], ChatInput]
 Expand = Callable[[HttpCall, dict[str, Any], int], Awaitable[tuple[dict[str, Any], int]]]
-OPTIONS = (
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "chat_template_kwargs",
-    "mm_processor_kwargs",
-)
 
 
 class ChatService(HttpService):
@@ -53,13 +45,15 @@ class ChatService(HttpService):
         self.PATH, self._api, self._expand = api.path, api, expand
 
     async def _json(self, call: HttpCall) -> tuple[dict[str, Any], int]:
-        given, size = await super()._json(call)
-        return (given, size) if self._expand is None else await self._expand(call, given, size)
+        json_body, size = await super()._json(call)
+        return (json_body, size) if self._expand is None else await self._expand(call, json_body, size)
 
-    async def _create(self, call: HttpCall, given: dict[str, Any], size: int, request_id: str) -> None:
+    async def _create(self, call: HttpCall, json_body: dict[str, Any], size: int, request_id: str) -> None:
         with self._tracker.track(f"POST {self.PATH}", request_id, call) as tracked:
             self._admission.stream(call)
-            chat = await self._chat(call, await self._asked(call, self._api.read, given, size), tracked)
+            chat = await self._chat(
+                call, await self._read_input(call, self._api.read, json_body, size), tracked
+            )
             with self._admission.place(chat.params.n, call) as place:
                 tracked.place = place
                 if chat.body.get("stream"):
@@ -70,9 +64,9 @@ class ChatService(HttpService):
     def counter(self, read: Read, reply: Callable[[int], dict[str, Any]]) -> Handler:
         """A handler that counts a prompt's tokens. `reply`: the answer with their number."""
 
-        async def count(call: HttpCall, given: dict[str, Any], size: int) -> None:
+        async def count(call: HttpCall, json_body: dict[str, Any], size: int) -> None:
             self._admission.stream(call)
-            chat = await self._chat(call, await self._asked(call, read, given, size))
+            chat = await self._chat(call, await self._read_input(call, read, json_body, size))
             prompt = await self._prompt(call, chat, size)
             await call.answer(200, msgspec.json.encode(reply(len(prompt["prompt_token_ids"]))))
 
@@ -81,13 +75,17 @@ class ChatService(HttpService):
 
         return handle
 
-    async def _asked(self, call: HttpCall, read: Read, given: dict[str, Any], size: int) -> Asked:
+    async def _read_input(
+        self, call: HttpCall, read: Read, json_body: dict[str, Any], size: int
+    ) -> ChatInput:
         """Validates a body, in a thread if it is long."""
-        return await self._text_work.run(client_of(call), size, lambda: read(given))
+        return await self._text_work.run(client_of(call), size, lambda: read(json_body))
 
-    async def _chat(self, call: HttpCall, asked: Asked, tracked: TrackedRequest | None = None) -> Chat:
-        call.names = asked.names
-        body, model = await self._accepted(asked.body, call, tracked)
+    async def _chat(
+        self, call: HttpCall, chat_input: ChatInput, tracked: TrackedRequest | None = None
+    ) -> Chat:
+        call.names = chat_input.names
+        body, model = await self._accepted(chat_input.body, call, tracked)
         check_conversation(body)
         llm, tokenizer = model.llm, model.tokenizer
         form = await self._answer_format(tokenizer)
@@ -101,14 +99,14 @@ class ChatService(HttpService):
         async def count(text: str) -> int:
             return len(await work(len(text), lambda: encode(text, False))) if text else 0
 
-        return Chat(body, params, tools, form, llm, int(time.time()), model, asked.own, count)
+        return Chat(body, params, tools, form, llm, int(time.time()), model, chat_input.request, count)
 
     async def _prompt(self, call: HttpCall, chat: Chat, size: int) -> TokensPrompt:
         body = chat.body
-        options = {name: body.get(name) for name in OPTIONS if body.get(name) is not None}
+        options = {name: body.get(name) for name in TEMPLATE_OPTIONS if body.get(name) is not None}
         if (effort := body.get("reasoning_effort")) is not None:
-            given = options.get("chat_template_kwargs", {})
-            options["chat_template_kwargs"] = {**effort_variables(effort), **given}
+            variables = options.get("chat_template_kwargs", {})
+            options["chat_template_kwargs"] = {**effort_variables(effort), **variables}
         if chat.tools.shown:
             options |= {"tools": chat.tools.shown, "tool_choice": chat.tools.forced}
         messages, template = body.get("messages"), body.get("chat_template")

@@ -9,8 +9,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
-from openai.types import CompletionUsage
-
 from jengine import AsyncLLM, CompletionOutput, GenerationParams, InvalidArgument, OutputKind, RequestOutput
 from jengine.serving.calls.named_model import NamedModel
 from jengine.serving.calls.portions import Portioned
@@ -65,11 +63,11 @@ class CompletionService(HttpService):
 
     PATH = "/v1/completions"
 
-    async def _create(self, call: HttpCall, given: dict[str, Any], size: int, request_id: str) -> None:
+    async def _create(self, call: HttpCall, json_body: dict[str, Any], size: int, request_id: str) -> None:
         with ExitStack() as stack:
             first = stack.enter_context(self._tracker.track(f"POST {self.PATH}", request_id, call))
             self._admission.stream(call)
-            task = await self._task(call, given, first)
+            task = await self._task(call, json_body, first)
             places = [
                 stack.enter_context(place)
                 for place in self._admission.places(len(task.prompts), task.params.n, call)
@@ -80,8 +78,8 @@ class CompletionService(HttpService):
             else:
                 await self._whole(call, task, size, tracked)
 
-    async def _task(self, call: HttpCall, given: dict[str, Any], tracked: TrackedRequest) -> Task:
-        body, model = await self._read(COMPLETION, given, call, tracked)
+    async def _task(self, call: HttpCall, json_body: dict[str, Any], tracked: TrackedRequest) -> Task:
+        body, model = await self._read(COMPLETION, json_body, call, tracked)
         llm = model.llm
         prompts = listed("prompt", body.get("prompt"))
         for prompt in prompts:
@@ -90,10 +88,8 @@ class CompletionService(HttpService):
         params = self._bounds.params(completion_params(body, llm.get_default_sampling_params()))
         hides = bool(body.get("echo")) and body.sampling.get("max_tokens") == 0
         reply_id = f"cmpl-{tracked.request_id}"
-        head = parts.of(
-            replies.Completion(
-                id=reply_id, object="text_completion", created=int(time.time()), model=model.name
-            )
+        head = parts.encoded(
+            {"id": reply_id, "object": "text_completion", "created": int(time.time()), "model": model.name}
         )
         return Task(body, params, prompts, llm, reply_id, model, hides, head)
 
@@ -110,26 +106,26 @@ class CompletionService(HttpService):
         out = []
         portioned = self._shared.portions.answer()
         repeats = bool(task.body.get("echo") or task.body.get("return_token_ids"))
-        for index, (prompt, (one, place)) in enumerate(zip(task.prompts, tracked, strict=True)):
+        for index, (prompt, (request, place)) in enumerate(zip(task.prompts, tracked, strict=True)):
             read: Callable[[], Prompt] = partial(_ids, task, prompt)
             parsed = ParsedRequest(task.params, read, size, **level_of(task.body), repeats=repeats)
             handle = await self._submit(
-                task.model, parsed, kind, call, one.request_id, place, first=not index
+                task.model, parsed, kind, call, request.request_id, place, first=not index
             )
             pace = self._pace if kind == "delta" else None
-            answer = stack.enter_context(Answer(handle, one, pace, "asked for"))
+            answer = stack.enter_context(Answer(handle, request, pace, "asked for"))
             out.append((answer, _Pieces(task, index * task.params.n, prompt, portioned)))
         return out
 
     async def _whole(self, call: HttpCall, task: Task, size: int, tracked: list[Tracked]) -> None:
         choices: list[Parts] = []
-        used: list[CompletionUsage] = []
+        used: list[replies.Usage] = []
         with ExitStack() as stack:
             for answer, pieces in await self._queue_all(call, task, size, "final", tracked, stack):
                 output = await answer.next()
                 choices += await pieces.choices(output)
                 used.append(pieces.usage(output))
-        usage = {"usage": parts.of(replies.usage_sum(used))}
+        usage = {"usage": parts.encoded(replies.usage_sum(used))}
         await call.answer(200, task.reply(choices, usage), id_headers(tracked[0][0].request_id))
 
     async def _stream(self, call: HttpCall, task: Task, size: int, tracked: list[Tracked]) -> None:
@@ -138,7 +134,7 @@ class CompletionService(HttpService):
             answers = await self._queue_all(call, task, size, "delta", tracked, stack)
             await call.start_events(id_headers(tracked[0][0].request_id))
 
-            async def follow(answer: Answer, pieces: _Pieces) -> CompletionUsage:
+            async def follow(answer: Answer, pieces: _Pieces) -> replies.Usage:
                 while True:
                     output = await answer.next()
                     # one at a time, since many clients read only the first
@@ -153,7 +149,7 @@ class CompletionService(HttpService):
             else:
                 used = await _together([follow(*one) for one in answers])
         if usage.final:
-            await call.event(task.reply([], {"usage": parts.of(replies.usage_sum(used))}))
+            await call.event(task.reply([], {"usage": parts.encoded(replies.usage_sum(used))}))
         await call.end_events()
 
 
@@ -169,7 +165,7 @@ class _Pieces:
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._begun, self._ended, self._tokens = False, set[int](), 0
 
-    def usage(self, output: RequestOutput) -> CompletionUsage:
+    def usage(self, output: RequestOutput) -> replies.Usage:
         return replies.usage(output, 0 if self._task.hides_output else self._tokens)
 
     async def choices(self, output: RequestOutput) -> list[Parts]:
@@ -224,31 +220,31 @@ class _Pieces:
         return self._task.llm.tokenizer.decode(output.prompt_token_ids, self._task.params.skip_special_tokens)
 
 
-def listed(name: str, given: Any) -> list[Prompt]:
+def listed(name: str, prompts: Any) -> list[Prompt]:
     """A text, token ids, or a list of either, in the field of this name.
 
     Raises:
         InvalidArgument: something else.
     """
-    if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
-        return [given]
-    if not isinstance(given, list) or not given:
+    if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and type(prompts[0]) is int):
+        return [prompts]
+    if not isinstance(prompts, list) or not prompts:
         raise InvalidArgument(
-            name, given, "must be text, token ids, or a list of texts or of lists of token ids"
+            name, prompts, "must be text, token ids, or a list of texts or of lists of token ids"
         )
-    if len(given) > MOST_PROMPTS:
-        raise InvalidArgument(name, f"{len(given)} prompts", f"at most {MOST_PROMPTS}")
-    for i, prompt in enumerate(given):
+    if len(prompts) > MOST_PROMPTS:
+        raise InvalidArgument(name, f"{len(prompts)} prompts", f"at most {MOST_PROMPTS}")
+    for i, prompt in enumerate(prompts):
         if not isinstance(prompt, str | list):
             raise InvalidArgument(f"{name}[{i}]", prompt, "must be text or token ids")
-    return given
+    return prompts
 
 
 async def _together[T](work: list[Coroutine[Any, Any, T]]) -> list[T]:
     """Runs all of these; the first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in work]
+            tasks = [group.create_task(coroutine) for coroutine in work]
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
     return [task.result() for task in tasks]

@@ -119,7 +119,7 @@ class Connection(H11Protocol):
         """
         if self.transport.is_closing():
             return
-        body = OPENAI.body(error_with_status(status, why)).encode()
+        body = b"".join(OPENAI.body(error_with_status(status, why)))
         head = (
             f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\nContent-Length:"
             f" {len(body)}\r\n"

@@ -60,22 +60,11 @@ class EmbeddedApi:
 
     async def post(self, path: str, body: bytes) -> Reply:
         """Sends a request, and waits for the complete response."""
-        waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-        sent: list[Message] = []
-
-        async def receive() -> Message:
-            # the client does not disconnect
-            return waiting.pop() if waiting else await asyncio.get_running_loop().create_future()
-
-        async def send(message: Message) -> None:
-            sent.append(message)
-
-        await self(http_scope("POST", path, {"content-type": "application/json"}), receive, send)
-        start, *parts = sent
-        headers = {
-            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in start["headers"]
-        }
-        return Reply(start["status"], headers, b"".join(part.get("body", b"") for part in parts))
+        start, *parts = [
+            part async for part in self.answer("POST", path, {"content-type": "application/json"}, body)
+        ]
+        status, headers = start
+        return Reply(status, {name.lower(): value for name, value in headers.items()}, b"".join(parts))
 
     async def answer(
         self,

@@ -9,8 +9,10 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 import grpc
+import msgspec
 from starlette.types import Receive, Scope, Send
 
+from jengine import EngineDead
 from jengine.serving.calls.errors import Refusal
 from jengine.serving.calls.model_provider import ModelProvider
 from jengine.serving.guards.authentication import Authenticator, Rejection
@@ -19,12 +21,13 @@ from jengine.serving.guards.client_calls import ClientCalls
 from jengine.serving.guards.security import current_key
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.errors import OPENAI, ErrorForm, HttpError, http_error
-from jengine.serving.http.load_report import FORMAT, load_headers
 from jengine.serving.metrics.server_metrics import Metrics
 
 log = logging.getLogger("jengine.serving")
 
 Handler = Callable[[HttpCall], Awaitable[None]]
+FORMAT, LOAD = b"endpoint-load-metrics-format", "endpoint-load-metrics"
+METRICS_PREFIX = "named_metrics"
 
 
 class Gate:
@@ -44,8 +47,8 @@ class Gate:
         current_key.set(None)  # a connection's next request may run in the same context
         if self.authenticator is None:
             return
-        own = call.header(b"x-api-key")  # Anthropic's clients send it
-        key = self.authenticator.key_of(call.header(b"authorization") or (own and f"Bearer {own}"))
+        api_key = call.header(b"x-api-key")  # Anthropic's clients send it
+        key = self.authenticator.key_of(call.header(b"authorization") or (api_key and f"Bearer {api_key}"))
         if isinstance(key, Rejection):
             self.authenticator.rejected(key, call.peer())
             raise Refusal(grpc.StatusCode.UNAUTHENTICATED, key.message, cause=key.cause)
@@ -119,9 +122,7 @@ async def report(call: HttpCall, shown: HttpError, errors: ErrorForm) -> None:
     if not call.status:
         await call.discard()
         close = {"connection": "close"} if call.unread else {}
-        await call.answer(
-            shown.status, errors.body(shown).encode("utf-8", "replace"), {**shown.headers, **close}
-        )
+        await call.answer(shown.status, errors.body(shown), {**shown.headers, **close})
     elif call.end_failed is not None:
         await call.end_failed(shown)
     else:
@@ -137,3 +138,30 @@ async def while_connected(call: HttpCall, work: Awaitable[None]) -> None:
         await work
     finally:
         watcher.cancel()
+
+
+def load_headers(form: str | None, models: ModelProvider) -> dict[str, str]:
+    """The header with the load of the default model, as load balancers know it (ORCA). Empty for other
+    formats, and without an engine.
+
+    Args:
+        form: text or json, in any case; None: the request does not ask.
+    """
+    if form is None or form.upper() not in ("TEXT", "JSON"):
+        return {}
+    try:
+        load = models.llm.load
+    except EngineDead:
+        return {}
+    metrics: dict[str, float] = {
+        "kv_cache_usage_perc": 1 - load.free_pages / max(load.pages, 1),
+        "num_requests_running": load.running,
+        "num_requests_waiting": load.waiting,
+    }
+    if load.first_token_seconds is not None:
+        metrics["predicted_ttft_ms"] = 1000 * load.first_token_seconds
+    if form.upper() == "JSON":
+        return {LOAD: f"JSON {msgspec.json.encode({METRICS_PREFIX: metrics}).decode()}"}
+    return {
+        LOAD: "TEXT " + ", ".join(f"{METRICS_PREFIX}.{name}={value:.6g}" for name, value in metrics.items())
+    }

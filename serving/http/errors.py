@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: an HTTP status and a JSON body."""
+"""Errors as clients of OpenAI's and Anthropic's APIs expect them: an HTTP status and a JSON body."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from grpc import StatusCode
-from openai.types.shared import ErrorObject
 
 from jengine import InvalidArgument, PromptTooLong
 from jengine.serving.calls.errors import Refusal, refusal
 from jengine.serving.http.calls import BadBody, HttpCall
+from jengine.serving.http.parts import Parts, encoded
 
 STATUSES = {
     StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
@@ -34,26 +34,41 @@ QUOTE = (
     "input",
     "instructions",
 )  # never repeated in a message, which may be logged
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class HttpError(NamedTuple):
-    """The parts of an error response.
+    """An error response.
 
     Attributes:
+        type, message, param, code: as in OpenAI's API; `param` is the field at fault.
         too_long: the error, if the prompt is too long for the model: APIs have phrases for it, by which
             agents know that they must shorten the conversation.
     """
 
     status: int
-    error: ErrorObject
-    headers: dict[str, str]
+    type: str
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = {}
     too_long: PromptTooLong | None = None
 
 
 class ErrorForm(Protocol):
     """How an API shows errors."""
 
-    def body(self, error: HttpError) -> str:
+    def body(self, error: HttpError) -> Parts:
         """The body of a response."""
 
     async def end(self, call: HttpCall, error: HttpError) -> None:
@@ -63,15 +78,30 @@ class ErrorForm(Protocol):
 class OpenAIErrors:
     """Errors of OpenAI's API. A stream ends with one as its last event."""
 
-    def body(self, error: HttpError) -> str:
-        return f'{{"error":{error.error.model_dump_json(exclude_unset=True)}}}'
+    def body(self, error: HttpError) -> Parts:
+        names = "message", "type", "param", "code"
+        return encoded({"error": {name: getattr(error, name) for name in names}})
 
     async def end(self, call: HttpCall, error: HttpError) -> None:
         await call.event(self.body(error))
         await call.end_events()
 
 
-OPENAI = OpenAIErrors()
+class AnthropicErrors:
+    """Errors of Anthropic's API. A stream ends with one as its last event."""
+
+    def body(self, error: HttpError) -> Parts:
+        kind, message = ANTHROPIC_TYPES.get(error.status, "invalid_request_error"), error.message
+        if (long := error.too_long) is not None:
+            message = f"prompt is too long: {long.tokens} tokens > {long.context - 1} maximum"
+        return encoded({"type": "error", "error": {"type": kind, "message": message}})
+
+    async def end(self, call: HttpCall, error: HttpError) -> None:
+        await call.event(self.body(error), "error")
+        await call.end_events(b"")
+
+
+OPENAI, ANTHROPIC = OpenAIErrors(), AnthropicErrors()
 
 
 def http_error(error: Exception, retry_seconds: float, names: Mapping[str, str] | None = None) -> HttpError:
@@ -79,20 +109,19 @@ def http_error(error: Exception, retry_seconds: float, names: Mapping[str, str] 
     see HttpCall.
     """
     if isinstance(error, BadBody):
-        return _error(error.status, "invalid_request_error", str(error))
+        return HttpError(error.status, "invalid_request_error", str(error))
     refused = refusal(error, retry_seconds)
     status, kind = STATUSES.get(refused.code, (500, "server_error"))
     if isinstance(error, InvalidArgument):
         message, field = _named(error, names or {})
         if not isinstance(error, PromptTooLong):
-            return _error(status, kind, message, field)
+            return HttpError(status, kind, message, field)
         # agents look for these words and numbers
         count = f"{error.tokens} tokens{' or more' if error.or_more else ''}"
         message = (
             f"This model's maximum context length is {error.context} tokens. {field} resulted in {count}."
         )
-        shown = _error(status, kind, message, field, "context_length_exceeded")
-        return shown._replace(too_long=error)
+        return HttpError(status, kind, message, field, "context_length_exceeded", too_long=error)
     headers = {}
     if refused.retry_seconds is not None:
         headers = {
@@ -100,12 +129,12 @@ def http_error(error: Exception, retry_seconds: float, names: Mapping[str, str] 
             "retry-after-ms": str(math.ceil(1e3 * refused.retry_seconds)),
         }
     code, param = _code(refused)
-    return _error(status, kind, refused.message, param, code, headers)
+    return HttpError(status, kind, refused.message, param, code, headers)
 
 
 def error_with_status(status: int, message: str) -> HttpError:
     """A response with one of the statuses in STATUSES."""
-    return _error(status, dict(STATUSES.values())[status], message)
+    return HttpError(status, dict(STATUSES.values())[status], message)
 
 
 def _named(error: InvalidArgument, names: Mapping[str, str]) -> tuple[str, str]:
@@ -131,16 +160,3 @@ def _code(refused: Refusal) -> tuple[str | None, str | None]:
     if refused.code is StatusCode.RESOURCE_EXHAUSTED:
         return "rate_limit_exceeded", None
     return None, refused.field
-
-
-def _error(
-    status: int,
-    kind: str,
-    message: str,
-    param: str | None = None,
-    code: str | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> HttpError:
-    return HttpError(
-        status, ErrorObject(message=message, type=kind, param=param, code=code), dict(headers or {})
-    )

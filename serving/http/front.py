@@ -1,24 +1,31 @@
-"""The HTTP port from start to end: uvicorn in the server's event loop."""
+"""An HTTP port from start to end: uvicorn in the server's event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Literal
 
 import uvicorn
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jengine import InvalidArgument
 from jengine.serving.calls.listening import listen, reason
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.connections import Connection, Quota
+from jengine.serving.metrics.metrics_server import MakePage, Pages
 
 KEEP_ALIVE = 60  # seconds that an idle connection is kept
 POLL_SECONDS = 0.01
+
+log = logging.getLogger("jengine.serving")
 
 
 class _Server(uvicorn.Server):
@@ -109,4 +116,23 @@ class HttpFront:
             await asyncio.sleep(POLL_SECONDS)
         if task.done():
             task.result()
-        self._servers = [(one, its) for one, its in self._servers if not its.done()] + [(server, task)]
+        self._servers = [(old, serving) for old, serving in self._servers if not serving.done()] + [
+            (server, task)
+        ]
+
+
+def page_routes(pages: Pages) -> list[Route]:
+    """Routes of pages by path, for GET and HEAD."""
+    return [Route(path, _handler(make), methods=["GET"]) for path, make in pages.items()]
+
+
+def _handler(make: MakePage) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        try:
+            page = await make(request.headers.get("accept", ""))
+        except Exception:
+            log.exception("a page could not be created")
+            return PlainTextResponse("internal server error; see the log\n", 500)
+        return Response(page.body, page.status, page.headers, page.content_type)
+
+    return handle

@@ -28,8 +28,8 @@ class LoraService(HttpService):
     async def load(self, call: HttpCall) -> None:
         check_administrator(call)
         self._changes.check(call)
-        given, _ = await self._json(call)
-        body = LOAD_LORA.read(given)
+        json_body, _ = await self._json(call)
+        body = LOAD_LORA.read(json_body)
         name, path = (_text(body.fields, field) for field in ("lora_name", "lora_path"))
         await self._changes.load(call, LoraModule(name, path), body.get("load_inplace", False))
         await self._success(call, name, "added")
@@ -37,13 +37,13 @@ class LoraService(HttpService):
     async def unload(self, call: HttpCall) -> None:
         check_administrator(call)
         self._changes.check(call)
-        given, _ = await self._json(call)
-        body = UNLOAD_LORA.read(given)
+        json_body, _ = await self._json(call)
+        body = UNLOAD_LORA.read(json_body)
         name, number = body.get("lora_name", ""), body.get("lora_int_id")
         if number is None:
             name = _text(body.fields, "lora_name")
         else:
-            named = [one.module.name for one in self._models.adapters if one.number == number]
+            named = [adapter.module.name for adapter in self._models.adapters if adapter.number == number]
             if not named:
                 raise no_model(name or str(number), self._models)
             if name not in ("", *named):

@@ -8,10 +8,7 @@ from jengine import GenerationParams, InvalidArgument, SamplingParams, Structure
 from jengine.serving.grpc.conversions import with_beams
 from jengine.serving.http.bodies import Body
 
-EXCLUSIVE = (
-    "only one of these may constrain the output: tool_choice, response_format, structured_outputs, guided_..."
-)
-GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")  # vLLM's older names
+EXCLUSIVE = "only one of these may constrain the output: tool_choice, response_format, structured_outputs"
 
 
 def completion_params(body: Body, default: SamplingParams) -> GenerationParams:
@@ -20,20 +17,20 @@ def completion_params(body: Body, default: SamplingParams) -> GenerationParams:
     Raises:
         InvalidArgument: naming the field.
     """
-    given = dict(body.sampling)
-    if body.get("echo") and given.get("max_tokens") == 0:
-        given["max_tokens"] = 1  # the token is not shown
+    fields = dict(body.sampling)
+    if body.get("echo") and fields.get("max_tokens") == 0:
+        fields["max_tokens"] = 1  # the token is not shown
     logprobs = body.get("logprobs")
     if logprobs is not None:
-        given["logprobs"] = logprobs
+        fields["logprobs"] = logprobs
         if body.get("echo"):
-            given.setdefault("prompt_logprobs", logprobs)
-    if (structure := _structure(body, given)) is not None:
-        given["structured_outputs"] = structure
+            fields.setdefault("prompt_logprobs", logprobs)
+    if (structure := _structure(body, fields)) is not None:
+        fields["structured_outputs"] = structure
     beams: dict[str, Any] = {
         name: body.get(name) for name in ("use_beam_search", "length_penalty") if name in body.fields
     }
-    return with_beams({**given, **beams}, default)
+    return with_beams({**fields, **beams}, default)
 
 
 def chat_params(body: Body, default: SamplingParams) -> SamplingParams:
@@ -42,22 +39,22 @@ def chat_params(body: Body, default: SamplingParams) -> SamplingParams:
     Raises:
         InvalidArgument: naming the field.
     """
-    given = dict(body.sampling)
-    most = body.get("max_completion_tokens")
-    if most is not None:
-        if given.get("max_tokens", most) != most:
+    fields = dict(body.sampling)
+    max_tokens = body.get("max_completion_tokens")
+    if max_tokens is not None:
+        if fields.get("max_tokens", max_tokens) != max_tokens:
             raise InvalidArgument(
-                "max_completion_tokens", most, f"differs from max_tokens={given['max_tokens']}"
+                "max_completion_tokens", max_tokens, f"differs from max_tokens={fields['max_tokens']}"
             )
-        given["max_tokens"] = most
+        fields["max_tokens"] = max_tokens
     if default.max_tokens == SamplingParams().max_tokens:
-        given.setdefault("max_tokens", None)  # the default for chats: no limit
+        fields.setdefault("max_tokens", None)  # the default for chats: no limit
     top = body.get("top_logprobs")
     if body.get("logprobs"):
-        given["logprobs"] = top or 0
+        fields["logprobs"] = top or 0
     elif top is not None:
         raise InvalidArgument("top_logprobs", top, "needs logprobs=true")
-    return _params(given, _structure(body, given), default)
+    return _params(fields, _structure(body, fields), default)
 
 
 def names_of(body: Body) -> dict[str, str]:
@@ -65,9 +62,8 @@ def names_of(body: Body) -> dict[str, str]:
     names = {}
     if "messages" in body.fields and "prompt" not in body.fields:
         names["prompt"] = "messages"
-    for name in (*GUIDED, "response_format"):
-        if body.get(name) is not None:
-            names["structured_outputs"] = name
+    if body.get("response_format") is not None:
+        names["structured_outputs"] = "response_format"
     if body.get("tool_choice") not in (None, "none", "auto"):
         names["structured_outputs"] = "tools"
     if body.get("max_completion_tokens") is not None:
@@ -89,26 +85,19 @@ def with_structure(params: SamplingParams, field: str, structure: StructuredOutp
 
 
 def _params(
-    given: dict[str, Any], structure: StructuredOutputs | None, default: SamplingParams
+    fields: dict[str, Any], structure: StructuredOutputs | None, default: SamplingParams
 ) -> SamplingParams:
     if structure is not None:
-        given["structured_outputs"] = structure
-    return default.clone(**given)
+        fields["structured_outputs"] = structure
+    return default.clone(**fields)
 
 
-def _structure(body: Body, given: dict[str, Any]) -> StructuredOutputs | None:
+def _structure(body: Body, fields: dict[str, Any]) -> StructuredOutputs | None:
     """The constraint on the output, of which there may be only one."""
-    found: dict[str, StructuredOutputs] = {}
-    for name in GUIDED:
-        if (value := body.get(name)) is not None:
-            found[name] = StructuredOutputs(**{name.removeprefix("guided_"): value})
     form = body.get("response_format")
-    if form is not None and form["type"] != "text":
-        schema = (
-            form["json_schema"].get("schema", {}) if form["type"] == "json_schema" else {"type": "object"}
-        )
-        found["response_format"] = StructuredOutputs(json=schema)
-    if len(found) + ("structured_outputs" in given) > 1:
-        field = next(iter(found))
-        raise InvalidArgument(field, body.get(field), EXCLUSIVE)
-    return next(iter(found.values()), None)
+    if form is None or form["type"] == "text":
+        return None
+    if "structured_outputs" in fields:
+        raise InvalidArgument("response_format", form, EXCLUSIVE)
+    schema = form["json_schema"].get("schema", {}) if form["type"] == "json_schema" else {"type": "object"}
+    return StructuredOutputs(json=schema)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
-from pydantic import BaseModel
 
 from jengine.serving.calls.portions import Portioned
 
 Parts = list[bytes]  # of a text
 
 
-def of(reply: BaseModel) -> Parts:
-    """An object with the fields that are set."""
-    return [reply.model_dump_json(exclude_unset=True).encode("utf-8", "replace")]
-
-
 def encoded(value: object) -> Parts:
-    """A short value."""
-    return [msgspec.json.encode(value)]
+    """A short value. Lone surrogates, which UTF-8 does not have, become question marks."""
+    try:
+        return [msgspec.json.encode(value)]
+    except UnicodeEncodeError:
+        return [json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")]
 
 
 def with_members(head: Parts, members: dict[str, Parts]) -> Parts:

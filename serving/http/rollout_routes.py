@@ -45,10 +45,10 @@ def rollout_routes(parts: Parts) -> list[Route]:
     def route(method: str, path: str, names: tuple[str, ...], answer: Answer) -> Route:
         async def handle(call: HttpCall) -> None:
             check_administrator(call)
-            found = await answer(parts.shared.models.llm, _query(call, names))
+            answered = await answer(parts.shared.models.llm, _query(call, names))
             if method == "POST":
                 log.info("%s has called %s", client_of(call), path)
-            await call.answer(200, msgspec.json.encode(found))
+            await call.answer(200, msgspec.json.encode(answered))
 
         return endpoint(parts, method, path, handle)
 
@@ -58,14 +58,14 @@ def rollout_routes(parts: Parts) -> list[Route]:
         raw = await call.body(MOST_BYTES)
         json_object(raw)
         try:
-            given = msgspec.json.decode(raw, type=NewWeights)
+            new = msgspec.json.decode(raw, type=NewWeights)
         except msgspec.ValidationError as wrong:
             raise InvalidArgument("body", raw.decode("utf-8", "replace"), str(wrong)) from None
         version = await parts.shared.models.llm.update_weights(
-            str(_inside(folder, given.path)),
-            given.version,
-            check_finite=given.check_finite,
-            keep_cache=given.keep_cache,
+            str(_inside(folder, new.path)),
+            new.version,
+            check_finite=new.check_finite,
+            keep_cache=new.keep_cache,
         )
         log.info("%s has updated the weights to version %s", client_of(call), version)
         await call.answer(200, msgspec.json.encode({"version": version}))
@@ -149,7 +149,7 @@ def _inside(folder: str | None, path: str) -> Path:
     """
     if folder is None:
         raise InvalidArgument("path", path, "the server has no weights_folder")
-    found = folder_below(Path(folder).resolve(), path, "path", "weights_folder")
-    if found is None:
+    weights = folder_below(Path(folder).resolve(), path, "path", "weights_folder")
+    if weights is None:
         raise InvalidArgument("path", path, "must be a folder in the server's weights_folder")
-    return found
+    return weights

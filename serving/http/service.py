@@ -9,11 +9,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import msgspec
-from openai.types import CompletionUsage
 
 from jengine import CompletionOutput, InvalidArgument, RequestOutput, Tokenizer
+from jengine.serving.calls.call import Busy
 from jengine.serving.calls.named_model import NamedModel, named_model
-from jengine.serving.calls.overload import Busy
 from jengine.serving.grpc.conversions import MAX_MESSAGES, MAX_TOOLS_BYTES
 from jengine.serving.guards.admission import Place, client_of
 from jengine.serving.guards.bounds import check_priority
@@ -23,6 +22,7 @@ from jengine.serving.http.calls import BadBody, HttpCall, json_object
 from jengine.serving.http.endpoint import while_connected
 from jengine.serving.http.parameters import names_of
 from jengine.serving.http.parts import Parts
+from jengine.serving.http.replies import Usage
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.requests.answers import Answer
 from jengine.serving.requests.service import ParsedRequest, Service, Shared
@@ -31,6 +31,10 @@ from jengine.serving.requests.transfer import NAME as KV_TRANSFER
 from jengine.serving.requests.transfer import answer_of
 
 Tracked = tuple[TrackedRequest, Place]  # of one prompt
+TEMPLATE_OPTIONS = (  # fields for the chat template
+    "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
+    "mm_processor_kwargs",
+)  # fmt: skip
 LEVEL = ("cache_salt", "priority", "timeout", "ttft_ms", "tpot_ms", "kv_transfer_params")
 
 
@@ -70,10 +74,14 @@ class HttpService(Service):
         ), len(raw)
 
     async def _read(
-        self, form: BodyFields, given: dict[str, Any], call: HttpCall, tracked: TrackedRequest | None = None
+        self,
+        form: BodyFields,
+        json_body: dict[str, Any],
+        call: HttpCall,
+        tracked: TrackedRequest | None = None,
     ) -> tuple[Body, NamedModel]:
         """The validated body, and the model that it names."""
-        body = form.read(given)
+        body = form.read(json_body)
         call.names = names_of(body)
         return await self._accepted(body, call, tracked)
 
@@ -95,19 +103,21 @@ class HttpService(Service):
         """The answer format of a tokenizer's chat templates. The first call may import transformers, in a
         thread.
         """
-        found = self._formats.get(tokenizer)
-        if found is None:
-            found = await asyncio.to_thread(AnswerFormat, tokenizer, *self._parsers)
-            self._formats[tokenizer] = found
-        return found
+        form = self._formats.get(tokenizer)
+        if form is None:
+            form = await asyncio.to_thread(AnswerFormat, tokenizer, *self._parsers)
+            self._formats[tokenizer] = form
+        return form
 
     async def create(self, call: HttpCall) -> None:
         """Answers a request that needs the engine."""
-        given, size = await self._json(call)
-        name = given.get("request_id")
-        await while_connected(call, self._create(call, given, size, name if isinstance(name, str) else ""))
+        json_body, size = await self._json(call)
+        name = json_body.get("request_id")
+        await while_connected(
+            call, self._create(call, json_body, size, name if isinstance(name, str) else "")
+        )
 
-    async def _create(self, call: HttpCall, given: dict[str, Any], size: int, request_id: str) -> None:
+    async def _create(self, call: HttpCall, json_body: dict[str, Any], size: int, request_id: str) -> None:
         """Answers a request, whose body has `size` bytes. `request_id`: the client's, or empty."""
         raise NotImplementedError
 
@@ -119,13 +129,13 @@ class HttpService(Service):
         """
         tracked = []
         for part, place in enumerate(places, start):
-            one = first
+            request = first
             if part:
                 tracker = self._tracker.track(f"POST {self.PATH}", first.request_id, call, part)
-                one = stack.enter_context(tracker)
-                one.model, one.adapter = first.model, first.adapter
-            one.place = place
-            tracked.append((one, place))
+                request = stack.enter_context(tracker)
+                request.model, request.adapter = first.model, first.adapter
+            request.place = place
+            tracked.append((request, place))
         return tracked
 
     async def _outputs(
@@ -205,10 +215,10 @@ class StreamUsage:
         self.final = bool(options.get("include_usage"))
         self.always = bool(options.get("continuous_usage_stats"))
 
-    def during(self, usage: Callable[[], CompletionUsage]) -> dict[str, Parts]:
+    def during(self, usage: Callable[[], Usage]) -> dict[str, Parts]:
         """The member `usage` of an event before the last: null if the last has it, as in OpenAI's API."""
         if self.always:
-            return {"usage": parts.of(usage())}
+            return {"usage": parts.encoded(usage())}
         return {"usage": parts.encoded(None)} if self.final else {}
 
 

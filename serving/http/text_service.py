@@ -7,28 +7,20 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from openai.pagination import SyncPage
 
 from jengine import InvalidArgument
 from jengine.serving.calls.adapters import Adapter
 from jengine.serving.calls.model_provider import ListedModel
 from jengine.serving.calls.named_model import listed_model
 from jengine.serving.guards.admission import client_of
-from jengine.serving.http import replies
 from jengine.serving.http.bodies import DETOKENIZE, TOKENIZE
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.endpoint import while_connected
-from jengine.serving.http.service import HttpService, check_conversation
+from jengine.serving.http.parts import encoded
+from jengine.serving.http.service import TEMPLATE_OPTIONS, HttpService, check_conversation
 from jengine.serving.requests.service import check_ids, check_vocabulary
 
-OPTIONS = (
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "chat_template_kwargs",
-    "mm_processor_kwargs",
-    "tools",
-)
+OPTIONS = (*TEMPLATE_OPTIONS, "tools")
 STARTED = int(time.time())
 
 
@@ -36,11 +28,11 @@ class TextService(HttpService):
     """Requests that do not need the engine."""
 
     async def tokenize(self, call: HttpCall) -> None:
-        given, size = await self._json(call)
-        await while_connected(call, self._tokenize(call, given, size))
+        json_body, size = await self._json(call)
+        await while_connected(call, self._tokenize(call, json_body, size))
 
-    async def _tokenize(self, call: HttpCall, given: dict[str, Any], size: int) -> None:
-        body, model = await self._read(TOKENIZE, given, call)
+    async def _tokenize(self, call: HttpCall, json_body: dict[str, Any], size: int) -> None:
+        body, model = await self._read(TOKENIZE, json_body, call)
         self._admission.stream(call)
         if ("prompt" in body.fields) == ("messages" in body.fields):
             raise InvalidArgument(
@@ -68,19 +60,19 @@ class TextService(HttpService):
             ids = await self._text_work.run(client_of(call), size, lambda: tokenizer.encode(text, special))
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
 
-        def encoded() -> bytes:
+        def encode() -> bytes:
             if body.get("return_token_strs"):
                 answer["token_strs"] = [tokenizer.token_text(token) for token in ids]
             return msgspec.json.encode(answer)
 
-        await call.answer(200, await self._text_work.run(client_of(call), size, encoded))
+        await call.answer(200, await self._text_work.run(client_of(call), size, encode))
 
     async def detokenize(self, call: HttpCall) -> None:
-        given, size = await self._json(call)
-        await while_connected(call, self._detokenize(call, given, size))
+        json_body, size = await self._json(call)
+        await while_connected(call, self._detokenize(call, json_body, size))
 
-    async def _detokenize(self, call: HttpCall, given: dict[str, Any], size: int) -> None:
-        body, model = await self._read(DETOKENIZE, given, call)
+    async def _detokenize(self, call: HttpCall, json_body: dict[str, Any], size: int) -> None:
+        body, model = await self._read(DETOKENIZE, json_body, call)
         self._admission.stream(call)
         tokens = body.get("tokens")
         if tokens is None:
@@ -96,43 +88,41 @@ class TextService(HttpService):
     async def models(self, call: HttpCall) -> None:
         served = [self._model(model) for model in (*self._models.listed(), *self._models.adapters)]
         if _of_anthropic(call):
-            ends = {"first_id": served[0].id, "last_id": served[-1].id, "has_more": False}
-            await call.answer(200, msgspec.json.encode({"data": [_anthropic(one) for one in served], **ends}))
+            ends = {"first_id": served[0]["id"], "last_id": served[-1]["id"], "has_more": False}
+            await call.answer(200, encoded({"data": [_anthropic(shown) for shown in served], **ends}))
             return
-        page = SyncPage[replies.ServedModel](data=served, object="list")
-        await call.answer(200, replies.text_of(page).encode("utf-8", "replace"))
+        await call.answer(200, encoded({"object": "list", "data": served}))
 
     async def model(self, call: HttpCall) -> None:
-        found = self._model(listed_model(call.scope["path_params"]["model"], self._models))
-        if _of_anthropic(call):
-            await call.answer(200, msgspec.json.encode(_anthropic(found)))
-        else:
-            await call.answer(200, replies.text_of(found).encode("utf-8", "replace"))
+        shown = self._model(listed_model(call.scope["path_params"]["model"], self._models))
+        await call.answer(200, encoded(_anthropic(shown) if _of_anthropic(call) else shown))
 
-    def _model(self, model: ListedModel | Adapter) -> replies.ServedModel:
+    def _model(self, model: ListedModel | Adapter) -> dict[str, Any]:
+        """A model, with vLLM's fields. `root`: an adapter's path as it was given. `parent`: the model that an
+        adapter changes. `max_model_len`: null if the model was never loaded.
+        """
+        common = {"object": "model", "owned_by": "jengine"}
         default = self._models.listed()[0]
         if isinstance(model, Adapter):
             module = model.module
-            return replies.ServedModel(
-                id=module.name,
-                created=model.created,
-                object="model",
-                owned_by="jengine",
-                root=module.path,
-                parent=module.base_model_name or default.name,
-                max_model_len=self._models.info.limits.sequence.max_model_len,
-                status=replies.ModelStatus(value=default.status),
-            )
-        return replies.ServedModel(
-            id=model.name,
-            created=STARTED,
-            object="model",
-            owned_by="jengine",
-            root=model.name,
-            parent=None,
-            max_model_len=None if model.info is None else model.info.limits.sequence.max_model_len,
-            status=replies.ModelStatus(value=model.status, why=model.why),
-        )
+            return {
+                "id": module.name,
+                "created": model.created,
+                **common,
+                "root": module.path,
+                "parent": module.base_model_name or default.name,
+                "max_model_len": self._models.info.limits.sequence.max_model_len,
+                "status": {"value": default.status},
+            }
+        return {
+            "id": model.name,
+            "created": STARTED,
+            **common,
+            "root": model.name,
+            "parent": None,
+            "max_model_len": None if model.info is None else model.info.limits.sequence.max_model_len,
+            "status": {"value": model.status, "why": model.why},
+        }
 
 
 def _of_anthropic(call: HttpCall) -> bool:
@@ -140,7 +130,7 @@ def _of_anthropic(call: HttpCall) -> bool:
     return call.header(b"anthropic-version") is not None
 
 
-def _anthropic(model: replies.ServedModel) -> dict[str, Any]:
+def _anthropic(model: dict[str, Any]) -> dict[str, Any]:
     """A model as Anthropic's API describes it."""
-    created = datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return {"type": "model", "id": model.id, "display_name": model.id, "created_at": created}
+    created = datetime.fromtimestamp(model["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"type": "model", "id": model["id"], "display_name": model["id"], "created_at": created}

@@ -18,8 +18,8 @@ from jengine import (
 from jengine.serving.http.bodies import TOOLS, Body, checked
 from jengine.serving.http.parameters import with_structure
 from jengine.serving.parsers.events import OutputParser
-from jengine.serving.parsers.forced import CallArray, NamedCall
 from jengine.serving.parsers.formats import AnswerFormat
+from jengine.serving.parsers.json_calls import CallArray, NamedCall
 
 
 class ToolChoice(NamedTuple):
@@ -151,5 +151,5 @@ def read_tools(body: Body, form: AnswerFormat, shown: bool) -> ToolChoice:
 
 
 def _schema(field: str, tool: dict[str, Any]) -> dict[str, Any]:
-    given = tool["function"].get("parameters")
-    return object_schema(field, given or {"properties": {}, "additionalProperties": False})
+    parameters = tool["function"].get("parameters")
+    return object_schema(field, parameters or {"properties": {}, "additionalProperties": False})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from jengine.serving.calls.named_image import NamedImage
+from jengine.serving.calls.call import NamedImage
 
 Role = Literal["system", "developer", "user", "assistant"]
 Message = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Lines in the log, every few seconds: what the start does, and what the engine does while it serves."""
+"""The form of the log's lines, and lines every few seconds: what the start does, and what the engine does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECONDS = 10.0  # between two lines
 log = logging.getLogger("jengine.serving")
 
 
-class Watched(Protocol):
+class StatusSource(Protocol):
     """What the log is about: a Supervisor. `load` and `totals` raise EngineDead while no engine is
     running.
     """
@@ -49,7 +49,7 @@ class StatusSample(NamedTuple):
     generated: int
 
 
-def sample(engine: Watched) -> StatusSample:
+def sample(engine: StatusSource) -> StatusSample:
     """Raises EngineDead while no engine is running."""
     return StatusSample(time.monotonic(), engine.load, engine.totals.prompt_tokens, engine.generated)
 
@@ -61,13 +61,13 @@ def line(before: StatusSample, now: StatusSample) -> str | None:
     parts = []
     if prompt or generated or load.running or load.waiting:
         seconds = max(now.at - before.at, 1e-9)
-        looked_up, found = load.prefix_queries - old.prefix_queries, load.prefix_hits - old.prefix_hits
+        looked_up, hits = load.prefix_queries - old.prefix_queries, load.prefix_hits - old.prefix_hits
         parts = [
             f"running: {load.running}, waiting: {load.waiting}",
             f"prompt: {prompt / seconds:.1f} tokens/s",
             f"generation: {generated / seconds:.1f} tokens/s",
             f"KV cache: {100 * (load.pages - load.free_pages) / max(load.pages, 1):.1f} %",
-            f"prefix hits: {100 * found / looked_up:.1f} %" if looked_up else "prefix hits: none looked up",
+            f"prefix hits: {100 * hits / looked_up:.1f} %" if looked_up else "prefix hits: none looked up",
         ]
     if load.programs_ready != old.programs_ready:
         some = "all" if load.programs_ready == load.programs else f"{load.programs_ready} of"
@@ -75,7 +75,7 @@ def line(before: StatusSample, now: StatusSample) -> str | None:
     return "; ".join(parts) or None
 
 
-async def write_status(engine: Watched, seconds: float = SECONDS, name: str = "") -> None:
+async def write_status(engine: StatusSource, seconds: float = SECONDS, name: str = "") -> None:
     """Writes lines until it is cancelled; each begins with the model's name, if that is given.
 
     While the engine starts there is a line only without a terminal, which shows progress bars instead.
@@ -93,3 +93,26 @@ async def write_status(engine: Watched, seconds: float = SECONDS, name: str = ""
             if not sys.stderr.isatty() and (why := engine.why_not_ready) != NOT_LOADED:
                 log.info("%s%s", begin, why)
         await asyncio.sleep(seconds)
+
+
+class Lines(logging.Formatter):
+    """Clients' names and paths cannot forge lines or control a terminal: characters that are not printed are
+    escaped, and further lines of a message are indented.
+    """
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = escaped(record.message)
+        return super().formatMessage(record)
+
+
+def escaped(text: str) -> str:
+    if text.isprintable():
+        return text
+    lines = text.split("\n")
+    return "\n    ".join(
+        "".join(
+            character if character.isprintable() else character.encode("unicode_escape").decode()
+            for character in line
+        )
+        for line in lines
+    )

@@ -11,81 +11,118 @@ from prometheus_client.core import Metric
 from jengine import Load, StepTotals
 from jengine.serving.metrics.metric_families import Families
 
+# names, fields of Load, and what they are
+GAUGES = (
+    ("num_requests_running", "running", "Running requests"),
+    ("num_requests_waiting", "waiting", "Waiting requests"),
+    ("kv_cache_pages", "pages", "Pages of the cache"),
+    ("kv_cache_free_pages", "free_pages", "Pages of the cache that are free"),
+    ("kv_cache_cached_pages", "cached_pages", "Free pages of the cache that a prompt may still find"),
+    ("programs_ready", "programs_ready", "Compiled programs that steps can use"),
+    ("programs", "programs", "Programs of the engine's table"),
+)
+COUNTERS = (
+    ("prefix_cache_queries", "prefix_queries", "Prompt tokens looked up in the prefix cache"),
+    ("prefix_cache_hits", "prefix_hits", "Prompt tokens found in the prefix cache"),
+    ("prefix_cache_evictions", "evictions", "Cached pages that were reused for other tokens"),
+    (
+        "external_prefix_cache_queries",
+        "host_queries",
+        "Prompt tokens not on the device, looked up on the host",
+    ),
+    ("external_prefix_cache_hits", "host_hits", "Prompt tokens fetched from the host"),
+    (
+        "external_prefix_cache_declined",
+        "host_declined",
+        "Prompt tokens found on the host but computed, since that is faster",
+    ),
+    ("external_prefix_cache_evictions", "host_evictions", "Host pages that were reused for other tokens"),
+    ("swapped_out_pages", "host_spilled", "Pages copied to the host"),
+    ("swapped_in_pages", "host_fetched", "Pages copied from the host to the device"),
+    ("spec_decode_num_drafts", "drafts", "Drafts that were verified"),
+    ("spec_decode_num_draft_tokens", "draft_tokens", "Tokens of these drafts"),
+    ("num_preemptions", "preemptions", "Preemptions of running requests"),
+    ("compiles_since_start", "compiles_since_start", "Compilations since warm-up; each is a bug"),
+    (
+        "report_faults",
+        "report_faults",
+        "Figures of reports that could not be computed; the log has their causes",
+    ),
+)
+STORE_COUNTERS = (  # likewise of StoreLoad
+    ("queried_pages", "queries", "Pages of prompts that were looked up in a store"),
+    ("loaded_pages", "hits", "Pages that were loaded from a store"),
+    ("loaded_bytes", "loaded_bytes", "Bytes of these pages"),
+    ("load_seconds", "loading_seconds", "Seconds that loading them took"),
+    (
+        "declined_pages",
+        "declined",
+        "Pages that a store had and that were computed, since that is predicted to be faster",
+    ),
+    ("kept_pages", "kept", "Pages that were given to a store"),
+    ("kept_bytes", "kept_bytes", "Bytes of these pages"),
+    ("dropped_pages", "dropped", "Pages that a store had no room or no time for"),
+    ("late_prompts", "late", "Prompts that waited for a store in vain, and were computed"),
+    ("failures", "failures", "Failures of a store"),
+)
+
 
 def load_families(families: Families, load: Load) -> Iterator[Metric]:
     yield families.gauge("engine_up", "Whether an engine is running", 1)
-    yield families.gauge("num_requests_running", "Running requests", load.running)
-    yield families.gauge("num_requests_waiting", "Waiting requests", load.waiting)
-    yield families.gauge(
-        "kv_cache_usage_perc",
-        "Share of the cache's pages in use; 1 is all",
-        1 - load.free_pages / max(load.pages, 1),
-    )
+    for name, field, text in GAUGES:
+        yield families.gauge(name, text, getattr(load, field))
+    for name, field, text in COUNTERS:
+        yield families.counter(name, text, getattr(load, field))
+    used = load.pages - load.free_pages
+    text = "Share of the cache's pages in use; 1 is all"
+    yield families.gauge("kv_cache_usage_perc", text, used / max(load.pages, 1))
+    used_on_host = load.host_used / max(load.host_pages, 1)
+    text = "Share of the host tier's pages in use; 1 is all"
+    yield families.gauge("cpu_cache_usage_perc", text, used_on_host)
     config = (("block_size", "num_gpu_blocks"), [((str(load.page_size), str(load.pages)), 1.0)])
     yield families.gauges("cache_config_info", "Tokens of a page, and pages of the cache; always 1", *config)
-    yield families.gauge("kv_cache_pages", "Pages of the cache", load.pages)
-    yield families.gauge("kv_cache_free_pages", "Pages of the cache that are free", load.free_pages)
-    yield families.gauge(
-        "kv_cache_cached_pages", "Free pages of the cache that a prompt may still find", load.cached_pages
-    )
-    used = load.pages - load.free_pages
-    states = [
-        (("owned",), used),
-        (("cached",), load.cached_pages),
-        (("free",), load.free_pages - load.cached_pages),
-    ]
+    free = load.free_pages - load.cached_pages
+    states = [(("owned",), used), (("cached",), load.cached_pages), (("free",), free)]
     yield families.gauges("kv_cache_pages_by_state", "Pages of the cache by state", ("state",), states)
-    yield families.counter(
-        "prefix_cache_queries", "Prompt tokens looked up in the prefix cache", load.prefix_queries
-    )
-    yield families.counter("prefix_cache_hits", "Prompt tokens found in the prefix cache", load.prefix_hits)
     groups = [((group,), count) for group, count in zip(load.cache_groups, load.hit_pages, strict=True)]
-    yield families.counters(
-        "prefix_cache_hit_pages", "Pages found in the prefix cache, by cache group", ("group",), groups
-    )
-    yield families.counter(
-        "prefix_cache_evictions", "Cached pages that were reused for other tokens", load.evictions
-    )
-    yield from _host(families, load)
-    yield from _store(families, load)
-    yield from _speculation(families, load)
-    yield from _adapters(families, load)
-    yield families.counter("num_preemptions", "Preemptions of running requests", load.preemptions)
-    kinds = [
-        ((kind,), count)
-        for kind, count in zip(("cached", "swap", "recompute"), load.resumptions, strict=True)
-    ]
+    text = "Pages found in the prefix cache, by cache group"
+    yield families.counters("prefix_cache_hit_pages", text, ("group",), groups)
+    accepted = load.accepted_tokens
+    text = "Tokens of drafts that became output"
+    yield families.counter("spec_decode_num_accepted_tokens", text, sum(accepted))
+    positions = [((str(position),), count) for position, count in enumerate(accepted)]
+    text = "Tokens of drafts that became output, by position in the draft"
+    yield families.counters("spec_decode_num_accepted_tokens_per_pos", text, ("position",), positions)
+    places = zip(("cached", "swap", "recompute"), load.resumptions, strict=True)
     text = (
         "Preempted requests that resumed, by the place of their pages: on the device, on the host, or to be"
         " recomputed"
     )
+    kinds = [((place,), count) for place, count in places]
     yield families.counters("num_preemptions_by_kind", text, ("kind",), kinds)
     outcomes = [
         ((outcome,), getattr(load, f"targets_{outcome}")) for outcome in ("met", "missed", "rejected")
     ]
-    yield families.counters(
-        "request_targets", "Requests with ttft_ms or tpot_ms by how they ended", ("outcome",), outcomes
-    )
+    text = "Requests with ttft_ms or tpot_ms by how they ended"
+    yield families.counters("request_targets", text, ("outcome",), outcomes)
     decisions = [((decision,), count) for decision, count in load.decisions]
-    yield families.counters(
-        "step_decisions",
-        "Steps with prompts, by strategy and the reason for their size",
-        ("decision",),
-        decisions,
-    )
+    text = "Steps with prompts, by strategy and the reason for their size"
+    yield families.counters("step_decisions", text, ("decision",), decisions)
     if (first := load.first_token_seconds) is not None:
         text = "Predicted seconds to the first token of a typical request that would arrive now"
         yield families.gauge("predicted_time_to_first_token_seconds", text, first)
-    yield families.gauge("programs_ready", "Compiled programs that steps can use", load.programs_ready)
-    yield families.gauge("programs", "Programs of the engine's table", load.programs)
-    yield families.counter(
-        "compiles_since_start", "Compilations since warm-up; each is a bug", load.compiles_since_start
-    )
-    yield families.counter(
-        "report_faults",
-        "Figures of reports that could not be computed; the log has their causes",
-        load.report_faults,
-    )
+    if (use := load.loras) is not None:  # with enable_lora
+        labels = "max_lora", "running_lora_adapters", "waiting_lora_adapters"
+        now = str(use.max_loras), ",".join(use.running), ",".join(use.waiting)
+        text = (
+            "Adapters that running and waiting requests use, and the most that may run; the value is the time"
+        )
+        yield families.gauges("lora_requests_info", text, labels, [(now, time.time())])
+        yield families.gauge("lora_adapters", "LoRA adapters in host memory", use.loaded)
+    if (store := load.store) is not None:  # with kv_transfer_config
+        for name, field, text in STORE_COUNTERS:
+            values = [((store.connector,), getattr(store, field))]
+            yield families.counters(f"kv_transfer_{name}", text, ("connector",), values)
 
 
 def step_families(families: Families, totals: StepTotals) -> Iterator[Metric]:
@@ -129,71 +166,3 @@ def step_families(families: Families, totals: StepTotals) -> Iterator[Metric]:
     )
     yield families.counter("gc_pause_seconds", "Seconds of garbage collections", totals.pause_seconds)
     yield families.gauge("engine_resident_memory_bytes", "Memory of the engine's process", totals.resident)
-
-
-def _speculation(families: Families, load: Load) -> Iterator[Metric]:
-    positions = [((str(position),), count) for position, count in enumerate(load.accepted_tokens)]
-    yield families.counter("spec_decode_num_drafts", "Drafts that were verified", load.drafts)
-    yield families.counter("spec_decode_num_draft_tokens", "Tokens of these drafts", load.draft_tokens)
-    yield families.counter(
-        "spec_decode_num_accepted_tokens", "Tokens of drafts that became output", sum(load.accepted_tokens)
-    )
-    yield families.counters(
-        "spec_decode_num_accepted_tokens_per_pos",
-        "Tokens of drafts that became output, by position in the draft",
-        ("position",),
-        positions,
-    )
-
-
-def _adapters(families: Families, load: Load) -> Iterator[Metric]:
-    """Metrics of LoRA adapters, see EngineConfig.enable_lora."""
-    if (use := load.loras) is None:
-        return
-    labels = "max_lora", "running_lora_adapters", "waiting_lora_adapters"
-    now = str(use.max_loras), ",".join(use.running), ",".join(use.waiting)
-    text = "Adapters that running and waiting requests use, and the most that may run; the value is the time"
-    yield families.gauges("lora_requests_info", text, labels, [(now, time.time())])
-    yield families.gauge("lora_adapters", "LoRA adapters in host memory", use.loaded)
-
-
-def _store(families: Families, load: Load) -> Iterator[Metric]:
-    """Metrics of a store of pages, see EngineConfig.kv_transfer_config."""
-    if (use := load.store) is None:
-        return
-
-    def counter(name: str, text: str, value: float) -> Metric:
-        return families.counters(f"kv_transfer_{name}", text, ("connector",), [((use.connector,), value)])
-
-    yield counter("queried_pages", "Pages of prompts that were looked up in a store", use.queries)
-    yield counter("loaded_pages", "Pages that were loaded from a store", use.hits)
-    yield counter("loaded_bytes", "Bytes of these pages", use.loaded_bytes)
-    yield counter("load_seconds", "Seconds that loading them took", use.loading_seconds)
-    text = "Pages that a store had and that were computed, since that is predicted to be faster"
-    yield counter("declined_pages", text, use.declined)
-    yield counter("kept_pages", "Pages that were given to a store", use.kept)
-    yield counter("kept_bytes", "Bytes of these pages", use.kept_bytes)
-    yield counter("dropped_pages", "Pages that a store had no room or no time for", use.dropped)
-    yield counter("late_prompts", "Prompts that waited for a store in vain, and were computed", use.late)
-    yield counter("failures", "Failures of a store", use.failures)
-
-
-def _host(families: Families, load: Load) -> Iterator[Metric]:
-    """Metrics of the host tier, see EngineConfig.swap_space."""
-    used = load.host_used / max(load.host_pages, 1)
-    yield families.gauge("cpu_cache_usage_perc", "Share of the host tier's pages in use; 1 is all", used)
-    queries, hits, declined = load.host_queries, load.host_hits, load.host_declined
-    yield families.counter(
-        "external_prefix_cache_queries", "Prompt tokens not on the device, looked up on the host", queries
-    )
-    yield families.counter("external_prefix_cache_hits", "Prompt tokens fetched from the host", hits)
-    yield families.counter(
-        "external_prefix_cache_declined",
-        "Prompt tokens found on the host but computed, since that is faster",
-        declined,
-    )
-    yield families.counter(
-        "external_prefix_cache_evictions", "Host pages that were reused for other tokens", load.host_evictions
-    )
-    yield families.counter("swapped_out_pages", "Pages copied to the host", load.host_spilled)
-    yield families.counter("swapped_in_pages", "Pages copied from the host to the device", load.host_fetched)

@@ -10,8 +10,22 @@ from prometheus_client.core import Metric
 
 from jengine import EngineDead, Load, RequestOutput, StepTotals
 from jengine.serving.metrics.engine_metrics import load_families, step_families
-from jengine.serving.metrics.metric_families import TOKENS, Families, Histogram
+from jengine.serving.metrics.metric_families import SECONDS, TOKENS, Families, Histogram
 
+HISTOGRAMS = {  # by name: what they are, and their bounds
+    "request_queue_time_seconds": ("From a request's arrival to its first step", SECONDS),
+    "request_prefill_time_seconds": ("From a request's first step to its first token", SECONDS),
+    "request_decode_time_seconds": ("From a request's first token to its last", SECONDS),
+    "request_inference_time_seconds": ("From a request's first step to its last token", SECONDS),
+    "request_prompt_tokens": ("Prompt tokens of a request", TOKENS),
+    "request_prefill_kv_computed_tokens": ("Prompt tokens of a request that were not cached", TOKENS),
+    "request_generation_tokens": ("Generated tokens of a completion", TOKENS),
+    "request_max_num_generation_tokens": ("Generated tokens of a request's longest completion", TOKENS),
+    "time_to_first_token_seconds": ("From a request's arrival to its first token", SECONDS),
+    "inter_token_latency_seconds": ("Between a completion's tokens", SECONDS),
+    "request_time_per_output_token_seconds": ("The same, a request's mean", SECONDS),
+    "e2e_request_latency_seconds": ("From a request's arrival to its end", SECONDS),
+}
 UNFINISHED = "abort"  # finish reason of a request whose client has gone
 
 
@@ -49,19 +63,11 @@ class ModelMetrics:
         self.model, self.load, self.restarts, self.totals = model, load, restarts, totals
         self.finished: Counter[str] = Counter()  # completions by finish reason
         self.prompt_tokens = self.cached_prompt_tokens = self.generation_tokens = 0
-        self.first_token, self.inter_token, self.end_to_end = Histogram(), Histogram(), Histogram()
-        self.queue_time, self.prefill_time, self.decode_time, self.inference_time = (
-            Histogram(),
-            Histogram(),
-            Histogram(),
-            Histogram(),
-        )
-        self.time_per_token, self.prompt_lengths, self.computed_lengths = (
-            Histogram(),
-            Histogram(TOKENS),
-            Histogram(TOKENS),
-        )
-        self.output_lengths, self.longest_outputs = Histogram(TOKENS), Histogram(TOKENS)
+        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+
+    def observe(self, name: str, value: float, times: int = 1) -> None:
+        """Adds a value to one of the HISTOGRAMS, so many times."""
+        self._histograms[name].add(value, times)
 
     def families(self, prefix: str) -> Iterator[Metric]:
         """Metrics in Prometheus's form; `prefix`: of their names."""
@@ -81,57 +87,19 @@ class ModelMetrics:
         yield of.counter("generation_tokens", "Generated tokens", self.generation_tokens)
         ends = [((reason,), count) for reason, count in list(self.finished.items())]
         yield of.counters("request_success", "Completions by finish reason", ("finished_reason",), ends)
-        yield of.histogram(
-            "request_queue_time_seconds", "From a request's arrival to its first step", self.queue_time
-        )
-        yield of.histogram(
-            "request_prefill_time_seconds",
-            "From a request's first step to its first token",
-            self.prefill_time,
-        )
-        yield of.histogram(
-            "request_decode_time_seconds", "From a request's first token to its last", self.decode_time
-        )
-        yield of.histogram(
-            "request_inference_time_seconds",
-            "From a request's first step to its last token",
-            self.inference_time,
-        )
-        yield of.histogram("request_prompt_tokens", "Prompt tokens of a request", self.prompt_lengths)
-        yield of.histogram(
-            "request_prefill_kv_computed_tokens",
-            "Prompt tokens of a request that were not cached",
-            self.computed_lengths,
-        )
-        yield of.histogram(
-            "request_generation_tokens", "Generated tokens of a completion", self.output_lengths
-        )
-        yield of.histogram(
-            "request_max_num_generation_tokens",
-            "Generated tokens of a request's longest completion",
-            self.longest_outputs,
-        )
-        yield of.histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token", self.first_token
-        )
-        yield of.histogram("inter_token_latency_seconds", "Between a completion's tokens", self.inter_token)
-        yield of.histogram(
-            "request_time_per_output_token_seconds", "The same, a request's mean", self.time_per_token
-        )
-        yield of.histogram(
-            "e2e_request_latency_seconds", "From a request's arrival to its end", self.end_to_end
-        )
+        for name, (text, _) in HISTOGRAMS.items():
+            yield of.histogram(name, text, self._histograms[name])
 
 
 def merged(families: Iterable[Metric]) -> Iterator[Metric]:
     """Metrics of several models: those of the same name as one."""
-    found: dict[str, Metric] = {}
+    by_name: dict[str, Metric] = {}
     for family in families:
-        if family.name in found:
-            found[family.name].samples += family.samples
+        if family.name in by_name:
+            by_name[family.name].samples += family.samples
         else:
-            found[family.name] = family
-    return iter(found.values())
+            by_name[family.name] = family
+    return iter(by_name.values())
 
 
 class ModelWatch(RequestWatch):
@@ -157,7 +125,7 @@ class ModelWatch(RequestWatch):
             self.last = self._first(output, now)
             count, steps = count - sum(1 for new in news if new), steps - 1
         if steps:
-            metrics.inter_token.add((now - self.last) / steps, count)
+            metrics.observe("inter_token_latency_seconds", (now - self.last) / steps, count)
             self.last = now
 
     def _first(self, output: RequestOutput, now: float) -> float:
@@ -166,12 +134,15 @@ class ModelWatch(RequestWatch):
         metrics.prompt_tokens += len(output.prompt_token_ids)
         metrics.cached_prompt_tokens += output.num_cached_tokens or 0
         first = times.first_token or now
-        metrics.prompt_lengths.add(len(output.prompt_token_ids))
-        metrics.computed_lengths.add(len(output.prompt_token_ids) - (output.num_cached_tokens or 0))
+        metrics.observe("request_prompt_tokens", len(output.prompt_token_ids))
+        metrics.observe(
+            "request_prefill_kv_computed_tokens",
+            len(output.prompt_token_ids) - (output.num_cached_tokens or 0),
+        )
         if times.scheduled is not None:
-            metrics.queue_time.add(times.scheduled - times.arrival)
-            metrics.prefill_time.add(first - times.scheduled)
-        metrics.first_token.add(first - times.arrival)
+            metrics.observe("request_queue_time_seconds", times.scheduled - times.arrival)
+            metrics.observe("request_prefill_time_seconds", first - times.scheduled)
+        metrics.observe("time_to_first_token_seconds", first - times.arrival)
         return first
 
     def ended(self, whole: RequestOutput | None = None) -> None:
@@ -186,15 +157,15 @@ class ModelWatch(RequestWatch):
         for completion in output.outputs:
             metrics.finished[completion.finish_reason or UNFINISHED] += 1
         for length in self.lengths:
-            metrics.output_lengths.add(length)
-        metrics.longest_outputs.add(max(self.lengths))
+            metrics.observe("request_generation_tokens", length)
+        metrics.observe("request_max_num_generation_tokens", max(self.lengths))
         times = output.metrics
         if times.finished is None:
             return
-        metrics.end_to_end.add(times.finished - times.arrival)
+        metrics.observe("e2e_request_latency_seconds", times.finished - times.arrival)
         if times.first_token is not None and times.scheduled is not None:
             decode = times.finished - times.first_token
-            metrics.decode_time.add(decode)
-            metrics.inference_time.add(times.finished - times.scheduled)
+            metrics.observe("request_decode_time_seconds", decode)
+            metrics.observe("request_inference_time_seconds", times.finished - times.scheduled)
             if (most := max(self.lengths)) > 1:
-                metrics.time_per_token.add(decode / (most - 1))
+                metrics.observe("request_time_per_output_token_seconds", decode / (most - 1))

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from inspect import isasyncgenfunction, iscoroutinefunction
-from typing import Any
 
 import grpc
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jengine import Load, StepTotals
 from jengine.serving.calls.call import interruption
+from jengine.serving.calls.interceptors import ContextInterceptor
 from jengine.serving.metrics.metric_families import Families
 from jengine.serving.metrics.model_metrics import ModelMetrics, ModelWatch, RequestWatch, merged
 
@@ -73,23 +71,13 @@ class PrometheusMetrics(Metrics, Collector):
     Only the event loop writes. Prometheus's threads read, and may see some numbers before others are updated.
 
     Args:
-        model: the default model's name.
-        load: returns the engine's load; raises EngineDead if none is running.
-        restarts: returns the number of engine restarts.
-        totals: returns totals of the engine's steps; raises as `load`.
+        models: those that the server offers, the default one first.
         prefix: of the metrics' names, before a colon.
     """
 
-    def __init__(
-        self,
-        model: str,
-        load: Callable[[], Load],
-        restarts: Callable[[], int],
-        totals: Callable[[], StepTotals] = StepTotals,
-        prefix: str = "jengine",
-    ) -> None:
+    def __init__(self, *models: ModelMetrics, prefix: str = "jengine") -> None:
         self.prefix = f"{prefix}:"
-        self.model, self.models = model, {model: ModelMetrics(model, load, restarts, totals)}
+        self.model, self.models = models[0].model, {metrics.model: metrics for metrics in models}
         self.rpcs: Counter[tuple[str, str]] = Counter()  # RPCs by method and status
         self.http: Counter[tuple[str, str, int]] = Counter()  # HTTP requests by method, path and status
         self.rejections: Counter[tuple[str, str]] = Counter()  # by cause and key
@@ -97,16 +85,6 @@ class PrometheusMetrics(Metrics, Collector):
 
     def request_started(self, model: str | None = None) -> RequestWatch:
         return ModelWatch(self.models[self.model if model is None else model])
-
-    def add_model(
-        self,
-        model: str,
-        load: Callable[[], Load],
-        restarts: Callable[[], int],
-        totals: Callable[[], StepTotals] = StepTotals,
-    ) -> None:
-        """Another model that the server offers."""
-        self.models[model] = ModelMetrics(model, load, restarts, totals)
 
     def rpc_ended(self, method: str, code: grpc.StatusCode) -> None:
         self.rpcs[method, code.name] += 1
@@ -171,7 +149,7 @@ class PrometheusMetrics(Metrics, Collector):
 # --- outcomes of RPCs -----------------------------------------------------------------------------
 
 
-class OutcomeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
+class OutcomeInterceptor(ContextInterceptor):
     """Counts RPCs by status. It is a server's first interceptor, so that it also counts rejections by
     others.
     """
@@ -179,38 +157,11 @@ class OutcomeInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
     def __init__(self, metrics: Metrics) -> None:
         self.metrics = metrics
 
-    async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], call: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler:
-        handler = await continuation(call)
-        if handler is None:
-            self.metrics.rpc_ended("unknown/unknown", grpc.StatusCode.UNIMPLEMENTED)
-            return None
-        asks, answers = (
-            ("stream" if streams else "unary")
-            for streams in (handler.request_streaming, handler.response_streaming)
-        )
-        return handler._replace(
-            **{f"{asks}_{answers}": self._counted(call.method, getattr(handler, f"{asks}_{answers}"))}
-        )
+    def unknown(self) -> None:
+        self.metrics.rpc_ended("unknown/unknown", grpc.StatusCode.UNIMPLEMENTED)
 
-    def _counted(self, method: str, behavior: Callable[..., Any]) -> Callable[..., Any]:
-        async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            with self._outcome(method, context):
-                return await behavior(request, context)
-
-        async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-            with self._outcome(method, context):
-                async with aclosing(behavior(request, context)) as messages:
-                    async for message in messages:
-                        yield message
-
-        return (
-            stream if isasyncgenfunction(behavior) else answer if iscoroutinefunction(behavior) else behavior
-        )
-
-    @contextmanager
-    def _outcome(self, method: str, context: grpc.aio.ServicerContext) -> Iterator[None]:
+    @asynccontextmanager
+    async def around(self, method: str, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         code = grpc.StatusCode.UNKNOWN  # gRPC's status for an exception
         try:
             yield

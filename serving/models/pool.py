@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,10 +20,31 @@ from jengine import AsyncLLM, BackOff, JengineError, OutOfMemory
 from jengine.serving.calls.adapters import Adapters
 from jengine.serving.calls.model_provider import ListedModel, ModelInfo, ModelProvider, NotReady, Status, User
 from jengine.serving.models.memory import Memory, MemoryNeed, memory_of, resident
-from jengine.serving.models.usage import Usage
 from jengine.serving.processes.supervisor import Supervisor
 
+MEMORY = 600.0  # seconds after which a use counts 1/e
 log = logging.getLogger("jengine.serving")
+
+
+class Usage:
+    """The uses of a model, of which older ones count less: so recency and rate together.
+
+    Attributes:
+        last: time of the last use, in monotonic seconds.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.last, self._count, self._at = now, 0.0, now
+
+    def add(self, now: float) -> None:
+        self._count, self._at, self.last = self._decayed(now) + 1.0, now, now
+
+    def expected(self, now: float) -> float:
+        """Uses to expect in the next MEMORY seconds, if uses go on as they did."""
+        return self._decayed(now)
+
+    def _decayed(self, now: float) -> float:
+        return self._count * math.exp((self._at - now) / MEMORY)
 
 
 @dataclass(slots=True, eq=False)
@@ -121,8 +143,8 @@ class ModelPool:
         return [model.listed for model in self]
 
     def running(self) -> Sequence[AsyncLLM]:
-        found = [model.supervisor.llm for model in self if model.supervisor.pid is not None]
-        return found or [self.llm]
+        engines = [model.supervisor.llm for model in self if model.supervisor.pid is not None]
+        return engines or [self.llm]
 
     @property
     def max_num_seqs(self) -> int:

@@ -109,24 +109,26 @@ def split(text: str, marker: str) -> tuple[str, bool, str]:
     at = text.find(marker)
     if at >= 0:
         return text[:at], True, text[at + len(marker) :]
-    kept = next(
+    held = next(
         (size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0
     )
-    return text[: len(text) - kept], False, text[len(text) - kept :]
+    return text[: len(text) - held], False, text[len(text) - held :]
 
 
 def split_at(text: str, *markers: str) -> tuple[str, str, str]:
     """The text before the first of the markers, that marker, and the rest. Without one, the rest is a
     possible beginning of a marker.
     """
-    at, marker = min(((at, one) for one in markers if (at := text.find(one)) >= 0), default=(-1, ""))
+    at, marker = min(
+        ((at, candidate) for candidate in markers if (at := text.find(candidate)) >= 0), default=(-1, "")
+    )
     if marker:
         return text[:at], marker, text[at + len(marker) :]
-    kept = max(len(split(text, one)[2]) for one in markers)
-    return text[: len(text) - kept], "", text[len(text) - kept :]
+    held = max(len(split(text, candidate)[2]) for candidate in markers)
+    return text[: len(text) - held], "", text[len(text) - held :]
 
 
-class Held:
+class ContentTrimmer:
     """Content without the whitespace around tool calls. Whitespace that may precede a call is held back."""
 
     def __init__(self) -> None:

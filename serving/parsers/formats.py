@@ -9,17 +9,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jengine import ModelError, Tokenizer
-from jengine.serving.parsers.events import Event, OutputParser, PlainText, joined
+from jengine.serving.parsers.events import OutputParser, PlainText
 from jengine.serving.parsers.harmony import Harmony
 from jengine.serving.parsers.hermes import Hermes
 from jengine.serving.parsers.llama import LlamaJson
 from jengine.serving.parsers.marked import DEEPSEEK, KIMI, MarkedCalls
 from jengine.serving.parsers.mistral import Mistral
 from jengine.serving.parsers.pythonic import Pythonic
-from jengine.serving.parsers.reasoning import Reasons
-from jengine.serving.parsers.response_template import ResponseTemplate, read_whole
+from jengine.serving.parsers.response_template import ResponseTemplate
 from jengine.serving.parsers.tagged import GLM, MINIMAX, QWEN_CODER, TaggedCalls
-from jengine.serving.parsers.thoughts import END, Turns, open_thought
+from jengine.serving.parsers.thoughts import END, ThinkParser, Turns, open_thought
 from jengine.serving.parsers.values import parameter_types
 
 Tools = Mapping[str, Mapping[str, Any]]  # for each tool's name, the JSON schemas of its parameters by name
@@ -72,19 +71,19 @@ class AnswerFormat:
         self._template = (
             _response_template(tokenizer) if (tool_parser, reasoning_parser) == ("auto", "auto") else None
         )
-        found = _tool_parser(sources) if tool_parser == "auto" else tool_parser
-        self.calls = found if self._template is None and found in TOOL_PARSERS else None
-        self._tool_parser = TOOL_PARSERS.get(found or "none")
+        parser_name = _tool_parser(sources) if tool_parser == "auto" else tool_parser
+        self.calls = parser_name if self._template is None and parser_name in TOOL_PARSERS else None
+        self._tool_parser = TOOL_PARSERS.get(parser_name or "none")
         self._reasoning = _reasoning_parser(sources) if reasoning_parser == "auto" else reasoning_parser
         self._turns = Turns(tokenizer)
         self.tools = self._template is not None or self._tool_parser is not None
-        self.shows_special_tokens = self._template is not None or found in (
+        self.shows_special_tokens = self._template is not None or parser_name in (
             "deepseek",
             "harmony",
             "kimi_k2",
             "mistral",
         )
-        self.channels = self._template is None and found == "harmony"
+        self.channels = self._template is None and parser_name == "harmony"
         self.marks_thoughts = self.channels or self._template is not None or self._reasoning != "none"
 
     def reasoning(self, prompt: str, continues: bool = True) -> bool | None:
@@ -133,23 +132,7 @@ class AnswerFormat:
         calls = LlamaJson(schemas, calls) if plain else calls
         rest = calls if forced is None else forced
         inside = self.reasoning(prompt, continues) if thinks else None
-        return rest if inside is None else Reasons(rest, inside)
-
-    def read(
-        self,
-        text: str,
-        prompt: str,
-        tools: list[dict[str, Any]],
-        thinks: bool = True,
-        forced: OutputParser | None = None,
-        continues: bool = True,
-        plain: bool = False,
-    ) -> list[Event]:
-        """Parses a whole answer; see `parser`."""
-        if self._template is not None and thinks and forced is None and not (plain and tools):
-            return read_whole(self._template, text, prompt, tools)
-        parser = self.parser(prompt, tools, thinks, forced, continues, plain)
-        return joined([*parser.push(text), *parser.finish()])
+        return rest if inside is None else ThinkParser(rest, inside)
 
 
 def _tool_parser(source: str) -> str | None:

@@ -50,11 +50,11 @@ class Harmony(Stepwise):
             self._finish_message(events)
             self._buffer, self._state = self._buffer[at + len(end) :], "header"
             return True
-        kept = max(
+        held = max(
             (size for end in ENDS for size in range(1, len(end)) if self._buffer.endswith(end[:size])),
             default=0,
         )
-        shown = len(self._buffer) - kept
+        shown = len(self._buffer) - held
         self._emit(self._buffer[:shown], events)
         self._buffer = self._buffer[shown:]
         return False

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from jengine.serving.parsers.events import Event, Held, Stepwise, joined, split
+from jengine.serving.parsers.events import ContentTrimmer, Event, Stepwise, joined, split
 from jengine.serving.parsers.json_calls import JsonCall
 
 START, END = "<tool_call>", "</tool_call>"
@@ -24,7 +24,7 @@ class Hermes(Stepwise):
     def __init__(self, names: Container[str] | None = None) -> None:
         super().__init__()
         self._names = names
-        self._content, self._count = Held(), 0
+        self._content, self._count = ContentTrimmer(), 0
         self._call: JsonCall | None = None
         self._opening = ""  # what was read before a call's first character
         self._begins = True  # a call without its opening marker may follow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Container
 
-from jengine.serving.parsers.events import Arguments, Event, ToolCallStart, clean
+from jengine.serving.parsers.events import Arguments, Event, ToolCallStart, clean, joined
 
 MORE, LAST, BEFORE = "more", "last", "before"  # whether a character continues a value, ends it, or follows it
 # characters of JSON outside strings
@@ -243,3 +243,33 @@ def _string(text: str) -> str:
     except ValueError:
         return ""
     return clean(value) if isinstance(value, str) else ""
+
+
+class NamedCall:
+    """The whole text is one tool's arguments."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._begun = name, False
+
+    def push(self, text: str) -> list[Event]:
+        if not text:
+            return []
+        start: list[Event] = [] if self._begun else [ToolCallStart(0, self._name)]
+        self._begun = True
+        return [*start, Arguments(0, text)]
+
+    def finish(self) -> list[Event]:
+        return []
+
+
+class CallArray:
+    """The text is a JSON array of calls."""
+
+    def __init__(self) -> None:
+        self._calls = CallList()
+
+    def push(self, text: str) -> list[Event]:
+        return joined(self._calls.feed(text)[1])
+
+    def finish(self) -> list[Event]:
+        return []

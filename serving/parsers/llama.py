@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
-from jengine.serving.parsers.events import Event, Held, OutputParser, PlainText, joined
+from jengine.serving.parsers.events import ContentTrimmer, Event, OutputParser, PlainText, joined
 from jengine.serving.parsers.json_calls import CallList
 
 TAG = "<|python_tag|>"  # optional, at the beginning
@@ -26,7 +26,7 @@ class LlamaJson:
     def __init__(self, names: Container[str], rest: OutputParser | None = None) -> None:
         self._names, self._rest = names, rest or PlainText()
         self._calls = CallList(names=names, between=";,", array=False)
-        self._content = Held()
+        self._content = ContentTrimmer()
         self._read = ""  # text read before a call began
         self._opened = self._over = self._fenced = False
 

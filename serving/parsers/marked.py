@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from jengine.serving.parsers.events import (
     Arguments,
+    ContentTrimmer,
     Event,
-    Held,
     Stepwise,
     ToolCallStart,
     joined,
@@ -85,7 +85,7 @@ class MarkedCalls(Stepwise):
 
     def __init__(self, marks: Marks, names: Container[str] = ()) -> None:
         super().__init__()
-        self._marks, self._names, self._content, self._count = marks, names, Held(), 0
+        self._marks, self._names, self._content, self._count = marks, names, ContentTrimmer(), 0
         self._state: Callable[[list[Event]], bool] = self._outside
         self._arguments = JsonValue()
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from jengine.serving.parsers.events import Arguments, Event, Held, Stepwise, ToolCallStart, joined, split
+from jengine.serving.parsers.events import (
+    Arguments,
+    ContentTrimmer,
+    Event,
+    Stepwise,
+    ToolCallStart,
+    joined,
+    split,
+)
 from jengine.serving.parsers.json_calls import BEFORE, LAST, CallList, JsonValue
 
 START, ARGS, ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
@@ -22,7 +30,7 @@ class Mistral(Stepwise):
     def __init__(self, names: Container[str] | None = None) -> None:
         super().__init__()
         self._names = names
-        self._content, self._count = Held(), 0
+        self._content, self._count = ContentTrimmer(), 0
         self._begins = names is not None  # an array without the marker may follow
         self._called = False  # a marker was read, but not the text after it
         self._opening = ""  # what was read of a list without a call

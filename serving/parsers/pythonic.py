@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from jengine.serving.parsers.events import Arguments, Event, Held, ToolCallStart, clean, joined
+from jengine.serving.parsers.events import Arguments, ContentTrimmer, Event, ToolCallStart, clean, joined
 
 TAGS = ("<|python_start|>", "<|python_end|>")  # of Llama 4, around the list
 CONSTANTS = {"true": True, "false": False, "null": None}
@@ -52,7 +52,7 @@ class Pythonic:
     """
 
     def __init__(self, names: Collection[str]) -> None:
-        self._names, self._content, self._count = names, Held(), 0
+        self._names, self._content, self._count = names, ContentTrimmer(), 0
         self._buffer, self._over = "", False
         self._at = 0  # position up to which the buffer has been scanned
         self._opened, self._brackets = False, Brackets()

@@ -61,23 +61,6 @@ class ResponseTemplate:
         return events
 
 
-def read_whole(template: dict[str, Any], text: str, prompt: str, tools: list[dict[str, Any]]) -> list[Event]:
-    """Parses a whole answer."""
-    from transformers.utils.chat_parsing import parse_response
-
-    try:
-        message = parse_response(text, template, prefix=prompt, tools=[*tools])
-        thought = next((message[name] for name in THOUGHTS if message.get(name)), "")
-        content = message.get("content") or ""
-        events: list[Event] = [
-            *([Reasoning(thought)] if thought else []),
-            *([Content(content)] if content else []),
-        ]
-        return [*events, *call_events(message.get("tool_calls") or [], 0)]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return [Content(text)] if text else []
-
-
 def call_events(value: Any, first: int) -> list[Event]:
     """Two events for each call. Raises KeyError or TypeError if it is not a call."""
     events: list[Event] = []

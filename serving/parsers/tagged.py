@@ -11,8 +11,8 @@ from typing import Any
 
 from jengine.serving.parsers.events import (
     Arguments,
+    ContentTrimmer,
     Event,
-    Held,
     Stepwise,
     ToolCallStart,
     joined,
@@ -87,7 +87,7 @@ class TaggedCalls(Stepwise):
 
     def __init__(self, tags: Tags, tools: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__()
-        self._tags, self._tools, self._content = tags, tools, Held()
+        self._tags, self._tools, self._content = tags, tools, ContentTrimmer()
         self._state: Callable[[list[Event]], bool] = self._outside
         self._read = ""  # tags that are content unless a call follows
         self._bare = False  # the section's tag is missing

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import cache
+from importlib.resources import files
 
 import grpc
 from starlette.requests import Request
@@ -18,12 +20,42 @@ from jengine.serving.guards.bounds import sees_all_clients
 from jengine.serving.http.app import Parts, application, endpoint
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.endpoint import while_connected
+from jengine.serving.http.front import page_routes
 from jengine.serving.http.hosts import OwnHosts
-from jengine.serving.metrics.metrics_server import MakePage, Pages
-from jengine.serving.playground.assets import HEADERS, assets
+from jengine.serving.metrics.metrics_server import Pages
 from jengine.serving.playground.live import LiveFeed
 
 LIVE = "/page/live"
+# Everything comes from this server; inline code is not executed, and text never becomes HTML.
+POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    ]
+)
+HEADERS = {
+    "content-security-policy": POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "cache-control": "no-cache",
+}
+TYPES = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
 
 
 def playground(parts: Parts, pages: Pages) -> ASGIApp:
@@ -47,7 +79,7 @@ def playground(parts: Parts, pages: Pages) -> ASGIApp:
     app = application(
         parts._replace(config=config),
         [
-            *[Route(path, _page(make), methods=["GET"]) for path, make in pages.items()],
+            *page_routes(pages),
             *[Route(path, _asset(*asset), methods=["GET"]) for path, asset in assets().items()],
             endpoint(parts, "GET", LIVE, live),
         ],
@@ -59,15 +91,7 @@ async def _stream(call: HttpCall, feed: LiveFeed) -> None:
     with feed.watch() as viewer:
         await call.start_events({})
         while True:
-            await call.event(await viewer.next())
-
-
-def _page(make: MakePage) -> Callable[[Request], Awaitable[Response]]:
-    async def handle(request: Request) -> Response:
-        page = await make(request.headers.get("accept", ""))
-        return Response(page.body, page.status, page.headers, page.content_type)
-
-    return handle
+            await call.event([await viewer.next()])
 
 
 def _asset(body: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
@@ -75,3 +99,13 @@ def _asset(body: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
         return Response(body, headers={**HEADERS, "content-type": kind})
 
     return handle
+
+
+@cache
+def assets() -> dict[str, tuple[bytes, str]]:
+    """(content, type) by path. The page itself is at /, its other files are under /page/."""
+    files_by_path = {}
+    for file in files("jengine.serving.playground").joinpath("static").iterdir():
+        path = "/" if file.name == "index.html" else f"/page/{file.name}"
+        files_by_path[path] = file.read_bytes(), TYPES[file.name.rpartition(".")[2]]
+    return files_by_path

@@ -66,6 +66,9 @@ from jengine.serving.processes.wire import (
     requests_of,
 )
 
+LISTS: dict[type[object], str] = {  # of StepUpdates
+    TokenUpdate: "tokens", PromptScores: "scores", Pooled: "pooled", BeamsFound: "beams", Ended: "ended",
+}  # fmt: skip
 REPORT_SECONDS = 0.2  # between two reports of the same work during the start
 
 
@@ -151,12 +154,10 @@ class EngineChild:
             self._totals, self._totals_at = self._engine.totals(), now
         self._told = load = self._engine.load
         self._fresh = True
-        tokens = [update for update in updates if isinstance(update, TokenUpdate)]
-        scores = [update for update in updates if isinstance(update, PromptScores)]
-        pooled = [update for update in updates if isinstance(update, Pooled)]
-        beams = [update for update in updates if isinstance(update, BeamsFound)]
-        ended = [update for update in updates if isinstance(update, Ended)]
-        self._send(StepUpdates(tokens, scores, pooled, beams, ended, load, self._totals if totals else None))
+        lists: dict[str, list[Any]] = {name: [] for name in LISTS.values()}
+        for update in updates:
+            lists[LISTS[type(update)]].append(update)
+        self._send(StepUpdates(**lists, load=load, totals=self._totals if totals else None))
 
     def _add(self, requests: list[Request]) -> None:
         try:

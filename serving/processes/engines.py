@@ -35,7 +35,7 @@ def model_engine(report: Callable[[str, str, int, int], None] | None = None, **o
     """
     gc.disable()  # what imports create stays, so looking for garbage among it would only take time
     try:
-        from jengine import start_engine  # imports jax, which the mock does not need
+        from jengine import start_engine  # imports jax, which engines of tests do not need
     finally:
         gc.enable()
 

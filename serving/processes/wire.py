@@ -46,6 +46,10 @@ RECEIVE = 1 << 18  # bytes read from the socket at a time
 TOTALS_SECONDS = 1.0  # seconds between two reports of StepTotals; a last report follows when all work is done
 # used only in the server, which produces text
 TEXT_FIELDS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
+EQUAL_FIELDS = (  # of Request and Add
+    "prompt_token_ids", "arrival", "cache_salt", "ttft_ms", "tpot_ms", "client", "pooling", "lora_name",
+    "pages_from",
+)  # fmt: skip
 MakeMasks = Callable[[SamplingParams, Tokenizer, int], Sequence[TokenMask | None]]
 _DEFAULTS = SamplingParams()
 _FIELDS = [field.name for field in dataclasses.fields(SamplingParams) if field.name not in TEXT_FIELDS]
@@ -363,25 +367,14 @@ class Frames[T]:
 def add_order(requests: tuple[Request, ...]) -> Add:
     """Encodes a prompt's requests, without masks and text. Common parts are sent once."""
     first = requests[0]
-    samples = [PromptSample(request.request_id, request.sample_index) for request in requests]
-    images, pictures = first.images, None
-    if images is not None:
-        pictures = Pictures([part.key for part in images.parts], images.positions)
+    images = first.images
     return Add(
-        prompt_token_ids=first.prompt_token_ids,
+        **{name: getattr(first, name) for name in EQUAL_FIELDS},
         params=_params_text(first.params),
-        samples=samples,
+        samples=[PromptSample(request.request_id, request.sample_index) for request in requests],
         priority=max(-(2**63), min(first.priority, 2**63 - 1)),  # the range of msgpack integers
-        arrival=first.arrival,
-        cache_salt=first.cache_salt,
-        ttft_ms=first.ttft_ms,
-        tpot_ms=first.tpot_ms,
-        client=first.client,
-        pooling=first.pooling,
         beams="" if first.beams is None else json.dumps(dataclasses.asdict(first.beams)),
-        lora_name=first.lora_name,
-        pictures=pictures,
-        pages_from=first.pages_from,
+        pictures=None if images is None else Pictures([part.key for part in images.parts], images.positions),
     )
 
 
@@ -452,22 +445,14 @@ def requests_of(order: Add, tokenizer: Tokenizer | None, make: MakeMasks | None 
         masks = bound_thinking(masks, params, tokenizer, order.prompt_token_ids)
     return [
         Request(
+            **{name: getattr(order, name) for name in EQUAL_FIELDS},
             request_id=sample.request_id,
-            prompt_token_ids=order.prompt_token_ids,
             params=others if i else first,
             sample_index=sample.sample_index,
             mask=masks[i],
             priority=order.priority,
-            arrival=order.arrival,
-            cache_salt=order.cache_salt,
-            ttft_ms=order.ttft_ms,
-            tpot_ms=order.tpot_ms,
-            client=order.client,
-            pooling=order.pooling,
             beams=beams,
-            lora_name=order.lora_name,
             images=images,
-            pages_from=order.pages_from,
         )
         for i, sample in enumerate(order.samples)
     ]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jengine import CutImage, ImageReader, InvalidArgument, Tokenizer, given_images, image_reader, with_parts
-from jengine.serving.calls.named_image import NamedImage
+from jengine.serving.calls.call import NamedImage
 from jengine.serving.guards.media import Media
 from jengine.serving.guards.sandbox import Sandbox
 
@@ -39,11 +39,11 @@ class RequestImages:
         if not images:
             return messages
         sources = [
-            one.source if isinstance(one.source, NamedImage) else NamedImage(one.source, one.field)
-            for one in images
+            image.source if isinstance(image.source, NamedImage) else NamedImage(image.source, image.field)
+            for image in images
         ]
         read = await self.read(client, sources, tokenizer, "messages", processing)
-        return with_parts(messages, images, [{"type": "image", "image": one} for one in read])
+        return with_parts(messages, images, [{"type": "image", "image": image} for image in read])
 
     async def read(
         self,

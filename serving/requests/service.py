@@ -144,18 +144,10 @@ class Service:
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
-        self._models, self._admission, self._tracker, self._bounds = (
-            shared.models,
-            shared.admission,
-            shared.tracker,
-            shared.bounds,
-        )
-        self._sandbox, self._text_work, self._pace, self._write_timeout = (
-            shared.sandbox,
-            shared.text_work,
-            shared.pace,
-            shared.write_timeout,
-        )
+        self._models, self._admission = shared.models, shared.admission
+        self._tracker, self._bounds = shared.tracker, shared.bounds
+        self._sandbox, self._text_work = shared.sandbox, shared.text_work
+        self._pace, self._write_timeout = shared.pace, shared.write_timeout
 
     async def _submit(
         self,
@@ -183,10 +175,10 @@ class Service:
             await asyncio.sleep(0)  # lets other requests run between the prompts of a long list
 
         def prepare() -> PreparedPrompt:
-            given: Any = parsed.prompt()
-            if not isinstance(given, dict):
-                given = {"prompt" if isinstance(given, str) else "prompt_token_ids": given}
-            prompt: Any = {**given, "cache_salt": salt}
+            prompt_body: Any = parsed.prompt()
+            if not isinstance(prompt_body, dict):
+                prompt_body = {"prompt" if isinstance(prompt_body, str) else "prompt_token_ids": prompt_body}
+            prompt: Any = {**prompt_body, "cache_salt": salt}
             return (
                 llm.prepare(prompt, params)
                 if parsed.embedding is None
@@ -257,9 +249,9 @@ class Service:
 
 def check_ids(field: str, count: int, model: NamedModel) -> None:
     """Checks the number of ids before they are copied. Raises PromptTooLong."""
-    if count > (most := model.max_model_len):
-        limit = f"{count} ids; at most max_model_len = {most}"
-        raise PromptTooLong(field, f"{count} ids", limit, count, most)
+    if count > (longest := model.max_model_len):
+        limit = f"{count} ids; at most max_model_len = {longest}"
+        raise PromptTooLong(field, f"{count} ids", limit, count, longest)
 
 
 def check_vocabulary(field: str, ids: Sequence[int], model: NamedModel) -> None:
@@ -272,8 +264,8 @@ def check_vocabulary(field: str, ids: Sequence[int], model: NamedModel) -> None:
 
 def _output_tokens(parsed: ParsedRequest, prompt_tokens: int, max_model_len: int) -> int:
     """Tokens to reserve for each completion from a key's tokens a minute."""
-    most = UNKNOWN_TOKENS if parsed.params.max_tokens is None else parsed.params.max_tokens
-    return 0 if parsed.embedding is not None else min(most, max_model_len - prompt_tokens)
+    max_tokens = UNKNOWN_TOKENS if parsed.params.max_tokens is None else parsed.params.max_tokens
+    return 0 if parsed.embedding is not None else min(max_tokens, max_model_len - prompt_tokens)
 
 
 def _logprobs(parsed: ParsedRequest, prompt_tokens: int, max_model_len: int) -> tuple[int, int]:

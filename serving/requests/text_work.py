@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jengine.serving.calls.overload import Busy
+from jengine.serving.calls.call import Busy
 
 # minimum bytes for using a thread: the work takes milliseconds, and would delay other requests
 LONG_TEXT = 10_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -15,13 +16,14 @@ from jengine import RequestOutput
 from jengine.serving.calls.call import Call, interruption
 from jengine.serving.calls.errors import Refusal, refusal
 from jengine.serving.calls.named_model import NamedModel
-from jengine.serving.calls.request_ids import MAX_REQUEST_ID, check_request_id, new_id
 from jengine.serving.guards.admission import Place
 from jengine.serving.guards.security import current_key
 from jengine.serving.logs.request_log import RequestLog
 from jengine.serving.metrics.model_metrics import RequestWatch
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.requests.spans import Spans
+
+MAX_REQUEST_ID = 256  # characters
 
 
 class TrackedRequest:
@@ -158,3 +160,16 @@ class RequestTracker:
                 self._request_log.write(request.entry(refused, status))
             if self._spans is not None:
                 self._spans.over(request, status, call)
+
+
+def new_id() -> str:
+    """A random id, unlike AsyncLLM's own. Those can be guessed, so a client could take the next one and block
+    another client."""
+    return uuid.uuid4().hex
+
+
+def check_request_id(request_id: str) -> None:
+    """Raises Refusal if a client's id is too long: it is repeated in answers, logs and spans."""
+    if len(request_id) > MAX_REQUEST_ID:
+        message = f"request_id: {len(request_id)} characters; at most {MAX_REQUEST_ID}"
+        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, message, field="request_id")

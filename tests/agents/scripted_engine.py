@@ -16,7 +16,7 @@ import re
 from typing import Any
 
 from jengine import Request, Tokenizer, TokenUpdate, Update
-from jengine.serving.processes import engines
+from jengine.serving.processes.engines import WarmEngine
 from tests.mocks.mock_engine import MockEngine, mock_engine
 
 MARK = re.compile(r"\bmark-[a-z0-9]+\b")
@@ -82,7 +82,7 @@ def _call(text: str) -> dict[str, Any] | None:
     return found
 
 
-def scripted_engine(tokenizer_folder: str, **options: Any) -> engines.WarmEngine:
+def scripted_engine(tokenizer_folder: str, **options: Any) -> WarmEngine:
     """For an engine process; see engines.py. The options are those of MockEngine."""
     made = mock_engine(tokenizer_folder)
     tokenizer = made.tokenizer
@@ -90,4 +90,4 @@ def scripted_engine(tokenizer_folder: str, **options: Any) -> engines.WarmEngine
     [eos] = tokenizer.encode("</s>", False)
     vocab_size = max(tokenizer.encode("</s><tool>", False)) + 1
     engine = ScriptedEngine(tokenizer, eos, **{"vocab_size": max(vocab_size, 501), **options})
-    return engines.WarmEngine(engine, None, made.info)
+    return WarmEngine(engine, None, made.info)

@@ -25,7 +25,7 @@ from pallas_kernels.attention import dispatch
 from pallas_kernels.attention import latent as latent_dispatch
 from pallas_kernels.attention.options import PLAIN
 from pallas_kernels.cache import dispatch as cache_dispatch
-from pallas_kernels.compilation import timing
+from benchmarks.gpu import timing
 from pallas_kernels.products import dispatch as product_dispatch
 from pallas_kernels.products.weights import stored
 from pallas_kernels.targets import why_none

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from tests.mocks.mock_loras import shift_of
+from tests.mocks.mock_engine import shift_of
 from tests.serving.conftest import MockServer
 
 SUCCESS = "Success: LoRA adapter '{}' {} successfully."

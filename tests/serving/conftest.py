@@ -19,8 +19,8 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from jengine import AsyncLLM, EngineThread, SamplingParams, Tokenizer
 from jengine.serving.calls.model_provider import NO_PAGES, FixedModel, ModelInfo, PagesInfo
 from jengine.serving.config import ServerConfig
-from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 from jengine.serving.grpc.server import AddedService, build_server
+from jengine.serving.grpc.stubs import GenerateServiceStub
 from jengine.serving.guards.access import Access
 from jengine.serving.http.app import Parts
 from jengine.serving.http.front import HttpFront
@@ -28,6 +28,7 @@ from jengine.serving.http.small_pages import api
 from jengine.serving.logs.request_log import RequestLog
 from jengine.serving.metrics import metrics_server
 from jengine.serving.metrics.metrics_server import pages_of
+from jengine.serving.metrics.model_metrics import ModelMetrics
 from jengine.serving.metrics.server_metrics import PrometheusMetrics
 from jengine.serving.playground.app import playground
 from tests.mocks.mock_engine import MockEngine
@@ -110,7 +111,7 @@ def serve_mock(
         has_chat_template=True,
         pages=exchange,
     )
-    metrics = PrometheusMetrics(name, lambda: engine.load, lambda: 0)
+    metrics = PrometheusMetrics(ModelMetrics(name, lambda: engine.load, lambda: 0))
     started, box = threading.Event(), []
 
     async def main() -> None:

@@ -17,7 +17,7 @@ from benchmarks import attacks
 from benchmarks.image_attacks import IMAGES, asked
 from jengine import Ended
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
+from jengine.serving.grpc.stubs import GenerateServiceStub
 from jengine.serving.processes.engine_child import EngineChild
 from jengine.serving.processes.watchdog import Heartbeat
 from jengine.serving.processes.wire import Add, End, PromptSample

@@ -19,15 +19,15 @@ import grpc
 import httpx
 import pytest
 
-from jengine import InvalidArgument, Trace
+from jengine import InvalidArgument
 from jengine.serving.calls import portions
 from jengine.serving.calls.portions import Portions
-from jengine.serving.calls.request_ids import MAX_REQUEST_ID
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc import conversions
 from jengine.serving.http import bodies
 from jengine.serving.logs.request_log import MOST_CHARACTERS, RequestLog
-from jengine.serving.requests.tracking import TrackedRequest
+from jengine.serving.requests.tracking import MAX_REQUEST_ID, TrackedRequest
+from tests.mocks.mock_engine import MockEngine
 from tests.serving.conftest import MakeServer, MockServer
 from tests.serving.leaks import wait_until
 
@@ -143,7 +143,7 @@ def test_names_of_fields_are_cut_in_messages(server: MockServer) -> None:
 
 @pytest.mark.parametrize(
     "field, size",
-    [("user", bodies.MAX_VALUE), ("guided_json", bodies.MAX_DOCUMENT), ("stop", bodies.MAX_VALUE)],
+    [("user", bodies.MAX_VALUE), ("structured_outputs", bodies.MAX_DOCUMENT), ("stop", bodies.MAX_VALUE)],
 )
 def test_fields_have_a_size(server: MockServer, field: str, size: int) -> None:
     status, answer = post(server, "/completions", prompt="a", **{field: "x" * size})
@@ -363,11 +363,11 @@ def test_a_client_that_goes_while_its_answer_is_sent(
 ) -> None:
     """gRPC used to log each with a traceback. The answer is too large for one frame."""
     with pytest.MonkeyPatch.context() as patch, make_server() as server:
-        patch.setattr(Trace, "to_json", lambda trace: b"x" * 2**24)
+        patch.setattr(MockEngine, "do", lambda engine, operation: "x" * 2**24)
         for wait in range(40):
             with server.stub() as stub:
                 stub.GetLoad(pb.GetLoadRequest())
-                call = stub.GetTrace.future(pb.GetTraceRequest())
+                call = stub.Do.future(pb.DoRequest(operation="ListLoras"))
                 server.run(asyncio.sleep(0.001 * (wait % 20)))
                 call.cancel()
     assert not [record for record in caplog.records if record.name.startswith("grpc")]
@@ -394,11 +394,12 @@ def test_web_pages_under_domain_names_are_rejected_without_keys(server: MockServ
 
 DESCRIPTORS = """
 import resource
-from jengine.serving.grpc.descriptors import ENOUGH, allow_descriptors
+from jengine.serving.app import ENOUGH_DESCRIPTORS, allow_descriptors
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 allow_descriptors()
-assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(ENOUGH, hard) if hard != -1 else ENOUGH, hard)
+enough = ENOUGH_DESCRIPTORS if hard == -1 else min(ENOUGH_DESCRIPTORS, hard)
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (enough, hard)
 """
 
 

@@ -21,10 +21,6 @@ from grpc import _channel
 from jengine import InvalidArgument, SamplingParams, Tokenizer
 from jengine.serving.calls.errors import Refusal, busy, status_metadata
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.generated.jengine.v1.generate_pb2_grpc import (
-    GenerateServiceServicer,
-    add_GenerateServiceServicer_to_server,
-)
 from jengine.serving.grpc.client import AsyncClient, Client, Retries, ServedOutput, ServerError
 from jengine.serving.grpc.client_errors import Attempts
 from tests.serving.conftest import MakeServer
@@ -237,7 +233,7 @@ def test_errors_name_the_field(client: Client) -> None:
 # --- its patience ---------------------------------------------------------------------------------
 
 
-class Faulty(GenerateServiceServicer):
+class Faulty:
     """Answers with these in turn: a Refusal, or messages to stream before one."""
 
     def __init__(self, *script: list[Any]) -> None:
@@ -274,7 +270,19 @@ def faulty(*script: list[Any]) -> Iterator[tuple[Faulty, str]]:
     service = Faulty(*script)
     with ThreadPoolExecutor(2) as pool:
         server = grpc.server(pool)
-        add_GenerateServiceServicer_to_server(service, server)
+        streams = {
+            "Generate": grpc.unary_unary_rpc_method_handler,
+            "GenerateStream": grpc.unary_stream_rpc_method_handler,
+        }
+        handlers = {
+            name: handler(
+                getattr(service, name),
+                request_deserializer=pb.GenerateRequest.FromString,
+                response_serializer=lambda response: response.SerializeToString(),
+            )
+            for name, handler in streams.items()
+        }
+        server.add_registered_method_handlers("jengine.v1.GenerateService", handlers)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         try:

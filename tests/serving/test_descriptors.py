@@ -9,7 +9,7 @@ import resource
 
 import pytest
 
-from jengine.serving.grpc.descriptors import most_connections, report_sparsely
+from jengine.serving.app import most_connections, report_sparsely
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.serving.calls.field_count import MAX_FIELDS, has_too_many_fields
+from jengine.serving.calls.errors import MAX_FIELDS, has_too_many_fields
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 
 TEXTS = st.lists(st.text(max_size=3), max_size=5)

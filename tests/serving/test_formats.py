@@ -9,12 +9,12 @@ import pytest
 
 from jengine import StructuredOutputs, Tokenizer
 from jengine.serving.parsers.events import Arguments, Content, Reasoning, ToolCallStart
-from jengine.serving.parsers.forced import NamedCall
 from jengine.serving.parsers.formats import AnswerFormat
+from jengine.serving.parsers.json_calls import NamedCall
 from jengine.serving.parsers.marked import KIMI
 from jengine.serving.parsers.thoughts import after_reasoning
 from jengine.text.grammars import compile_structure
-from tests.serving.test_parsers import BEGIN, CALL, CALL_END, END, FINAL, SEP
+from tests.serving.test_parsers import BEGIN, CALL, CALL_END, END, FINAL, SEP, parsed
 from tests.text.conftest import byte_level, write
 
 TOOLS = [
@@ -52,8 +52,8 @@ def format_of(folder: Path, template: str, **options: str) -> AnswerFormat:
 )
 def test_the_chat_template_tells_the_format(tmp_path: Path, mark: str, text: str) -> None:
     form = format_of(write(byte_level(), tmp_path), f"{{# {mark} #}}{{{{ tools }}}}")
-    assert form.tools and form.read(text, "", TOOLS) == [ToolCallStart(0, "f"), Arguments(0, "{}")]
-    assert form.read(text, "", []) == [Content(text)], "without tools there are no calls"
+    assert form.tools and parsed(form.parser("", TOOLS), text) == [ToolCallStart(0, "f"), Arguments(0, "{}")]
+    assert parsed(form.parser("", []), text) == [Content(text)], "without tools there are no calls"
     assert form.shows_special_tokens == (mark in ("[TOOL_CALLS]", BEGIN, KIMI.begin))
 
 
@@ -68,12 +68,16 @@ def test_reasoning_depends_on_the_prompt(tmp_path: Path) -> None:
     folder = write(byte_level(), tmp_path)
     qwen, r1 = format_of(folder, "{# </think> #}{{ enable_thinking }}"), format_of(folder, "{# </think> #}")
     text = "so\n</think>\n\nyes"
-    assert qwen.read(text, "<|assistant|>\n", []) == [Content(text)]
-    assert qwen.read("<think>" + text, "<|assistant|>\n", []) == [Reasoning("so"), Content("yes")]
-    assert qwen.read(text, "<think>\n", []) == r1.read(text, "", []) == [Reasoning("so"), Content("yes")]
-    assert r1.read("yes", "<think>\n\n</think>\n\n", []) == [Content("yes")], "the prompt has ended it"
-    assert r1.read("{}", "", [], thinks=False) == [Content("{}")], "a grammar leaves no room for it"
-    assert format_of(folder, "{# </think> #}", reasoning_parser="none").read(text, "", []) == [Content(text)]
+    assert parsed(qwen.parser("<|assistant|>\n", []), text) == [Content(text)]
+    assert parsed(qwen.parser("<|assistant|>\n", []), "<think>" + text) == [Reasoning("so"), Content("yes")]
+    thought = [Reasoning("so"), Content("yes")]
+    assert parsed(qwen.parser("<think>\n", []), text) == parsed(r1.parser("", []), text) == thought
+    assert parsed(r1.parser("<think>\n\n</think>\n\n", []), "yes") == [Content("yes")], (
+        "the prompt has ended it"
+    )
+    assert parsed(r1.parser("", [], thinks=False), "{}") == [Content("{}")], "a grammar leaves no room for it"
+    none = format_of(folder, "{# </think> #}", reasoning_parser="none")
+    assert parsed(none.parser("", []), text) == [Content(text)]
 
 
 def matches(what: StructuredOutputs, tokenizer: Tokenizer, text: str) -> bool:
@@ -119,7 +123,7 @@ def test_a_lark_grammar_holds_from_the_first_token() -> None:
 
 def test_forced_calls_after_reasoning(tmp_path: Path) -> None:
     form = format_of(write(byte_level(), tmp_path), "{# </think> #}")
-    assert form.read('hm</think>\n{"a": 1}', "", TOOLS, True, NamedCall("f")) == [
+    assert parsed(form.parser("", TOOLS, True, NamedCall("f")), 'hm</think>\n{"a": 1}') == [
         Reasoning("hm"),
         ToolCallStart(0, "f"),
         Arguments(0, '{"a": 1}'),
@@ -135,8 +139,8 @@ def test_answers_in_channels_show_their_special_tokens(tmp_path: Path) -> None:
         and form.reasoning("<|start|>assistant") is None
     )
     text = f"<|channel|>analysis<|message|>hm<|end|>{FINAL}4"
-    assert form.read(text, "", [], True) == [Reasoning("hm"), Content("4")]
-    assert form.read('{"a": 1}', "", TOOLS, True, NamedCall("f")) == [
+    assert parsed(form.parser("", [], True), text) == [Reasoning("hm"), Content("4")]
+    assert parsed(form.parser("", TOOLS, True, NamedCall("f")), '{"a": 1}') == [
         ToolCallStart(0, "f"),
         Arguments(0, '{"a": 1}'),
     ]

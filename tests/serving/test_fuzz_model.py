@@ -67,7 +67,7 @@ def short(rng: random.Random) -> dict[str, Any]:
         ("prompt_logprobs", 1),
         ("priority", 1),
         ("ttft_ms", 100),
-        ("guided_regex", rng.choice(["a+", "b?c"])),
+        ("structured_outputs", {"regex": rng.choice(["a+", "b?c"])}),
         ("temperature", 0),
     ):
         if rng.random() < 0.08:

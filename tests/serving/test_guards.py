@@ -19,7 +19,7 @@ RUN_TEMPLATES = {"chat_prompt", "rendered_chat", "judging_text"}
 SANDBOX = {("requests/service.py", "self._sandbox"), ("guards/sandbox.py", "self")}  # which has a `render`
 FOR_CLIENTS = {
     "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
-    "/v1/responses/compact", "/v1/responses/input_tokens", "/v1/responses/{id}/cancel", "/v1/completions",
+    "/v1/responses/compact", "/v1/responses/input_tokens", "/v1/completions",
     "/v1/embeddings",
     "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank", "/tokenize", "/detokenize",
 }  # fmt: skip

@@ -73,10 +73,15 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "response_format.json_schema.name",
         "required",
     ),
-    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "only one of these"),
+    (
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "response_format",
+        "only one of these",
+    ),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": "x"}, "structured_outputs", "must be an object"),
-    ({"guided_grammar": "start: nothing"}, "guided_grammar", "llguidance"),
+    ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs", "llguidance"),
+    ({"guided_grammar": "start: nothing"}, "guided_grammar", "structured_outputs"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "x"}}}},
         "response_format",

@@ -205,7 +205,11 @@ BAD: dict[str, Any] = {"properties": {"n": {"$ref": "#/$defs/None"}}}
         ({}, "response_format", "'/$defs/None' does not exist"),
         ({"schema": {}, "parameters": BAD}, "tools[0]", "'/$defs/None' does not exist"),
         ({"schema": {}, "parameters": {"type": "string"}}, "tools[0]", "must be object"),
-        ({"schema": None, "guided_grammar": "start: /a/"}, "guided_grammar", "so no tool can be called"),
+        (
+            {"schema": None, "structured_outputs": {"grammar": "start: /a/"}},
+            "structured_outputs",
+            "so no tool can be called",
+        ),
     ],
 )
 def test_tools_beside_a_schema(server: MockServer, options: dict[str, Any], param: str, says: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jengine.serving.grpc.interruptible import events_of
+from jengine.serving.grpc.client import events_of
 
 
 class Call:

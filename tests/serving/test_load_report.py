@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jengine import Load, LoraLoad
+from jengine.serving.metrics.model_metrics import ModelMetrics
 from jengine.serving.metrics.server_metrics import PrometheusMetrics
 from tests.serving.conftest import MakeServer
 
@@ -30,7 +31,7 @@ def test_the_endpoint_pickers_metrics() -> None:
         first_token_seconds=0.25, loras=LoraLoad(4, 2, ("a", "b"), ("c",)),
     )  # fmt: skip
     registry = CollectorRegistry()
-    registry.register(PrometheusMetrics("tiny", lambda: load, lambda: 0, prefix="vllm"))
+    registry.register(PrometheusMetrics(ModelMetrics("tiny", lambda: load, lambda: 0), prefix="vllm"))
     text = generate_latest(registry).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     for name, labels in PICKER.items():

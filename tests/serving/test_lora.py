@@ -16,7 +16,7 @@ from openai import OpenAI
 
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc.client import Client
-from tests.mocks.mock_loras import shift_of
+from tests.mocks.mock_engine import shift_of
 from tests.serving.adapters import change, expected, load, options, unload, write_adapter
 from tests.serving.conftest import MakeServer, MockServer, serve_mock
 from tests.serving.test_refusals import refused

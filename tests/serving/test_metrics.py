@@ -18,6 +18,7 @@ from jengine.serving.guards.authentication import Authenticator, KeyInterceptor
 from jengine.serving.guards.security import ApiKeys, hash_line
 from jengine.serving.metrics.metric_families import Histogram
 from jengine.serving.metrics.metrics_server import pages_of
+from jengine.serving.metrics.model_metrics import ModelMetrics
 from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
 
 LOAD = Load(
@@ -36,7 +37,7 @@ def make(load: Load | None = LOAD, totals: StepTotals | None = None) -> Promethe
             raise EngineDead("gone")
         return load
 
-    return PrometheusMetrics("tiny", known, lambda: 7, lambda: totals or StepTotals())
+    return PrometheusMetrics(ModelMetrics("tiny", known, lambda: 7, lambda: totals or StepTotals()))
 
 
 def scraped(metrics: PrometheusMetrics) -> dict[tuple[Any, ...], float]:
@@ -248,7 +249,7 @@ VLLM = {
 
 
 def test_vllms_names() -> None:
-    metrics = PrometheusMetrics("tiny", lambda: LOAD, lambda: 0, prefix="vllm")
+    metrics = PrometheusMetrics(ModelMetrics("tiny", lambda: LOAD, lambda: 0), prefix="vllm")
     kinds = {metric.name: metric.type for metric in metrics.collect()}
     expected = {f"vllm:{name}": kind for kind, names in VLLM.items() for name in names.split()}
     assert {name: kinds.get(name) for name in expected} == expected

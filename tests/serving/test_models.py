@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,34 @@ from openai import OpenAI
 from jengine import InvalidArgument, OutOfMemory, SamplingParams
 from jengine.client import Client
 from jengine.serving.calls.model_provider import NotReady
-from jengine.serving.calls.named_model import Using
 from jengine.serving.models.memory import GpuMemory, MemoryNeed, memory_of
 from jengine.serving.models.model_config import resolve_models
-from jengine.serving.models.pool import ModelPool, PooledModel
-from jengine.serving.models.usage import MEMORY, Usage
+from jengine.serving.models.pool import MEMORY, ModelPool, PooledModel, Usage
 from tests.serving.leaks import alive, wait_until
 from tests.serving.processes import ServerProcess, mock_process
+
+
+class Request:
+    """A user of models until it is done."""
+
+    def __init__(self) -> None:
+        self._callbacks: list[Callable[[Any], None]] = []
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self._callbacks.append(callback)
+
+    def done(self) -> None:
+        for callback in self._callbacks:
+            callback(self)
+
+
+@contextmanager
+def request() -> Iterator[Request]:
+    user = Request()
+    try:
+        yield user
+    finally:
+        user.done()
 
 
 class Facts:
@@ -72,7 +94,7 @@ def loaded(models: ModelPool) -> list[str]:
 
 
 async def used(models: ModelPool, name: str) -> None:
-    with Using.context() as user:
+    with request() as user:
         assert await models.use(name, user) is not None
 
 
@@ -90,13 +112,13 @@ def test_usage_is_recency_and_rate() -> None:
 def test_the_least_expected_model_without_requests_leaves() -> None:
     async def main() -> None:
         models = pool("a", "b", "c", "d", max_loaded=3)
-        with Using.context() as early:
+        with request() as early:
             await models.use("b", early)
             assert models.default.supervisor.starts == 0, "no one waits for the server's own start"
         await models.start()
         for name in ("b", "b", "b", "", "", "c"):
             await used(models, name)
-        with Using.context() as user:
+        with request() as user:
             await models.use("c", user)
             await used(models, "d")
             assert loaded(models) == ["b", "c", "d"], "c is used least, but has a request"
@@ -113,7 +135,7 @@ def test_a_busy_model_leaves_when_its_requests_have_ended() -> None:
     async def main() -> None:
         models = pool("a", "b", max_loaded=1)
         await models.start()
-        users = [Using() for _ in range(3)]
+        users = [Request() for _ in range(3)]
         await models.use("a", users[0])
         waiting = asyncio.create_task(models.use("b", users[1]))
         while not models.default.leaving:

@@ -19,14 +19,14 @@ from jengine.serving.parsers.events import (
     ToolCallStart,
     joined,
 )
-from jengine.serving.parsers.forced import CallArray, NamedCall
 from jengine.serving.parsers.harmony import Harmony
 from jengine.serving.parsers.hermes import Hermes
+from jengine.serving.parsers.json_calls import CallArray, NamedCall
 from jengine.serving.parsers.llama import LlamaJson
 from jengine.serving.parsers.marked import DEEPSEEK, KIMI, MarkedCalls
 from jengine.serving.parsers.mistral import Mistral
 from jengine.serving.parsers.pythonic import Pythonic
-from jengine.serving.parsers.reasoning import Reasons
+from jengine.serving.parsers.thoughts import ThinkParser
 
 NAMES = {"f", "g"}
 ODD = "ns:my tool-2/x"
@@ -36,8 +36,8 @@ PARSERS: dict[str, Callable[[], OutputParser]] = {
     "llama3_json": lambda: LlamaJson(NAMES),
     "mistral": Mistral,
     "pythonic": lambda: Pythonic(NAMES),
-    "qwen3": lambda: Reasons(Hermes(), inside=False),
-    "deepseek_r1": lambda: Reasons(PlainText(), inside=True),
+    "qwen3": lambda: ThinkParser(Hermes(), inside=False),
+    "deepseek_r1": lambda: ThinkParser(PlainText(), inside=True),
     "deepseek": lambda: MarkedCalls(DEEPSEEK),
     "kimi_k2": lambda: MarkedCalls(KIMI),
     "hermes names": lambda: Hermes(NAMES),

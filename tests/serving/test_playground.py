@@ -17,14 +17,21 @@ import httpx
 import pytest
 
 from jengine import InvalidArgument, Readers
-from jengine.serving.calls.overload import Busy
+from jengine.serving.calls.call import Busy
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.security import hash_line
 from jengine.serving.http.hosts import is_own
 from jengine.serving.playground import live
-from jengine.serving.playground.assets import assets
-from jengine.serving.playground.live import MOST_EVENTS, MOST_VIEWERS, LiveFeed, Viewer
-from jengine.serving.playground.view import SHOWN_STEPS, EngineView, percentiles
+from jengine.serving.playground.app import assets
+from jengine.serving.playground.live import (
+    MOST_EVENTS,
+    MOST_VIEWERS,
+    SHOWN_STEPS,
+    EngineView,
+    LiveFeed,
+    Viewer,
+    percentiles,
+)
 from tests.mocks.mock_engine import MockEngine
 from tests.observe.virtual import TILE, make_virtual
 from tests.serving.certificates import Authority

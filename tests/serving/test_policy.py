@@ -13,15 +13,15 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 
 from jengine import InvalidArgument, SamplingParams
 from jengine.serving.http import bodies
-from jengine.serving.http.chat_api import Asked
 from jengine.serving.http.chat_completions import ChatCompletions
+from jengine.serving.http.chat_request import ChatInput
 from jengine.serving.http.messages.reply import Messages
 from jengine.serving.http.messages.types import MessagesBody
 from jengine.serving.http.policy import CHAT, POLICIES, Outcome, Policy, _log_once, fields
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "service" / "http.md"
 HELLO = [{"role": "user", "content": "Hello."}]
-READ: dict[str, Callable[[dict[str, Any]], Asked]] = {
+READ: dict[str, Callable[[dict[str, Any]], ChatInput]] = {
     "/v1/chat/completions": ChatCompletions().read,
     "/v1/messages": Messages().read,
 }
@@ -71,7 +71,7 @@ def test_fields_without_effect_are_accepted_and_logged_once(
     with caplog.at_level(logging.INFO, "jengine.serving"):
         for _ in range(2):
             asked = READ[path]({**BASE[path], **{name: {"any": ["thing"]} for name in names}})
-    assert not set(names) & {*asked.body.fields, *asked.body.sampling, *asked.own}
+    assert not set(names) & {*asked.body.fields, *asked.body.sampling, *asked.request}
     told = [record.getMessage() for record in caplog.records]
     assert [line.partition(" has no effect")[0] for line in told] == [f"{path}: {name}" for name in names]
 

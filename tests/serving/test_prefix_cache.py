@@ -264,7 +264,7 @@ def test_without_keys_only_this_machine_may_reset(
         "jengine.serving.guards.bounds.is_loopback", lambda peer: not peer.startswith("ipv4:127.")
     )
     with make_server() as server, server.stub() as stub:
-        code, message, _ = refused(lambda: stub.ResetPrefixCache(pb.ResetPrefixCacheRequest()))
+        code, message, _ = refused(lambda: stub.Do(pb.DoRequest(operation="ResetPrefixCache")))
         assert code is grpc.StatusCode.PERMISSION_DENIED and "the server's machine" in message
         assert stub.GetLoad(pb.GetLoadRequest()).hit_pages, (
             "its counters are no secret there: all clients share their pages"

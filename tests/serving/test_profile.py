@@ -20,8 +20,8 @@ from jengine import InvalidArgument, Profile, ProfileOptions, SamplingParams, cl
 from jengine.engine.operations import WriteProfile
 from jengine.insight.profiling.findings import findings
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.generated.jengine.v1.generate_pb2_grpc import GenerateServiceStub
 from jengine.serving.grpc.client import AsyncClient, Client, Retries, ServerError
+from jengine.serving.grpc.stubs import GenerateServiceStub
 from jengine.serving.guards.security import hash_line
 from tests.serving.children import started
 from tests.serving.conftest import MakeServer, MockServer

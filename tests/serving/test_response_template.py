@@ -9,7 +9,7 @@ import pytest
 
 from jengine import ModelError
 from jengine.serving.parsers.events import Arguments, Content, Reasoning, ToolCallStart
-from jengine.serving.parsers.response_template import ResponseTemplate, read_whole
+from jengine.serving.parsers.response_template import ResponseTemplate
 from tests.serving.test_formats import TOOLS, format_of
 from tests.serving.test_parsers import parsed
 from tests.text.conftest import byte_level, write
@@ -41,10 +41,6 @@ FOUND = [
 ]
 
 
-def test_a_response_template_reads_whole_answers_with_types() -> None:
-    assert read_whole(TEMPLATE, ANSWER, "<|assistant|>", TOOLS) == FOUND
-
-
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_a_response_template_reads_streams(size: int) -> None:
     pieces = [ANSWER[at : at + size] for at in range(0, len(ANSWER), size)]
@@ -56,9 +52,13 @@ def test_a_response_template_comes_with_the_tokenizer(tmp_path: Path) -> None:
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "response_template": TEMPLATE}))
     form = format_of(folder, "{{ tools }}")
-    assert form.tools and form.shows_special_tokens and form.read(ANSWER, "<|assistant|>", TOOLS) == FOUND
+    assert (
+        form.tools
+        and form.shows_special_tokens
+        and parsed(form.parser("<|assistant|>", TOOLS), ANSWER) == FOUND
+    )
     assert isinstance(form.parser("<|assistant|>", TOOLS), ResponseTemplate)
-    assert form.read("{}", "<|assistant|>", TOOLS, thinks=False) == [Content("{}")], (
+    assert parsed(form.parser("<|assistant|>", TOOLS, thinks=False), "{}") == [Content("{}")], (
         "what a grammar has forced is no conversation's answer"
     )
 
@@ -80,4 +80,3 @@ def test_what_a_response_template_cannot_read_is_content() -> None:
     for pieces in (["<c>{broken</c>"], ["<c>", "{broken", "</c>"]):
         [content] = parsed(ResponseTemplate(json_calls, "<|assistant|>", TOOLS), *pieces)
         assert isinstance(content, Content) and "{broken" in content.text
-    assert read_whole(json_calls, "<c>{broken</c>", "<|assistant|>", TOOLS) == [Content("<c>{broken</c>")]

@@ -13,7 +13,7 @@ import pytest
 
 from jengine import InvalidArgument, StructuredOutputs, Tokenizer
 from jengine.serving.http import policy
-from jengine.serving.http.responses.conversation import COMPACTED, conversation
+from jengine.serving.http.responses.body import COMPACTED, conversation
 from jengine.serving.http.responses.tools import INPUT, read_tools
 from jengine.serving.http.responses.types import ITEMS
 from jengine.serving.http.tool_choice import ToolChoice

@@ -15,8 +15,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jengine.serving.parsers.events import Arguments, Content, Event, OutputParser, Reasoning, ToolCallStart
-from jengine.serving.parsers.reasoning import Reasons
 from jengine.serving.parsers.tagged import GLM, MINIMAX, QWEN_CODER, TaggedCalls
+from jengine.serving.parsers.thoughts import ThinkParser
 from jengine.serving.parsers.values import argument, declared_types, parameter_types
 from tests.serving.test_formats import TOOLS, format_of
 from tests.serving.test_parsers import cut, parsed
@@ -34,9 +34,9 @@ SCHEMAS = {
 }
 PARSERS: dict[str, Callable[[], OutputParser]] = {
     "glm45": lambda: TaggedCalls(GLM, SCHEMAS),
-    "glm45 thinking": lambda: Reasons(TaggedCalls(GLM, SCHEMAS), inside=False),
+    "glm45 thinking": lambda: ThinkParser(TaggedCalls(GLM, SCHEMAS), inside=False),
     "minimax_m2": lambda: TaggedCalls(MINIMAX, SCHEMAS),
-    "minimax_m2 thinking": lambda: Reasons(TaggedCalls(MINIMAX, SCHEMAS), inside=True),
+    "minimax_m2 thinking": lambda: ThinkParser(TaggedCalls(MINIMAX, SCHEMAS), inside=True),
     "qwen3_coder": lambda: TaggedCalls(QWEN_CODER, SCHEMAS),
 }
 CASES: list[tuple[str, str, list[Event]]] = [
@@ -381,9 +381,11 @@ def test_values_have_the_types_of_the_tools_schema(tmp_path: Path) -> None:
         }
     ]
     for tools, value in ((TOOLS, "3"), (untyped, "3"), (string, '"3"')):
-        assert form.read(text, "<|assistant|>", tools) == [
+        assert parsed(form.parser("<|assistant|>", tools), text) == [
             Reasoning("hm"),
             ToolCallStart(0, "f"),
             Arguments(0, f'{{"n": {value}}}'),
         ]
-    assert form.read("so", "<|assistant|>\n<think></think>", TOOLS) == [Content("so")], "thinking is off"
+    assert parsed(form.parser("<|assistant|>\n<think></think>", TOOLS), "so") == [Content("so")], (
+        "thinking is off"
+    )

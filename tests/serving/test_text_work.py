@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import pytest
 
+from jengine.serving.calls.call import Busy, SlowReader
 from jengine.serving.calls.errors import refusal
-from jengine.serving.calls.overload import Busy, SlowReader
 from jengine.serving.requests.text_work import LONG_TEXT, MAX_CLIENT_BYTES, THREADS, TextWork
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.serving.guards.token_bucket import ROUNDING, TokenBucket
+from jengine.serving.guards.admission import ROUNDING, TokenBucket
 
 # seconds since the last one, tokens
 EVENTS = st.lists(st.tuples(st.floats(0, 300), st.integers(0, 500)), max_size=40)

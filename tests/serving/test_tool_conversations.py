@@ -14,8 +14,8 @@ import pytest
 from jengine import InvalidArgument, Tokenizer, chat_prompt
 from jengine.serving.http.blocks import blocks_of
 from jengine.serving.http.chat_request import call_id
-from jengine.serving.http.messages.conversation import conversation as from_messages
-from jengine.serving.http.responses.conversation import conversation as from_responses
+from jengine.serving.http.messages.body import conversation as from_messages
+from jengine.serving.http.responses.body import conversation as from_responses
 from jengine.serving.parsers.events import joined
 from jengine.serving.parsers.formats import TOOL_PARSERS
 from jengine.serving.parsers.marked import DEEPSEEK, KIMI

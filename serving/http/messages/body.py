@@ -5,72 +5,74 @@ from __future__ import annotations
 from typing import Any
 
 from jengine import InvalidArgument
+from jengine.serving.grpc.conversions import MAX_MESSAGES
 from jengine.serving.http import policy
-from jengine.serving.http.bodies import LEVEL, Body, BodyFields
+from jengine.serving.http.bodies import LEVEL, Body, BodyFields, checked, without_nulls
 from jengine.serving.http.bodies import checked as checked_by
-from jengine.serving.http.chat_api import Asked
-from jengine.serving.http.messages.conversation import conversation
-from jengine.serving.http.messages.types import TOOL, CountBody, MessagesBody
+from jengine.serving.http.chat_request import ChatInput
+from jengine.serving.http.messages.types import BLOCKS, MESSAGE, PLACES, TOOL, CountBody, MessagesBody
 from jengine.serving.http.thinking import thinking_variables
+from jengine.serving.http.turns import Turns, image, text, type_of
 
 IGNORED, REFUSED = (policy.fields(policy.MESSAGES, outcome) for outcome in ("accepted", "error"))
 FORM = BodyFields(MessagesBody, ignored=IGNORED, refused=REFUSED)
 COUNT = BodyFields(CountBody, sampling=False, ignored=IGNORED, refused=REFUSED)
 NAMES = {"prompt": "messages", "stop": "stop_sequences", "tool_choice": "tool_choice"}
 NAMES["thinking_budget"] = "thinking.budget_tokens"
+INPUT = frozenset(("input",))  # of a tool, in which null has a meaning
 
 
-def read(given: dict[str, Any]) -> Asked:
+def read(json_body: dict[str, Any]) -> ChatInput:
     """Raises InvalidArgument, naming the field."""
-    policy.check_fields(policy.MESSAGES, given, {})
-    policy.log_accepted("/v1/messages", given)
-    body = FORM.read(given)
+    policy.check_fields(policy.MESSAGES, json_body, {})
+    policy.log_accepted("/v1/messages", json_body)
+    body = FORM.read(json_body)
     if "max_tokens" not in body.sampling:
         raise InvalidArgument("max_tokens", None, "must be given")
     sampling = dict(body.sampling)
     if "stop_sequences" in body.fields:
         sampling["stop"] = body.fields["stop_sequences"]
-    return _asked(body.fields, sampling)
+    return _chat_input(body.fields, sampling)
 
 
-def read_to_count(given: dict[str, Any]) -> Asked:
+def read_to_count(json_body: dict[str, Any]) -> ChatInput:
     """The body of a request whose prompt is counted. Raises as `read`."""
-    return _asked(COUNT.read(given).fields, {})
+    return _chat_input(COUNT.read(json_body).fields, {})
 
 
-def _asked(own: dict[str, Any], sampling: dict[str, Any]) -> Asked:
-    if not own.get("messages"):
-        raise InvalidArgument("messages", own.get("messages"), "must have at least one message")
-    messages = conversation(own["messages"], own.get("system"))
+def _chat_input(request: dict[str, Any], sampling: dict[str, Any]) -> ChatInput:
+    if not request.get("messages"):
+        raise InvalidArgument("messages", request.get("messages"), "must have at least one message")
+    messages = conversation(request["messages"], request.get("system"))
     fields = {
-        **{name: own[name] for name in LEVEL if name in own},
+        **{name: request[name] for name in LEVEL if name in request},
         "messages": messages,
-        **_tools(own.get("tools", []), own.get("tool_choice")),
-        **_thinking(own.get("thinking"), sampling.get("max_tokens")),
+        **_tools(request.get("tools", []), request.get("tool_choice")),
+        **_thinking(request.get("thinking"), sampling.get("max_tokens")),
     }
     if messages[-1]["role"] == "assistant":
         fields["continue_final_message"] = True
-    names, config = dict(NAMES), own.get("output_config", {})
+    names, config = dict(NAMES), request.get("output_config", {})
     if "effort" in config:
         fields["reasoning_effort"] = config["effort"]
     if "format" in config:
         schema = {"name": "answer", "schema": config["format"]["schema"]}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         names |= {"structured_outputs": "output_config.format", "response_format": "output_config.format"}
-    elif own.get("tool_choice", {}).get("type") in ("any", "tool"):
+    elif request.get("tool_choice", {}).get("type") in ("any", "tool"):
         names["structured_outputs"] = "tools"
-    return Asked(Body(fields, sampling), names, own)
+    return ChatInput(Body(fields, sampling), names, request)
 
 
-def _tools(given: list[dict[str, Any]], choice: dict[str, Any] | None) -> dict[str, Any]:
+def _tools(tools: list[dict[str, Any]], choice: dict[str, Any] | None) -> dict[str, Any]:
     """The tools and their choice, as fields of a chat's body."""
     fields: dict[str, Any] = {}
-    if given:
-        fields["tools"] = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(given)]
+    if tools:
+        fields["tools"] = [_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools)]
     if choice is None:
         return fields
     kind, name = choice["type"], choice.get("name")
-    if kind in ("any", "tool") and not given:
+    if kind in ("any", "tool") and not tools:
         raise InvalidArgument("tool_choice.type", kind, "needs tools")
     if (kind == "tool") != (name is not None):
         raise InvalidArgument("tool_choice.name", name, f"must {'' if kind == 'tool' else 'not '}be given")
@@ -83,11 +85,11 @@ def _tools(given: list[dict[str, Any]], choice: dict[str, Any] | None) -> dict[s
     return fields
 
 
-def _tool(where: str, given: dict[str, Any]) -> dict[str, Any]:
-    kind = given.get("type")
+def _tool(where: str, tool_body: dict[str, Any]) -> dict[str, Any]:
+    kind = tool_body.get("type")
     if kind not in (None, "custom"):
         raise InvalidArgument(f"{where}.type", kind, "must be custom: this server runs no tools itself")
-    tool = checked_by(TOOL, given, where)
+    tool = checked_by(TOOL, tool_body, where)
     function = {"name": tool["name"], "parameters": tool["input_schema"]}
     function |= {name: tool[name] for name in ("description", "strict") if name in tool}
     return {"type": "function", "function": function}
@@ -114,3 +116,76 @@ def _thinking(config: dict[str, Any] | None, max_tokens: Any) -> dict[str, Any]:
     if config.get("display") == "omitted":
         fields["include_reasoning"] = False
     return fields
+
+
+def conversation(messages: list[Any], system: Any) -> list[dict[str, Any]]:
+    """The messages, and the system prompt first. Neighbouring messages of one role are joined.
+
+    Raises:
+        InvalidArgument: a message or block is invalid, or not supported; naming it.
+    """
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidArgument("messages", f"{len(messages)} messages", f"at most {MAX_MESSAGES}")
+    turns = Turns(joins=True)
+    if system is not None:
+        turns.add("system", _parts("system", system, "system"))
+    for i, message_body in enumerate(messages):
+        where = f"messages[{i}]"
+        present = {name: one for name, one in message_body.items() if one is not None}
+        message = checked(MESSAGE, present, where)
+        for block in _blocks(f"{where}.content", message["content"], message["role"]):
+            _add(turns, message["role"], block)
+    if not any(message["role"] != "system" for message in turns.messages):
+        raise InvalidArgument("messages", None, "must have a message with content")
+    if "tool_calls" in turns.messages[-1]:
+        raise InvalidArgument("messages", None, "must have a tool_result after tool_use")
+    return turns.messages
+
+
+def _add(turns: Turns, role: Any, block: dict[str, Any]) -> None:
+    match block["type"]:
+        case "text" | "image":
+            turns.add(role, [block["part"]])
+        case "thinking":
+            turns.reasoning(block["thinking"])
+        case "tool_use":
+            turns.call(block["id"], block["name"], block["input"])
+        case "tool_result":
+            turns.result(block["tool_use_id"], block["content"])
+
+
+def _blocks(where: str, content: str | list[Any], place: str) -> list[dict[str, Any]]:
+    """Validated blocks, with the parts of the conversation that texts and images become. The content of a
+    result is a list of parts.
+    """
+    if isinstance(content, str):
+        return [{"type": "text", "part": text(content)}]
+    out = []
+    for i, block_body in enumerate(content):
+        at = f"{where}[{i}]"
+        kind = type_of(block_body)
+        if kind is None or kind not in PLACES[place]:
+            limit = f"this server supports {', '.join(PLACES[place])} here"
+            raise InvalidArgument(f"{at}.type", kind, limit)
+        block = checked(BLOCKS[kind], without_nulls(block_body, at, INPUT), at)
+        if kind == "tool_result":
+            failed = [text("Error:")] if block.get("is_error") else []
+            parts = _parts(f"{at}.content", block.get("content", ""), "result")
+            block = {**block, "content": [*failed, *parts]}
+        elif kind in ("text", "image"):
+            block = {"type": kind, "part": _part(block, at)}
+        out.append(block)
+    return out
+
+
+def _parts(where: str, content: str | list[Any], place: str) -> list[dict[str, Any]]:
+    return [block["part"] for block in _blocks(where, content, place)]
+
+
+def _part(block: dict[str, Any], where: str) -> dict[str, Any]:
+    if block["type"] == "text":
+        return text(block["text"])
+    source = block["source"]
+    if "url" in source:
+        return image(source["url"], f"{where}.source.url")
+    return image(f"data:{source['media_type']};base64,{source['data']}", f"{where}.source")

@@ -10,29 +10,28 @@ from jengine import CompletionOutput, RequestOutput
 from jengine.serving.calls.portions import Portioned
 from jengine.serving.http import parts
 from jengine.serving.http.blocks import Block, BlockReader, Blocks, Step, blocks_of
-from jengine.serving.http.calls import HttpCall, id_headers
-from jengine.serving.http.chat_api import Asked
-from jengine.serving.http.chat_request import Chat
+from jengine.serving.http.calls import HttpCall
+from jengine.serving.http.chat_request import Chat, ChatApi, ChatInput
 from jengine.serving.http.messages.body import read
 from jengine.serving.http.parts import Parts
-from jengine.serving.requests.endings import Aborts
+from jengine.serving.requests.answers import Aborts
 
 DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
 DELTAS["call"] = ("input_json_delta", "partial_json")
 
 
-class Messages:
-    """A ChatApi."""
+class Messages(ChatApi):
+    """The ChatApi of /v1/messages."""
 
     path = "/v1/messages"
     aborts: Aborts = "none"
 
-    def read(self, given: dict[str, Any]) -> Asked:
-        return read(given)
+    def read(self, json_body: dict[str, Any]) -> ChatInput:
+        return read(json_body)
 
     def headers(self, request_id: str) -> dict[str, str]:
-        own = id_headers(request_id)
-        return {**own, "request-id": request_id} if own else own
+        headers = super().headers(request_id)
+        return {**headers, "request-id": request_id} if headers else headers
 
     async def whole(self, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned) -> Parts:
         [completion] = output.outputs
@@ -51,9 +50,6 @@ class Messages:
         self, call: HttpCall, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned
     ) -> MessagesStream:
         return MessagesStream(call, chat, request_id)
-
-    async def begin_too_long(self, call: HttpCall, chat: Chat, request_id: str, portioned: Portioned) -> None:
-        pass
 
 
 class MessagesStream:
@@ -123,17 +119,17 @@ def _whole(block: Block) -> dict[str, Any] | None:
             return {**_opened(block), "thinking": block.text}
         case "call":
             try:
-                given = msgspec.json.decode(block.text)
+                arguments = msgspec.json.decode(block.text)
             except (msgspec.MsgspecError, ValueError, RecursionError):
                 return None
-            return {**_opened(block), "input": given} if isinstance(given, dict) else None
+            return {**_opened(block), "input": arguments} if isinstance(arguments, dict) else None
 
 
 def _stop(chat: Chat, completion: CompletionOutput, blocks: Blocks, tokens: int) -> dict[str, Any]:
     """Why the answer ended."""
-    most, sequence = chat.params.max_tokens, None
+    limit, sequence = chat.params.max_tokens, None
     if completion.finish_reason == "length":
-        full = most is not None and tokens < most
+        full = limit is not None and tokens < limit
         why = "model_context_window_exceeded" if full else "max_tokens"
     elif blocks.called:
         why = "tool_use"

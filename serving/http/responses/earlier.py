@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -18,7 +17,6 @@ from jengine.serving.http.turns import type_of
 from jengine.serving.requests.text_work import TextWork
 
 PREVIOUS = "previous_response_id"
-MAX_LISTED, DEFAULT_LISTED = 100, 20  # items of one answer
 Item = dict[str, Any]
 
 
@@ -85,16 +83,6 @@ class EarlierResponses:
         deleted = {"id": response.id, "object": "response", "deleted": True}
         await call.answer(200, msgspec.json.encode(deleted))
 
-    async def cancel(self, call: HttpCall) -> None:
-        self._response(call)
-        raise BadBody(400, "only responses with background=true can be cancelled; this server has none")
-
-    async def input_items(self, call: HttpCall) -> None:
-        """A page of the items before a response's output."""
-        response, query = self._response(call), _query(call)
-        page = await self._text_work.run(client_of(call), response.size, lambda: _page(response, query))
-        await call.answer(200, page)
-
     def _response(self, call: HttpCall) -> StoredResponse:
         """Raises Refusal: there is none with this id."""
         response_id = call.scope["path_params"]["id"]
@@ -147,44 +135,3 @@ def _resolved(items: Any, named: dict[str, bytes]) -> list[Any]:
     outputs = {text: msgspec.json.decode(text)["output"] for text in {*named.values()}}
     by_id = {item["id"]: item for output in outputs.values() for item in output}
     return [by_id.get(_reference(item), item) if named else item for item in items]
-
-
-def _page(response: StoredResponse, query: dict[str, str]) -> bytes:
-    """A page of a response's input as JSON.
-
-    Raises:
-        InvalidArgument: naming the part of the query.
-    """
-    limit, order, after = (
-        query.get("limit", str(DEFAULT_LISTED)),
-        query.get("order", "desc"),
-        query.get("after"),
-    )
-    if not limit.isdecimal() or not 1 <= int(limit) <= MAX_LISTED:
-        raise InvalidArgument("limit", limit, f"must be a number in [1, {MAX_LISTED}]")
-    if order not in ("asc", "desc"):
-        raise InvalidArgument("order", order, "must be asc or desc")
-    items = [
-        _listed(item, f"item_{response.id}_{i}") for i, item in enumerate(msgspec.json.decode(response.input))
-    ]
-    if order == "desc":
-        items.reverse()
-    if after is not None:
-        if after not in (item["id"] for item in items):
-            raise InvalidArgument("after", after, "there is no such item")
-        items = [*itertools.dropwhile(lambda item: item["id"] != after, items)][1:]
-    page = items[: int(limit)]
-    ends = {"first_id": page[0]["id"] if page else "", "last_id": page[-1]["id"] if page else ""}
-    more = len(items) > len(page)
-    return msgspec.json.encode({"object": "list", "data": page, **ends, "has_more": more})
-
-
-def _listed(item: Item, item_id: str) -> Item:
-    """An item of the input in its complete form."""
-    kind = type_of(item, "message")
-    whole = {"type": kind, "id": item_id, "status": "completed", **item}
-    if kind == "message" and isinstance(item["content"], str):
-        part = "output_text" if item["role"] == "assistant" else "input_text"
-        more: Item = {"annotations": []} if part == "output_text" else {}
-        whole["content"] = [{"type": part, "text": item["content"], **more}]
-    return whole

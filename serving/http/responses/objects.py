@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
-from openai.types.shared import ErrorObject
 
 from jengine import CompletionOutput, RequestOutput
 from jengine.serving.http.blocks import Block, BlockReader, Blocks
 from jengine.serving.http.chat_request import Chat
+from jengine.serving.http.errors import HttpError
 from jengine.serving.http.responses.tools import ToolName, Tools
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -25,7 +25,7 @@ SUMMARIES, VERBOSITIES = ("auto", "concise", "detailed"), ("low", "medium", "hig
 
 def tool_of(chat: Chat, block: Block) -> ToolName:
     """The tool that a call names. The model may also name others."""
-    tools: Tools = chat.own["tools"]
+    tools: Tools = chat.request["tools"]
     return tools.names.get(block.name, ToolName(block.name))
 
 
@@ -36,7 +36,7 @@ def item_id(chat: Chat, block: Block) -> str:
 
 def custom_input(chat: Chat, block: Block) -> str:
     """The text that a call gives to a custom tool."""
-    tools: Tools = chat.own["tools"]
+    tools: Tools = chat.request["tools"]
     return tools.input_of(block.name, block.text)
 
 
@@ -66,7 +66,7 @@ def item(chat: Chat, block: Block, status: Status) -> dict[str, Any]:
 
 def response(chat: Chat, request_id: str, **more: Any) -> dict[str, Any]:
     """A response: the request's parameters, and `more`."""
-    request, params = chat.own, chat.params
+    request, params = chat.request, chat.params
     form = request.get("text", {}).get("format", {"type": "text"})
     if form["type"] == "json_schema":
         form = {"name": "", "description": None, "strict": False, **form}
@@ -125,7 +125,7 @@ async def ended(
     return response(chat, request_id, **state, output=items, usage=usage)
 
 
-async def failed(chat: Chat, request_id: str, reader: BlockReader, error: ErrorObject) -> dict[str, Any]:
+async def failed(chat: Chat, request_id: str, reader: BlockReader, error: HttpError) -> dict[str, Any]:
     """A response that has failed after it had begun: what was shown of it."""
     shown = {"code": error.code or "server_error", "message": error.message}
     usage = None

@@ -9,9 +9,8 @@ import msgspec
 from jengine import RequestOutput
 from jengine.serving.calls.portions import Portioned
 from jengine.serving.http.blocks import Block, BlockReader, Step, blocks_of
-from jengine.serving.http.calls import HttpCall, id_headers
-from jengine.serving.http.chat_api import Asked
-from jengine.serving.http.chat_request import Chat
+from jengine.serving.http.calls import HttpCall
+from jengine.serving.http.chat_request import Chat, ChatApi, ChatInput
 from jengine.serving.http.errors import HttpError
 from jengine.serving.http.parts import Parts
 from jengine.serving.http.responses.body import STORED_INPUT, read
@@ -28,13 +27,13 @@ from jengine.serving.http.responses.objects import (
     tool_of,
 )
 from jengine.serving.http.responses.store import ResponseStore, StoredResponse
-from jengine.serving.requests.endings import Aborts
+from jengine.serving.requests.answers import Aborts
 
 FUNCTION, CUSTOM = "function_call_arguments", "custom_tool_call_input"
 
 
-class Responses:
-    """A ChatApi.
+class Responses(ChatApi):
+    """The ChatApi of /v1/responses.
 
     Args:
         store: keeps the answers.
@@ -46,11 +45,8 @@ class Responses:
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
-    def read(self, body: dict[str, Any]) -> Asked:
+    def read(self, body: dict[str, Any]) -> ChatInput:
         return read(body, self._store.on)
-
-    def headers(self, request_id: str) -> dict[str, str]:
-        return id_headers(request_id)
 
     async def begin_too_long(self, call: HttpCall, chat: Chat, request_id: str, portioned: Portioned) -> None:
         """As OpenAI's server: Codex shortens its conversation after `response.failed`, not after a 400."""
@@ -140,7 +136,7 @@ class ResponseStream:
         return None if completion is None else completion.finish_reason
 
     async def _fail(self, error: HttpError) -> None:
-        last = await failed(self._chat, self._id, self._reader, error.error)
+        last = await failed(self._chat, self._id, self._reader, error)
         await self._send("response.failed", response=last)
         await self._call.end_events(b"")
 
@@ -171,7 +167,7 @@ class ResponseStream:
 def keep(store: ResponseStore, chat: Chat, answer: dict[str, Any]) -> bytes:
     """An answer as JSON, which the store keeps if the client wants that."""
     text = msgspec.json.encode(answer)
-    if (before := chat.own.get(STORED_INPUT)) is not None:
+    if (before := chat.request.get(STORED_INPUT)) is not None:
         items = tuple(part["id"] for part in answer["output"])
         store.put(StoredResponse(answer["id"], text, before, items))
     return text

@@ -487,20 +487,6 @@ class GetLoadResponse(_message.Message):
     first_token_seconds: float
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., pages: _Optional[int] = ..., preemptions: _Optional[int] = ..., cached_pages: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., hit_pages: _Optional[_Mapping[str, int]] = ..., evictions: _Optional[int] = ..., programs_ready: _Optional[int] = ..., programs: _Optional[int] = ..., strategy: _Optional[str] = ..., targets_met: _Optional[int] = ..., targets_missed: _Optional[int] = ..., targets_rejected: _Optional[int] = ..., first_token_seconds: _Optional[float] = ...) -> None: ...
 
-class ResetPrefixCacheRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class SetStrategyRequest(_message.Message):
-    __slots__ = ("strategy",)
-    STRATEGY_FIELD_NUMBER: _ClassVar[int]
-    strategy: str
-    def __init__(self, strategy: _Optional[str] = ...) -> None: ...
-
-class SetStrategyResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
 class DoRequest(_message.Message):
     __slots__ = ("operation", "arguments_json")
     OPERATION_FIELD_NUMBER: _ClassVar[int]
@@ -514,18 +500,6 @@ class DoResponse(_message.Message):
     ANSWER_JSON_FIELD_NUMBER: _ClassVar[int]
     answer_json: str
     def __init__(self, answer_json: _Optional[str] = ...) -> None: ...
-
-class GetTraceRequest(_message.Message):
-    __slots__ = ("seconds",)
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
-    seconds: float
-    def __init__(self, seconds: _Optional[float] = ...) -> None: ...
-
-class GetTraceResponse(_message.Message):
-    __slots__ = ("trace",)
-    TRACE_FIELD_NUMBER: _ClassVar[int]
-    trace: bytes
-    def __init__(self, trace: _Optional[bytes] = ...) -> None: ...
 
 class ProfileRequest(_message.Message):
     __slots__ = ("seconds", "heap", "jax", "system_calls", "rate")
@@ -548,9 +522,3 @@ class ProfileResponse(_message.Message):
     profile: bytes
     jax_capture: bytes
     def __init__(self, profile: _Optional[bytes] = ..., jax_capture: _Optional[bytes] = ...) -> None: ...
-
-class ResetPrefixCacheResponse(_message.Message):
-    __slots__ = ("done",)
-    DONE_FIELD_NUMBER: _ClassVar[int]
-    done: bool
-    def __init__(self, done: _Optional[bool] = ...) -> None: ...
