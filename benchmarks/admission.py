@@ -32,7 +32,7 @@ GOAL = 300.0  # microseconds a step while it waits
 def make_scheduler(num_pages: int) -> Scheduler:
     budget = TOKENS + SEQUENCES
     table = ProgramTable.build(max_num_seqs=SEQUENCES, max_num_batched_tokens=budget, tile_size=TILE_SIZE)
-    return Scheduler(
+    return Scheduler.of(
         table,
         page_size=PAGE_SIZE,
         num_pages=num_pages,

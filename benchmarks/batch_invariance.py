@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.batching import RecordingRunner, Work, drain, make_work
 from benchmarks.machine import RESULTS, made_model, save
 from jengine.core.config import EngineConfig
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.start import start_engine
 from jengine.execution.runner import Runner
 

@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.machine import made_model, save
 from jengine.core.config import EngineConfig
 from jengine.core.request import Request, SamplingParams
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.start import start_engine
 from jengine.execution.runner import InFlight, Runner, StepResult
 from jengine.scheduling.step_plan import StepPlan

@@ -25,7 +25,7 @@ from benchmarks.machine import save
 from jengine import LLM, SamplingParams
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
-from jengine.engine.shapes import describe
+from jengine.engine.setup.shapes import describe
 from jengine.execution.compile_children import CompileChildren
 from jengine.execution.compile_job import Job, Target
 from jengine.execution.program_store import packed

@@ -30,8 +30,8 @@ import numpy as np
 from benchmarks.machine import add, made_model
 from jengine.core.config import EngineConfig
 from jengine.core.request import Request, SamplingParams
-from jengine.engine.engine import Engine
-from jengine.engine.measure import measure as measure_costs
+from jengine.engine.loop.engine import Engine
+from jengine.engine.setup.measure import measure as measure_costs
 from jengine.engine.start import start_engine
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.step_plan import StepPlan

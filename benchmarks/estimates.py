@@ -33,7 +33,7 @@ from jengine.capacity.planning.estimate import CAUSES, Assumptions, Estimate, St
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
 from jengine.devices.device_spec import device_spec
-from jengine.engine.shapes import describe
+from jengine.engine.setup.shapes import describe
 from jengine.execution.sources import source_digest
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import make_mesh

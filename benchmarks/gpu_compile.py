@@ -29,7 +29,7 @@ from unittest import mock
 from benchmarks.machine import ROOT, add
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
-from jengine.engine.shapes import describe
+from jengine.engine.setup.shapes import describe
 from jengine.execution import programs
 from jengine.execution.kernel_objects import keep_lowered
 from jengine.execution.kinds import Key

@@ -11,7 +11,6 @@ admission.py. With --against, this file also measures another checkout, in turn,
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import math
 import os
@@ -32,7 +31,7 @@ import numpy as np
 
 from jengine.checkpoints import read_config, resolve
 from jengine.core.request import Request, SamplingParams
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.execution.batch import BatchLayout
 from jengine.execution.runner import InFlight, Runner, StepResult
 from jengine.execution.sampler import Sampled
@@ -47,7 +46,7 @@ from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 
 try:
-    from jengine.engine.step_clock import StepClock
+    from jengine.engine.loop.step_clock import StepClock
 except ImportError:  # an older checkout
     StepClock = None  # type: ignore[assignment,misc]
 try:
@@ -149,15 +148,14 @@ def make_engine(sequences: int, tokens: int, **more: Any) -> Engine:
         num_pages=1 + sequences * -(-tokens // PAGE_SIZE),
     )
     options = {"prefix_caching": True, **more}
-    known = inspect.signature(Scheduler).parameters  # older checkouts lack some
-    scheduler = Scheduler(
+    scheduler = Scheduler.of(
         spec.table,
         page_size=PAGE_SIZE,
         num_pages=spec.num_pages,
         max_num_seqs=sequences,
         max_num_batched_tokens=budget,
         max_model_len=tokens,
-        **{name: value for name, value in options.items() if name in known},
+        **options,
     )
     return Engine(model, WaitingRunner(Worker(spec, NoPrograms(spec), params=None)), scheduler)  # type: ignore[arg-type]
 

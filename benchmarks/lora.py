@@ -26,7 +26,7 @@ from benchmarks.machine import made_model, save
 from jengine.core.config import EngineConfig
 from jengine.core.request import Request, SamplingParams
 from jengine.core.updates import TokenUpdate
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import LoadLora, UnloadLora
 from jengine.engine.start import start_engine
 from jengine.execution.runner import Runner

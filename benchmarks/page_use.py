@@ -121,7 +121,7 @@ def _unused(
     rng = np.random.default_rng(0)
     longest = prompts[1] + outputs[1]
     budget = max(512, max_num_seqs + TILE_SIZE)
-    scheduler = Scheduler(
+    scheduler = Scheduler.of(
         ProgramTable.build(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, tile_size=TILE_SIZE),
         page_size=page_size,
         num_pages=1 + max_num_seqs * -(-longest // page_size),

@@ -24,7 +24,7 @@ from benchmarks.host_cost import PROMPT, TOTALLED, make_engine
 from benchmarks.machine import save
 from jengine import LLM, SamplingParams
 from jengine.core.request import Request
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.insight.recording.pauses import garbage_pauses
 from jengine.insight.recording.step_recorder import StepRecorder
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.scheduling.requests.images import Images
 from jengine.scheduling.scheduler import Scheduler
 
@@ -35,10 +35,10 @@ def restart_scheduler(engine: Engine, **changes: Any) -> None:
     }
     if blocks.tier is not None:
         present |= {"host_pages": blocks.tier.capacity, "staged": blocks.tier.staged}
-    new, ready = Scheduler(**{**present, **changes}), old.predictor.ready
+    new, ready = Scheduler.of(**{**present, **changes}), old.predictor.ready
     if new.table is old.table:
         new.predictor.ready = ready
-    new.registry.adapters = old.registry.adapters  # loaded, and on the devices
+    new.registry.loras = old.registry.loras  # loaded, and on the devices
     images = old.registry.images
     turns, ahead = images._turns is not None, images._ahead
     new.registry.images = Images(images.rows, images.first, turns=turns, ahead=ahead)

@@ -38,11 +38,11 @@ from jengine.capacity.simulation.virtual_engine import VirtualEngine
 from jengine.core.config import EngineConfig
 from jengine.core.request import Request, SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.start import start_engine
 from jengine.execution.batch import BatchLayout
 from jengine.scheduling.costs.step_costs import StepCosts
-from jengine.scheduling.promises.goodput import in_time
+from jengine.scheduling.promises.acceptance import in_time
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.work import Work, pairs
 

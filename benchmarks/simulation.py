@@ -33,8 +33,8 @@ from jengine.capacity.simulation.tune import Search, values
 from jengine.core.config import EngineConfig
 from jengine.core.request import Request, SamplingParams
 from jengine.core.updates import TokenUpdate
-from jengine.engine.engine import Engine
-from jengine.engine.shapes import describe_engine
+from jengine.engine.loop.engine import Engine
+from jengine.engine.setup.shapes import describe_engine
 from jengine.engine.start import start_engine
 from jengine.execution.cache_folders import cache_root, costs_file
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts

@@ -25,11 +25,10 @@ from typing import Any
 
 from benchmarks.machine import ROOT, made_model, save
 from jengine import LLM, SamplingParams
-from jengine.api.script_tokenizer import ScriptTokenizer
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.speculation import MOST_DRAFTS
 from jengine.core.structured_outputs import StructuredOutputs
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.scheduling.costs.draft_count import HowMany, all_of_them, most_a_second
 from jengine.scheduling.drafters.choice import drafters_of
 from jengine.scheduling.rules.speculation import Speculation as Rule
@@ -66,7 +65,7 @@ def pieces_of(kind: str) -> list[str]:
     return [line.strip() + "." for line in prose.replace("\n", " ").split(". ") if 40 < len(line) < 300]
 
 
-def _document(tokenizer: ScriptTokenizer, kind: str, tokens: int, draw: random.Random) -> str:
+def _document(tokenizer: Any, kind: str, tokens: int, draw: random.Random) -> str:
     """About this many tokens of text."""
     pieces, separator = pieces_of(kind), "\n\n\n" if kind == "code" else " "
     draw.shuffle(pieces)
@@ -78,7 +77,7 @@ def _document(tokenizer: ScriptTokenizer, kind: str, tokens: int, draw: random.R
     return tokenizer.decode(tokenizer.encode(text)[:tokens])
 
 
-def asked(tokenizer: ScriptTokenizer, task: str, context: int, draw: random.Random) -> str:
+def asked(tokenizer: Any, task: str, context: int, draw: random.Random) -> str:
     """The user's message."""
     if task == "edit":
         code = _document(tokenizer, "code", context, draw)
@@ -94,7 +93,7 @@ def asked(tokenizer: ScriptTokenizer, task: str, context: int, draw: random.Rand
     }[task]
 
 
-def prompt(tokenizer: ScriptTokenizer, task: str, context: int, draw: random.Random) -> Any:
+def prompt(tokenizer: Any, task: str, context: int, draw: random.Random) -> Any:
     """The user's message, in the model's chat template if it has one."""
     message = asked(tokenizer, task, context, draw)
     if not tokenizer.chat_template:

@@ -22,7 +22,6 @@ from benchmarks.machine import save
 from benchmarks.peers.environments import PEERS_FOLDER, environment_python
 from benchmarks.peers.separate import run_separate
 from benchmarks.speculation import NEW_TOKENS, asked
-from jengine.api.script_tokenizer import ScriptTokenizer
 from jengine.text.tokenizer import Tokenizer
 from tools.smollm2 import smollm2
 
@@ -31,7 +30,7 @@ THREADS = 2
 
 def batches(tasks: list[str], contexts: list[int], streams: list[int]) -> dict[str, list[list[int]]]:
     """Prompts of each cell, by its name."""
-    tokenizer = ScriptTokenizer(Tokenizer.load(smollm2()))
+    tokenizer = Tokenizer.load(smollm2()).for_transformers("smollm2", 8192)
     found = {}
     for context in contexts:
         for task in tasks:
@@ -39,7 +38,7 @@ def batches(tasks: list[str], contexts: list[int], streams: list[int]) -> dict[s
             messages = [asked(tokenizer, task, context, draw) for _ in range(max(streams))]
             prompts = [
                 tokenizer.apply_chat_template(
-                    [{"role": "user", "content": message}], tokenize=True, add_generation_prompt=True
+                    [{"role": "user", "content": message}], add_generation_prompt=True, return_dict=False
                 )
                 for message in messages
             ]

@@ -29,7 +29,7 @@ from benchmarks.machine import save
 from jengine.checkpoints import resolve
 from jengine.core.config import EngineConfig
 from jengine.core.request import Request, SamplingParams
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.start import start
 from jengine.text.masks import Grammar, make_mask
 from jengine.text.tokenizer import Tokenizer

@@ -25,20 +25,20 @@ class LoraModule(NamedTuple):
     base_model_name: str | None = None
 
 
-def read_modules(given: object) -> tuple[LoraModule, ...]:
+def read_modules(value: object) -> tuple[LoraModule, ...]:
     """The adapters of the option: a list of them, or text with several, separated by spaces or as JSON.
 
     Raises:
         InvalidArgument: an item has another form, or a name is given twice.
     """
-    if given is None:
+    if value is None:
         return ()
-    if isinstance(given, str):
+    if isinstance(value, str):
         with contextlib.suppress(ValueError):
-            given = json.loads(given)
-    items = given.split() if isinstance(given, str) else [given] if isinstance(given, dict) else given
+            value = json.loads(value)
+    items = value.split() if isinstance(value, str) else [value] if isinstance(value, dict) else value
     if not isinstance(items, list | tuple):
-        raise InvalidArgument("lora_modules", given, f"each {FORMS}")
+        raise InvalidArgument("lora_modules", value, f"each {FORMS}")
     modules = tuple(_module(item) for item in items)
     for i, module in enumerate(modules):
         if module.name in {other.name for other in modules[:i]}:

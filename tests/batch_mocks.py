@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 import jengine
-from jengine import AsyncLLM, EngineThread, Tokenizer
+from jengine import AsyncLLM, Tokenizer
+from jengine.api.backend import EngineThread
 from tests.mocks.mock_engine import MockEngine
 from tests.text.conftest import byte_level, write
 

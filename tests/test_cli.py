@@ -20,9 +20,11 @@ import pytest
 
 import jengine
 from jengine import EngineConfig, InvalidArgument, SamplingParams, cli
+from jengine.base.options import texts_of
 from jengine.base.progress import progress_bar
 from jengine.commands import compile as compile_command
 from jengine.commands import flags, terminal
+from jengine.core.image_options import ImageOptions
 from jengine.core.request import CompletionOutput, RequestOutput
 
 STAND_IN = """
@@ -360,12 +362,12 @@ def test_a_full_disk_is_one_line() -> None:
 
 def test_flags_whatever_python_does_to_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:
     """3.13 takes their indentation, -OO all of them."""
-    for of in (SamplingParams, EngineConfig):
-        helps = flags._field_helps(of)
+    for of in (SamplingParams, ImageOptions):
+        helps = texts_of(of)
         monkeypatch.setattr(of, "__doc__", inspect.cleandoc(of.__doc__ or ""))
-        assert flags._field_helps(of) == helps
+        assert texts_of(of) == helps
         monkeypatch.setattr(of, "__doc__", None)
-        assert flags._field_helps(of) == {}
+        assert texts_of(of) == {}
     with pytest.raises(SystemExit) as exit_:
         cli.main(["generate", "--help"])
     assert exit_.value.code == 0
@@ -373,7 +375,7 @@ def test_flags_whatever_python_does_to_docstrings(monkeypatch: pytest.MonkeyPatc
 
 def test_every_flag_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     for of in (SamplingParams, EngineConfig):
-        helps = flags._field_helps(of)
+        helps = texts_of(of)
         assert all(helps[field.name] for field in dataclasses.fields(of))
     with pytest.raises(SystemExit) as exit_:
         cli.main(["generate", "--help"])

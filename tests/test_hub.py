@@ -84,15 +84,12 @@ def run(hub: Hub, tmp_path: Path) -> Run:
     return run
 
 
-def test_a_model_is_pulled_listed_run_and_removed(hub: Hub, run: Run, tmp_path: Path) -> None:
+def test_a_model_is_pulled_and_run(hub: Hub, run: Run, tmp_path: Path) -> None:
     hub.cuts["large.txt"] = [CHUNK + 1]  # the connection breaks in the middle
-    pulled, again, listed, ran, removed, empty = run(
+    pulled, again, ran = run(
         ["pull", "some/demo"],
         ["pull", "some/demo"],
-        ["list"],
         ["run", "some/demo", "def f(", "--max-tokens", "4", "--temperature", "0", "--quiet", *FLAGS],
-        ["rm", "some/demo", "--yes"],
-        ["list"],
         stdin="x):",
     )
     assert pulled[0] == "= 0\n" and "some/demo, revision 01234567: " in pulled[1], pulled
@@ -101,33 +98,22 @@ def test_a_model_is_pulled_listed_run_and_removed(hub: Hub, run: Run, tmp_path: 
     assert hub.sent["model.safetensors"] == (DEMO / "model.safetensors").stat().st_size
     assert not hub.sent["README.md"] and not hub.sent["consolidated.safetensors"]
     assert again == ("= 0\n", "some/demo is complete; nothing to download\n")
-    head, row, end = listed[0].splitlines()
-    assert head.split()[:3] == ["model", "revision", "size"]
-    assert row.split()[:3] == ["some/demo", COMMIT[:8], "(main)"] and "bfloat16" in row and "now" in row
-    assert end == "= 0"
     assert ran[0].endswith("\n= 0\n") and len(ran[0]) > len("\n= 0\n"), ran
-    assert removed[0] == "= 0\n" and "1 model deleted" in removed[1]
-    assert empty[0] == "= 0\n" and "no models have been downloaded" in empty[1]
-    assert not [file for file in (tmp_path / "home" / "hub").rglob("*") if file.stat().st_size > 10_000]
 
 
 def test_a_gguf_file_by_its_quantization(hub: Hub, run: Run, tmp_path: Path) -> None:
     code = "from jengine.checkpoints import resolve; import sys; print(resolve(sys.argv[1]).name)"
-    planned, pulled, other, wrong, removed, listed = run(
+    planned, pulled, other, wrong = run(
         ["plan", "some/ggufs:Q8_0", "--target", "l4", "--quiet"],
         ["pull", "some/ggufs:q8_0"],
         ["pull", "some/ggufs:Q4_K_M"],
         ["pull", "some/ggufs:Q2_K"],
-        ["rm", "some/ggufs:Q8_0", "--yes"],
-        ["list"],
     )
     assert planned[0].endswith("= 0\n"), planned
     assert pulled[0] == other[0] == "= 0\n", (pulled, other)
     size = (hub.folders["some/ggufs"] / "tiny-q8_0.gguf").stat().st_size
     assert size <= hub.sent["tiny-q8_0.gguf"] <= 3 * size, "headers before, and the file once"
     assert wrong[0] == "= 2\n" and "it has some/ggufs:Q4_K_M, some/ggufs:Q8_0" in wrong[1]
-    assert "1 model deleted" in removed[1]
-    assert "some/ggufs:Q4_K_M  01234567 (main)" in listed[0] and "Q8_0" not in listed[0]
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
     for name in ("some/ggufs", "some/ggufs:Q4_K_M"):
         found = subprocess.run(

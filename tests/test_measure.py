@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from jengine.engine import measure as measure_module
-from jengine.engine.measure import _slope, _two_slopes, measure
+from jengine.engine.setup import measure as measure_module
+from jengine.engine.setup.measure import _slope, _two_slopes, measure
 from jengine.execution.runner import InFlight, PendingSample, StepResult
 from jengine.models.cache import CacheGroup
 from jengine.scheduling.costs.step_costs import Cost, Slopes, StepCosts

@@ -14,8 +14,8 @@ import pytest
 
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
-from jengine.engine import precision
-from jengine.engine.precision import check_formats, choose_dtype
+from jengine.engine.setup import precision
+from jengine.engine.setup.precision import check_formats, choose_dtype
 from jengine.models.config import ModelConfig
 from tests.golden.weights import VARIANTS
 

@@ -19,9 +19,9 @@ from jengine.serving.config import SERVE_DEFAULTS, ServerConfig
 from jengine.serving.guards.access import Access
 from jengine.serving.lora_modules import LoraModule
 from jengine.serving.metrics.server_metrics import Metrics
-from jengine.vllm import engine_settings, server_settings
 from jengine.vllm.setting import whole_number
 from jengine.vllm.translate import SAMPLING_SETTINGS, SERVE_SETTINGS, STRUCTURED_SETTINGS
+from tools.vllm_same import SAME
 
 NOTHING: dict[str, Any] = {}
 
@@ -236,7 +236,7 @@ def test_settings_with_the_same_name_exist() -> None:
     fields = {field.name for of in (ServerConfig, EngineConfig) for field in dataclasses.fields(of)} | {
         "config"
     }
-    assert {*engine_settings.SAME, *server_settings.SAME} <= fields
+    assert {*SAME} <= fields
 
 
 @pytest.mark.parametrize(

@@ -46,14 +46,3 @@ def _table(page: Path) -> Iterator[str]:
 def _first_sentence(thing: object) -> str:
     text = " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
     return re.split(r"(?<=[.:]) (?=[A-Z])", text)[0].replace("|", r"\|")
-
-
-def types_and_constants() -> str:
-    """The public names without an entry of their own."""
-    documented = {name for page in pages() for name in entries(page)}
-    names = sorted({*jengine.__all__} - documented)
-    return "\n".join(f"- `{name}`: `{_value(getattr(jengine, name))}`" for name in names)
-
-
-def _value(value: object) -> str:
-    return re.sub(r"\b(?:jengine|collections)\.(?:\w+\.)*|typing\.", "", str(value))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import json
 import re
 import sys
@@ -18,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import docs_figures
-from api_index import public_names, types_and_constants
+from api_index import public_names
 from prometheus_client.core import Metric
+from vllm_same import SAME
 
-from jengine import EngineConfig, Load, LoraLoad, SamplingParams, StoreLoad
+from jengine import EngineConfig, Load, SamplingParams
+from jengine.base.options import groups_of
 from jengine.commands.flags import add_fields
+from jengine.core.updates import LoraLoad, StoreLoad
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.policy import POLICIES
 from jengine.serving.metrics.model_metrics import ModelMetrics
@@ -34,29 +38,7 @@ from jengine.vllm.setting import Setting
 ROOT = Path(__file__).parent.parent
 MARKER = re.compile(r"^<!-- from the code: (.+) -->$", re.MULTILINE)
 
-# The first field of each section of the engine's options, in the order of EngineConfig.
-ENGINE_SECTIONS = {
-    "model": "Model",
-    "dtype": "Number formats",
-    "embeddings": "Embeddings",
-    "enable_lora": "Adapters",
-    "max_model_len": "Capacity",
-    "page_size": "KV cache",
-    "batch_invariant": "Reproducibility",
-    "policy": "Scheduling",
-    "record_trace": "Running",
-    "cache_dir": "Programs",
-    "cpu_threads": "Devices",
-}
-SERVER_SECTIONS = {
-    "host": "Ports",
-    "tool_call_parser": "Model",
-    "max_waiting": "Limits",
-    "client_chat_templates": "Clients",
-    "lame_duck_seconds": "Life cycle",
-    "tls_cert": "Security",
-    "request_log": "Logs",
-}
+# the first field of each section
 SAMPLING_SECTIONS = {
     "n": "Choosing tokens",
     "max_tokens": "Ending",
@@ -73,45 +55,47 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 # --- options -----------------------------------------------------------------------------------------
 
 
-def options(
-    of: type, sections: dict[str, str], defaults: dict[str, Any] | None = None, skip: tuple[str, ...] = ()
-) -> str:
+def options(of: type, sections: dict[str, str]) -> str:
     """A heading for each field of a dataclass, with the flag, environment variable, default and help of the
     command line.
+
+    Args:
+        sections: title by the first field.
     """
     parser = argparse.ArgumentParser(add_help=False)
-    add_fields(parser, of, skip, defaults)  # type: ignore[arg-type]  # a parser also has add_argument
+    add_fields(parser, of)  # type: ignore[arg-type]  # a parser also has add_argument
     flags = {action.dest: action for action in parser._actions}
     lines = []
     for field in dataclasses.fields(of):
         if field.name in sections:
             lines += [f"## {sections[field.name]}", ""]
-        if field.name not in flags:
-            continue
         flag = flags[field.name]
-        lines += [
-            f"### `{field.name}` {{ #{field.name} }}",
-            "",
-            _facts(field, flag, of, defaults or {}),
-            "",
-            _text(flag, of),
-            "",
-        ]
+        heading = f"### `{field.name}` {{ #{field.name} }}"
+        lines += [heading, "", _facts(field, flag, of), "", _text(flag, of), ""]
     return "\n".join(lines)
 
 
-def _facts(field: dataclasses.Field[Any], flag: argparse.Action, of: type, defaults: dict[str, Any]) -> str:
+def sections_of(of: type) -> dict[str, str]:
+    """A section for each group of options: the first line of its docstring, by its first field."""
+    groups = [group for group in groups_of(of) if group is not of]
+    return {next(iter(inspect.get_annotations(group))): _title(group) for group in groups}
+
+
+def _title(group: type) -> str:
+    return inspect.getdoc(group).partition("\n")[0].removesuffix(".")  # type: ignore[union-attr]
+
+
+def _facts(field: dataclasses.Field[Any], flag: argparse.Action, of: type) -> str:
     value = (
         ""
         if flag.nargs == 0
         else " " + ("{" + ",".join(map(str, flag.choices)) + "}" if flag.choices else str(flag.metavar))
     )
-    default = defaults.get(field.name, field.default)
     facts = ["Argument `MODEL`" if field.name == "model" else f"`{' / '.join(flag.option_strings)}{value}`"]
     if of is not SamplingParams:
         facts.append(f"`JENGINE_{field.name.upper()}`")
-    if default not in (None, ()):
-        facts.append(f"default `{json.dumps(default)}`")
+    if field.default not in (None, ()):
+        facts.append(f"default `{json.dumps(field.default)}`")
     return " · ".join(facts)
 
 
@@ -162,9 +146,7 @@ def _exposed(metric: Metric) -> str:
 
 def vllm_same() -> str:
     """A table of vLLM's settings that jengine has under the same name."""
-    rows = [
-        f"| `{name}` | {note} |" for name, note in {**engine_settings.SAME, **server_settings.SAME}.items()
-    ]
+    rows = [f"| `{name}` | {note} |" for name, note in SAME.items()]
     return "\n".join(["| Setting | Differences |", "| --- | --- |", *rows])
 
 
@@ -245,9 +227,8 @@ def request_fields(path: str) -> str:
 
 CONTENT: dict[str, Callable[[], str]] = {
     "public names": public_names,
-    "types and constants": types_and_constants,
-    "engine options": lambda: options(EngineConfig, ENGINE_SECTIONS),
-    "server options": lambda: options(ServerConfig, SERVER_SECTIONS),
+    "engine options": lambda: options(EngineConfig, sections_of(EngineConfig)),
+    "server options": lambda: options(ServerConfig, sections_of(ServerConfig)),
     "sampling parameters": lambda: options(SamplingParams, SAMPLING_SECTIONS),
     "metrics": metrics,
     **{f"fields of {path}": partial(request_fields, path) for path in POLICIES},

@@ -17,7 +17,7 @@ PLACES = {
     "pallas_kernels": "pallas_kernels",
 }
 KERNELS = "pallas_kernels"
-FRONT = "[public names]"  # what `import jengine` gives
+FRONT = "[public names]"  # what jengine and jengine.spi give
 
 
 def packages() -> dict[str, set[str]]:
@@ -25,8 +25,8 @@ def packages() -> dict[str, set[str]]:
     its integrations, all of the kernels, or FRONT. Other modules beside the folders only name things, and
     are left out.
     """
-    front = _imports((ROOT / "jengine" / "__init__.py").read_text())
-    found = {FRONT: set(map(package_of, front))}
+    front = [(ROOT / "jengine" / stub).read_text() for stub in ("__init__.pyi", "spi.pyi")]
+    found = {FRONT: {package_of(name) for stub in front for name in _imports(stub)}}
     for place, folder in PLACES.items():
         for file in (ROOT / folder).rglob("*.py"):
             inside = file.relative_to(ROOT / folder).parts
@@ -42,7 +42,7 @@ def packages() -> dict[str, set[str]]:
 
 def package_of(module: str) -> str:
     """The package of a module; empty: none of ours."""
-    if module == "jengine":
+    if module in ("jengine", "jengine.spi"):
         return FRONT
     first, _, rest = module.removeprefix("jengine.integrations.").partition(".")
     if module.startswith("jengine.integrations."):

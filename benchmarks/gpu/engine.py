@@ -24,8 +24,8 @@ from jengine.capacity.planning.roofline import decode, prefill
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.request import Request, SamplingParams
 from jengine.core.updates import TokenUpdate
-from jengine.engine.engine import Engine
-from jengine.engine.shapes import page_buckets
+from jengine.engine.loop.engine import Engine
+from jengine.engine.setup.shapes import page_buckets
 from jengine.execution.kernels import kernels_refused
 from jengine.execution.kinds import TRUNK
 from jengine.execution.runner import Runner
@@ -120,7 +120,7 @@ def make_engine(size: Load, how: How) -> tuple[ExecutionSpec, Engine]:
         )
     params = random_params(spec)
     runner = Runner(Worker(spec, compiled(spec, how.threads), params))  # type: ignore[arg-type]
-    scheduler = Scheduler(
+    scheduler = Scheduler.of(
         spec.table,
         page_size=spec.page_size,
         num_pages=spec.num_pages,

@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from jengine.api.async_embeddings import AsyncEmbeddings
 from jengine.api.backend import Backend, Done, EngineThread, Updates
 from jengine.api.chat import ChatOptions, Conversation, chat_prompt, split_options
+from jengine.api.embedding_methods import AsyncEmbeddings
 from jengine.api.engine_methods import AsyncEngineMethods
 from jengine.api.loras import AsyncLoras
 from jengine.api.outputs import LiveOutputs
 from jengine.api.prompts import PreparedPrompt, Prompt, is_slow, make_requests
 from jengine.api.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle, RequestOptions
 from jengine.api.rollout_methods import AsyncRolloutMethods
-from jengine.api.vllm_methods import AsyncVllmMethods
+from jengine.api.vllm_methods import VllmMethods
 from jengine.base.checks import check_number
 from jengine.base.errors import EngineDead, InvalidArgument, JengineError
 from jengine.base.process import check_process
@@ -46,7 +46,7 @@ class AsyncChatOptions(ChatOptions, RequestOptions, total=False):
     """AsyncLLM.chat's keywords."""
 
 
-class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVllmMethods):
+class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, VllmMethods):
     """A model that answers many requests at once, inside an asyncio event loop.
 
     The engine's loop runs in its own thread and handles tokens only; the event loop turns them into text. Use
@@ -175,8 +175,10 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
         )
         if grammar or is_slow(prompt):  # compiling a grammar may take a second
             work = await asyncio.to_thread(self.prepare, prompt, sampling_params)
-        own: Any = {"request_id": request_id, "lora_request": lora_request, **options}
-        async with self.submit(work, sampling_params, **own) as handle:
+        handle = self.submit(
+            work, sampling_params, request_id=request_id, lora_request=lora_request, **options
+        )
+        async with handle:
             async for output in handle:
                 yield output
 
@@ -250,6 +252,18 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
         self._fail_asked(EngineDead("the engine has been closed"))
         atexit.unregister(self.backend.quit)
 
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the engine's thread, also from outside the event loop. Running requests fail with EngineDead;
+        `close` aborts them.
+
+        Args:
+            timeout: accepted as in vLLM, and not used: the thread ends after its current step.
+        """
+        self._closing = True
+        self.backend.quit()
+        self._died(EngineDead("it was shut down"))
+        atexit.unregister(self.backend.quit)
+
     async def __aenter__(self) -> AsyncLLM:
         return self
 
@@ -266,12 +280,15 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
             InvalidArgument: it can never be answered.
         """
         params, beams = split(self._default_params if sampling_params is None else sampling_params)
-        own: Any = {
-            "masks": not self.backend.makes_masks,
-            "max_model_len": self.max_model_len,
-            "beams": beams,
-        }
-        requests = make_requests(self.tokenizer, prompt, params, f"request-{next(self._ids)}", **own)
+        requests = make_requests(
+            self.tokenizer,
+            prompt,
+            params,
+            f"request-{next(self._ids)}",
+            max_model_len=self.max_model_len,
+            masks=not self.backend.makes_masks,
+            beams=beams,
+        )
         self.backend.limits.validate(requests[0])
         return PreparedPrompt(requests, StopAutomaton(tuple(requests[0].params.stop)))
 
@@ -314,8 +331,8 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, AsyncVl
         self.backend.add(*requests)  # updates are delivered in a later iteration of the event loop
         output = self._live.open(requests, prepared.stops)
         output.request_id = request_id
-        ways = partial(self._end, key), self._forget, partial(self._settle, key)
-        handle = RequestHandle(output, output_kind, *ways, self._interval)
+        end, settle = partial(self._end, key), partial(self._settle, key)
+        handle = RequestHandle(output, output_kind, end, self._forget, settle, self._interval)
         self._handles[request_id] = handle
         if timeout is not None:
             handle.timer = asyncio.get_running_loop().call_later(timeout, handle.abort, "timeout")

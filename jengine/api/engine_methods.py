@@ -85,7 +85,7 @@ class AsyncEngineMethods(ABC):
 
     @abstractmethod
     async def do[T](self, operation: Operation[T]) -> T:
-        """See AsyncLLM."""
+        """Has the engine do an operation, and returns its answer."""
 
     @abstractmethod
     def _order(self, operation: Operation[Any], done: Done) -> None:

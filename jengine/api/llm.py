@@ -11,17 +11,17 @@ from typing import Any, Unpack
 from jax.sharding import Mesh
 
 from jengine.api.chat import ChatOptions, Conversation, chat_prompt, conversations, split_options
+from jengine.api.embedding_methods import LLMEmbeddings
 from jengine.api.engine_methods import EngineMethods
 from jengine.api.llm_beams import LLMBeams
-from jengine.api.llm_embeddings import LLMEmbeddings
 from jengine.api.llm_facts import facts_of, stats_of
 from jengine.api.loras import LoraRequests, Loras
-from jengine.api.predictions import predicted, prompts_or_lengths
 from jengine.api.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.api.request_handle import tokens_of
 from jengine.api.rollout_methods import RolloutMethods
 from jengine.api.shared_engine import SharedEngine, ThreadCall
 from jengine.api.vllm_methods import VllmMethods
+from jengine.base.checks import check_whole
 from jengine.base.display import Summary
 from jengine.base.errors import EngineDead, InvalidArgument
 from jengine.base.progress import progress_bar
@@ -35,7 +35,9 @@ from jengine.core.service_level import BatchLevelOptions, ServiceLevel, levels, 
 from jengine.engine.ranks import AnyEngine
 from jengine.engine.start import start_engine
 from jengine.parallel.mesh import with_mesh_size
+from jengine.scheduling.forecasts.expectations import expect, hypothetical
 from jengine.scheduling.forecasts.forecast import Prediction
+from jengine.scheduling.scheduler import Scheduler
 from jengine.vllm.translate import accepts
 
 
@@ -117,8 +119,8 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
         params = one_each("sampling_params", sampling_params, len(each))
         names, every = self.loras.names(lora_request, len(each)), levels(len(each), level)
         work = [
-            self._requests(*one, lora_name=name)
-            for *one, name in zip(each, params, every, names, strict=True)
+            self._requests(prompt, sampling, level, lora_name=name)
+            for prompt, sampling, level, name in zip(each, params, every, names, strict=True)
         ]
         return self._wait_for(work, "generating", use_tqdm)
 
@@ -197,7 +199,7 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
         lengths = [prompt_tokens] if isinstance(prompt_tokens, int) else [*prompt_tokens]
         each = prompts_or_lengths(prompts, lengths, self.max_model_len)
         params = one_each("sampling_params", sampling_params, len(each))
-        work = [self._requests(prompt, *more) for prompt, *more in zip(each, params, strict=True)]
+        work = [self._requests(prompt, sampling) for prompt, sampling in zip(each, params, strict=True)]
         return predicted(self.engine.scheduler, work, of_lengths=bool(lengths))
 
     def chat_prompt(self, messages: Conversation, **options: Unpack[ChatOptions]) -> TokensPrompt:
@@ -337,3 +339,26 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
 def _work_of(output: RequestOutput) -> int:
     """Number of generated or embedded tokens."""
     return tokens_of(output) if output.embedding is None else len(output.prompt_token_ids)
+
+
+def prompts_or_lengths(
+    prompts: Prompt | Sequence[Prompt], lengths: list[int], max_model_len: int
+) -> list[Prompt]:
+    """The prompts, or prompts of these lengths.
+
+    Raises:
+        InvalidArgument: both are given, or neither is; or a length is out of range.
+    """
+    each = [] if prompts == () else listed(prompts)
+    if bool(lengths) == bool(each):
+        limit = "either prompts or their lengths must be given"
+        raise InvalidArgument("prompt_tokens", lengths[0] if len(lengths) == 1 else lengths, limit)
+    for length in lengths:
+        check_whole("prompt_tokens", length, 1, max_model_len - 1)
+    return each or [[0] * length for length in lengths]
+
+
+def predicted(scheduler: Scheduler, work: list[list[Request]], *, of_lengths: bool) -> list[Prediction]:
+    """Predictions for requests, by prompt. Nothing is cached for those of which only the length is known."""
+    new = [hypothetical(scheduler, requests[0], len(requests)) for requests in work]
+    return expect(scheduler, [one._replace(cached=0) for one in new] if of_lengths else new)

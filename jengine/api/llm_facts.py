@@ -7,11 +7,10 @@ from typing import Any
 from jengine.base.display import counted
 from jengine.core.updates import Load
 from jengine.engine.ranks import AnyEngine, ranks_of
-from jengine.engine.start import Started
+from jengine.engine.setup.started import Started
 
 
 def stats_of(engine: AnyEngine, started: Started) -> dict[str, Any]:
-    """See LLM.stats."""
     load, schedulers = engine.load, [rank.scheduler for rank in ranks_of(engine)]
     return {
         "programs_compiled": started.programs_compiled,

@@ -13,7 +13,7 @@ from jengine.core.service_level import ServiceLevel
 
 
 class LLMRequests(ABC):
-    """See LLM."""
+    """How LLM makes requests and runs them."""
 
     loras: Loras
 

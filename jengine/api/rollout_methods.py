@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jengine.api.llm_requests import LLMRequests
 from jengine.api.token_scores import Scorer, TokenLists, given_requests, logprobs_of, scores
 from jengine.core.weights import TAGS, PauseMode, Tag, Version
+from jengine.engine.loop.pausing import idle
 from jengine.engine.operations import (
     GetPauseState,
     LoadWeights,
@@ -22,11 +23,10 @@ from jengine.engine.operations import (
     UpdateWeights,
     WakeUp,
 )
-from jengine.engine.pausing import idle
 
 if TYPE_CHECKING:  # an AsyncLLM over a remote engine needs no jax
     from jengine.api.shared_engine import SharedEngine
-    from jengine.engine.start import Started
+    from jengine.engine.setup.started import Started
 
 POLL_SECONDS = 0.005  # between two questions whether running requests have finished
 
@@ -39,7 +39,7 @@ class RolloutMethods(LLMRequests):
 
     @property
     def weights_version(self) -> Version:
-        """Of the weights that steps use: 0 at the start; see `update_weights`."""
+        """The version of the weights that steps use: 0 at the start; see `update_weights`."""
         return self._shared.engine.weights_version
 
     @property
@@ -154,7 +154,7 @@ class AsyncRolloutMethods(ABC):
 
     @abstractmethod
     async def do[T](self, operation: Operation[T]) -> T:
-        """See AsyncLLM."""
+        """Has the engine do an operation, and returns its answer."""
 
     async def update_weights(self, weights: Any, version: Version | None = None, **how: bool) -> Version:
         """Replace the weights. how: check_finite, keep_cache."""

@@ -16,7 +16,7 @@ from jengine.engine.limits import Limits
 from jengine.text.stop_strings import StopAutomaton
 
 if TYPE_CHECKING:  # an AsyncLLM over a remote engine needs no jax
-    from jengine.engine.start import Started
+    from jengine.engine.setup.started import Started
 
 TokenIds = Sequence[int]
 TokenLists = Sequence[TokenIds]

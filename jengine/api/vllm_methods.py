@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Self
 
-from jengine.api.backend import Backend
-from jengine.api.script_tokenizer import ScriptTokenizer
-from jengine.base.errors import EngineDead, InvalidArgument
+from jengine.base.errors import InvalidArgument
 from jengine.core.config import EngineConfig
 from jengine.text.tokenizer import Tokenizer
 from jengine.vllm.names import OF_LLM, missing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 LEFT_OUT = (
     "disable_log_requests",
@@ -32,6 +32,7 @@ class VllmMethods(ABC):
 
     tokenizer: Tokenizer
     model: str = ""
+    _tokenizer_of_transformers: PreTrainedTokenizerFast | None = None
 
     @property
     @abstractmethod
@@ -50,32 +51,12 @@ class VllmMethods(ABC):
                 raise InvalidArgument(name, value, "must be left out; options are fields of EngineConfig")
         return cls(**dataclasses.asdict(engine_args))
 
-    def get_tokenizer(self) -> ScriptTokenizer:
-        """The model's tokenizer, with the interface of transformers' tokenizers."""
-        return ScriptTokenizer(self.tokenizer, self.model, self.max_model_len)
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """The model's tokenizer as one of transformers. The first call takes seconds to import it."""
+        if self._tokenizer_of_transformers is None:
+            name, length = self.model, self.max_model_len
+            self._tokenizer_of_transformers = self.tokenizer.for_transformers(name, length)
+        return self._tokenizer_of_transformers
 
     if not TYPE_CHECKING:  # a type checker would take any name for an attribute
         __getattr__ = _no_such_attribute
-
-
-class AsyncVllmMethods(VllmMethods):
-    """AsyncLLM's."""
-
-    backend: Backend
-    _closing: bool
-
-    @abstractmethod
-    def _died(self, error: BaseException) -> None:
-        """Ends all requests and operations with EngineDead."""
-
-    def shutdown(self, timeout: float | None = None) -> None:
-        """End the engine's thread, also from outside the event loop. Running requests fail with EngineDead;
-        `close` aborts them.
-
-        Args:
-            timeout: accepted as in vLLM, and not used: the thread ends after its current step.
-        """
-        self._closing = True
-        self.backend.quit()
-        self._died(EngineDead("it was shut down"))
-        atexit.unregister(self.backend.quit)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from jengine.base.errors import InvalidArgument
 
@@ -41,6 +44,26 @@ def check_targets(ttft_ms: float | None, tpot_ms: float | None) -> None:
     for name, value in (("ttft_ms", ttft_ms), ("tpot_ms", tpot_ms)):
         if value is not None:
             check_number(name, value, 0.0, math.inf, "a finite number of milliseconds above 0", open_low=True)
+
+
+def parse_object(name: str, value: object, more: str = "", *, words: str = "") -> dict[str, Any]:
+    """Reads an option that is an object, or JSON of an object. None is an empty one.
+
+    Args:
+        more: continues the message, as " such as ...".
+        words: other values that the message names, as "auto or ".
+
+    Raises:
+        InvalidArgument: it is something else.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise InvalidArgument(name, value, f"must be {words}a JSON object{more}") from None
+    if not isinstance(value, Mapping | None):
+        raise InvalidArgument(name, value, f"must be {words}an object{more}")
+    return dict(value or {})
 
 
 def parse_bytes(name: str, value: int | str | None) -> int | None:

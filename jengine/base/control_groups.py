@@ -34,8 +34,8 @@ def number_in(file: Path) -> int | None:
 
 def field_of(file: Path, name: str) -> int | None:
     """The number after a name at the beginning of a line; None if there is none."""
-    _, found, rest = f"\n{text_of(file)}".partition(f"\n{name} ")
-    return int(rest.split(maxsplit=1)[0]) if found else None
+    _, separator, rest = f"\n{text_of(file)}".partition(f"\n{name} ")
+    return int(rest.split(maxsplit=1)[0]) if separator else None
 
 
 def text_of(file: Path | str) -> str:

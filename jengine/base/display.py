@@ -13,9 +13,9 @@ _LEFT = 'style="text-align: left"'
 _TEXT = 'style="white-space: pre-wrap; margin: 0"'
 
 
-def short(text: str | None, most: int = 60) -> str:
+def short(text: str | None, limit: int = 60) -> str:
     """A text's repr, cut after `most` characters."""
-    return repr(text) if text is None or len(text) <= most else f"{text[:most]!r}..."
+    return repr(text) if text is None or len(text) <= limit else f"{text[:limit]!r}..."
 
 
 def counted(number: int, what: str) -> str:

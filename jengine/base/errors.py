@@ -63,9 +63,9 @@ def shown(value: object) -> str:
     return _cut(_repr(value), 80)
 
 
-def _cut(text: str, most: int) -> str:
+def _cut(text: str, limit: int) -> str:
     """What a message repeats of a text that a client may choose."""
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 class ModelError(JengineError):

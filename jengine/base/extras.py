@@ -23,15 +23,15 @@ def install_line(extra: str) -> str:
 
 def _packages(extra: str, lines: list[str]) -> list[str]:
     """The requirements of an extra, and of the extras that it names."""
-    found: list[str] = []
+    packages: list[str] = []
     for line in lines:
         requirement, _, marker = (part.strip() for part in line.partition(";"))
         if not re.search(rf"""extra == ["']{extra}["']""", marker):
             continue
-        own = re.match(r"jengine\[([\w,-]+)\]", requirement)
-        found += (
+        extras = re.match(r"jengine\[([\w,-]+)\]", requirement)
+        packages += (
             [requirement]
-            if own is None
-            else [package for name in own[1].split(",") for package in _packages(name, lines)]
+            if extras is None
+            else [package for name in extras[1].split(",") for package in _packages(name, lines)]
         )
-    return found
+    return packages

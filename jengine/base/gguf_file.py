@@ -165,14 +165,14 @@ class _Reader:
                 "it is for big-endian machines" if big_endian else f"version {version} is not supported"
             )
         tensors, fields = self._number("Q"), self._number("Q")
-        found = self._unique((self._text(), self._value(self._number("I"))) for _ in self._times(fields))
+        metadata = self._unique((self._text(), self._value(self._number("I"))) for _ in self._times(fields))
         described = self._unique((self._text(), self._described()) for _ in self._times(tensors))
-        alignment = found.get("general.alignment", ALIGNMENT)
+        alignment = metadata.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"general.alignment={alignment!r} must be a power of two")
         start = -(-self._at // alignment) * alignment
         tensors_by_name = {name: self._tensor(name, start, *about) for name, about in described.items()}
-        return found, tensors_by_name, start
+        return metadata, tensors_by_name, start
 
     def _number(self, code: str) -> Any:
         [value] = struct.unpack_from(f"<{code}", self._data, self._at)

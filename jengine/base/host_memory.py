@@ -36,13 +36,13 @@ def available_memory(root: Path = ROOT) -> int:
     """Bytes that can be allocated without swapping, on the machine and within each limit; the total if this
     is not known.
     """
-    found = [total_memory(root)]
+    bounds = [total_memory(root)]
     if (available := field_of(root / "proc/meminfo", "MemAvailable:")) is not None:
-        found.append(1024 * available)
+        bounds.append(1024 * available)
     for limit, group, names in _limits(root):
         if (used := number_in(group / names.used)) is not None:
-            found.append(limit - used + (field_of(group / "memory.stat", names.files) or 0))
-    return max(min(found), 0)
+            bounds.append(limit - used + (field_of(group / "memory.stat", names.files) or 0))
+    return max(min(bounds), 0)
 
 
 def _limits(root: Path) -> Iterator[tuple[int, Path, _Names]]:

@@ -177,10 +177,10 @@ def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number of JSON")
 
 
-def _is_deeper(value: Any, most: int) -> bool:
+def _is_deeper(value: Any, depth: int) -> bool:
     """Whether lists and objects are nested more than this deep."""
     level = [value]
-    for _ in range(most + 1):
+    for _ in range(depth + 1):
         level = [
             item
             for part in level

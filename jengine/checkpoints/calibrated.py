@@ -140,7 +140,7 @@ class Calibrated:
 
 
 def _ranges(groups: Groups) -> list[tuple[int, int, int]]:
-    """Of each group: its first place, the first place of the quantized model's rows, and its end.
+    """For each group: its first place, the first place of the quantized model's rows, and its end.
 
     Within a group, rows keep their order (`counted`), so those of the reference come first.
     """

@@ -25,7 +25,9 @@ from jengine.checkpoints.converted import PARAMS, REVISION, has_orbax, is_conver
 from jengine.checkpoints.folder import read_config, resolve
 from jengine.checkpoints.stored import Tensor
 from jengine.checkpoints.weights import assemble, load, parts_by_name, read
-from jengine.core.config import DTYPES, Dtype, EngineConfig, Quantization
+from jengine.core.config import EngineConfig
+from jengine.core.model_options import DTYPES, Dtype
+from jengine.core.quantization import Quantization
 from jengine.hub.files import IN_FOLDERS
 from jengine.models import Model, build
 from jengine.models.config import ModelConfig

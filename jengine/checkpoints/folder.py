@@ -18,7 +18,7 @@ from jengine.checkpoints.files import found_tensors
 from jengine.checkpoints.hugging_face import model_config, token_ids
 from jengine.checkpoints.in_memory import Tensors
 from jengine.checkpoints.output_head import untied_head
-from jengine.core.config import CheckpointFormat
+from jengine.core.model_options import CheckpointFormat
 from jengine.core.request import SamplingParams
 from jengine.hub.download import download
 from jengine.hub.files import (

@@ -18,7 +18,6 @@ from jengine.base.errors import ModelError
 from jengine.base.model_files import read_object
 from jengine.checkpoints.folder import resolve
 from jengine.checkpoints.lora_config import MAX_NAME, lora_config
-from jengine.checkpoints.lora_experts import BASE, fused_site, of_experts
 from jengine.checkpoints.safetensors import parse, read_file
 from jengine.checkpoints.stored import Tensor, dense
 from jengine.core.lora import LoraSource
@@ -29,6 +28,10 @@ NAME = re.compile(
     r"(?:base_model\.model\.)?(?P<module>.+)"
     r"\.lora_(?:(?P<side>[AB])(?:\.[^.]+)?\.weight|embedding_(?P<table>[AB])(?:\.[^.]+)?)"
 )
+
+
+BASE = re.compile(r"(\.base_layer)+$")
+MOVED = (".mlp.", ".block_sparse_moe.")  # transformers' name, and that of Mixtral's checkpoints
 
 
 class Change(NamedTuple):
@@ -189,3 +192,37 @@ def _check_shapes(name: str, a: np.ndarray, b: np.ndarray, module: Module, max_r
 def _check_rank(name: str, rank: int, max_rank: int, file: Path) -> None:
     if rank > max_rank:
         raise ModelError(f"module {name} has rank {rank}, above max_lora_rank={max_rank}", file=file)
+
+
+def fused_site(name: str, a: np.ndarray, b: np.ndarray, fused: Mapping[str, Site]) -> Site | None:
+    """The parameter that the factors of a module change; None: there is none with these shapes."""
+    layer = BASE.sub("", name)
+    for one in (layer, layer.replace(*MOVED)):
+        for parameter in ("gate_up_proj", "down_proj"):
+            site = fused.get(f"{one}.{parameter}")
+            if site is not None and (len(b), a.shape[1]) == _shape(site) and fits(site, a, b):
+                return site
+    return None
+
+
+def fits(site: Site, a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether both factors have the same rank for each expert."""
+    return len(a) == b.shape[1] and site.experts is not None and len(a) % site.experts == 0
+
+
+def of_experts(site: Site, a: np.ndarray, b: np.ndarray) -> dict[str, Factors]:
+    """The factors of each expert's modules, by their names."""
+    assert site.experts is not None
+    downs = a.reshape(site.experts, -1, a.shape[1])
+    ups = b.reshape(site.parts, -1, downs.shape[1], site.experts)
+    found = {}
+    for number, module in enumerate(site.modules):
+        expert, part = divmod(number, site.parts)
+        found[module.name] = downs[expert], ups[part, :, :, expert]
+    return found
+
+
+def _shape(site: Site) -> tuple[int, int]:
+    """Outputs and inputs of an expert's matrix in transformers, which has all parts, one after the other."""
+    outs, inputs = site.modules[0].shape
+    return site.parts * outs, inputs

@@ -27,9 +27,9 @@ def own_names(model: Model, tensors: Tensors) -> bool:
 
 
 def own_makers(targets: Params, tensors: Tensors) -> list[Callable[[], Parameter]]:
-    """See `weights.makers`. A JAX array with a parameter's shape, dtype and sharding becomes the parameter
-    itself, without a copy. Others are copied through the host. Quantized parameters are quantized from plain
-    ones.
+    """Makers as of `weights.makers`. A JAX array with a parameter's shape, dtype and sharding becomes the
+    parameter itself, without a copy. Others are copied through the host. Quantized parameters are quantized
+    from plain ones.
 
     Raises:
         ModelError: a parameter is missing, unknown, or has another shape or dtype.

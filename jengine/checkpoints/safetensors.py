@@ -48,7 +48,7 @@ def read_file(file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 def parse(data: np.ndarray, file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
-    """The same for the bytes of a file, uint8. file: in errors."""
+    """Reads tensors from the bytes of a file, uint8. file: in errors."""
     length = int.from_bytes(data[:8].tobytes(), "little")
     if data.size < 8 or length > MAX_HEADER:
         raise ModelError("the header is corrupt: this is not a safetensors file", file=file)

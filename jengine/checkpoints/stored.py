@@ -50,7 +50,7 @@ class GroupedValues:
         return np.asarray(np.repeat(self.scale[:, 0], self.block[0])[: self.values.shape[0]])
 
     def by_group(self, group: int) -> GroupedValues:
-        """The same with a scale for each output and group of inputs; blocks must be multiples of the
+        """This tensor with a scale for each output and group of inputs; blocks must be multiples of the
         group.
         """
         rows, columns = self.values.shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,6 @@ from jengine.base.model_files import malformed, read_object
 from jengine.base.progress import Progress, progress_bar
 from jengine.checkpoints import orbax
 from jengine.checkpoints.converted import PARAMS, is_converted
-from jengine.checkpoints.experts import each_expert
 from jengine.checkpoints.files import found_tensors
 from jengine.checkpoints.in_memory import PLACE, Tensors, assemble_on_devices
 from jengine.checkpoints.output_head import OUTPUT_HEADS, check_tied
@@ -36,6 +35,10 @@ from pallas_kernels.products.weights import is_weight, quantized
 from pallas_kernels.quantization.host_memory import zeros
 
 log = logging.getLogger("jengine")
+
+
+# [experts, out, in] each
+STACKED = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 
 
 def load(
@@ -383,3 +386,25 @@ def check_tensors(
     harmless = set(OUTPUT_HEADS) if tied else set()
     for name in sorted(tensors.keys() - {piece.name for piece in wanted} - harmless):
         raise ModelError("is not part of this model", file=tensors[name].file, tensor=name)
+
+
+def each_expert(tensors: dict[str, Tensor], wanted: Collection[str]) -> dict[str, Tensor]:
+    """Replaces such tensors by views: one for each expert and matrix, named as in checkpoints that store them
+    one by one.
+
+    Args:
+        wanted: names of the model's tensors. Tensors with these names are kept.
+    """
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        parts = next((parts for end, parts in STACKED.items() if name.endswith(end)), ())
+        if name in wanted or not parts or isinstance(tensor.array, StoredTensor) or tensor.array.ndim != 3:
+            out[name] = tensor
+            continue
+        module, rows = name.rpartition(".")[0], tensor.array.shape[1] // len(parts)
+        for expert, matrix in enumerate(dense(tensor.array)):
+            for i, part in enumerate(parts):
+                out[f"{module}.{expert}.{part}.weight"] = Tensor(
+                    tensor.file, matrix[i * rows : (i + 1) * rows]
+                )
+    return out

@@ -36,10 +36,10 @@ class Parser(argparse.ArgumentParser):
         words = _without_dots(
             [_dashed(word, known) for word in (sys.argv[1:] if args is None else args)], known
         )
-        found, others = super().parse_known_args(words, namespace)
+        parsed, others = super().parse_known_args(words, namespace)
         if others:
             self.error(self._unknown(others))
-        return found, others
+        return parsed, others
 
     def _unknown(self, words: Sequence[str]) -> str:
         option = next(
@@ -74,11 +74,11 @@ class Help(argparse.Action):
             help=text,
         )
 
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
-        _, values, _ = given
-        own = parser._optionals, parser._positionals
+    def __call__(self, parser: argparse.ArgumentParser, *more: Any) -> None:
+        _, values, _ = more
+        groups = parser._optionals, parser._positionals
         for action in parser._actions if values is None else ():
-            if action.container not in own and action.dest not in self._common:  # type: ignore[attr-defined]
+            if action.container not in groups and action.dest not in self._common:  # type: ignore[attr-defined]
                 action.help = argparse.SUPPRESS
         parser.print_help()
         parser.exit()
@@ -141,11 +141,11 @@ def add_vllm_flags(
 
 def _as_flag(parser: argparse.ArgumentParser, name: str, value: Any) -> Any:
     """The value of jengine's own flag for this text."""
-    own = parser._option_string_actions.get(f"--{name.replace('_', '-')}")
-    if own is None or not isinstance(value, str):
+    flag = parser._option_string_actions.get(f"--{name.replace('_', '-')}")
+    if flag is None or not isinstance(value, str):
         return value
-    value = parser._get_value(own, value)
-    parser._check_value(own, value)
+    value = parser._get_value(flag, value)
+    parser._check_value(flag, value)
     return value
 
 
@@ -161,7 +161,7 @@ def _without_dots(words: list[str], known: Iterable[str]) -> list[str]:
     """--option.field VALUE as --option={"field": VALUE}; several fields of an option together. VALUE is JSON
     or text.
     """
-    found: dict[str, dict[str, Any]] = {}
+    objects: dict[str, dict[str, Any]] = {}
     out: list[str] = []
     waiting = iter(words)
     for word in waiting:
@@ -171,11 +171,11 @@ def _without_dots(words: list[str], known: Iterable[str]) -> list[str]:
             out.append(word)
             continue
         *folders, last = path.removesuffix("+").split(".")
-        fields = found.setdefault(name, {})
+        fields = objects.setdefault(name, {})
         for folder in folders:
             fields = fields.setdefault(folder, {})
         fields[last] = _value(value if equals else next(waiting, ""))
-    return out + [f"{name}={json.dumps(fields)}" for name, fields in found.items()]
+    return out + [f"{name}={json.dumps(fields)}" for name, fields in objects.items()]
 
 
 def _value(text: str) -> Any:

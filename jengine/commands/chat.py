@@ -22,10 +22,10 @@ from jengine.commands.flags import (
     add_sampling_and_engine,
     engine_fields,
     flag_values,
+    follows,
     lora_request,
     sampling_fields,
 )
-from jengine.commands.follow import follows
 from jengine.commands.terminal import note, write
 
 if TYPE_CHECKING:
@@ -111,7 +111,8 @@ def local_model(options: argparse.Namespace) -> LocalModel:
     """The model that the options name, in an engine of this process."""
     engine_options = engine_fields(options)
 
-    from jengine import LLM, find_lora, lora_tokenizer
+    from jengine import LLM
+    from jengine.spi import find_lora, lora_tokenizer
 
     lora = lora_request(options, engine_options)
     folder = None if lora is None else find_lora(lora.lora_path)
@@ -205,9 +206,9 @@ class RemoteModel:
     def __init__(self, client: Client, lora: str | None = None) -> None:
         self.client, self._lora = client, lora
         info = self.client.model()
-        named = next((one for one in info.adapters if one.name == lora), None)
+        named = next((adapter for adapter in info.adapters if adapter.name == lora), None)
         if lora is not None and named is None:
-            names = ", ".join(one.name for one in info.adapters) or "none"
+            names = ", ".join(adapter.name for adapter in info.adapters) or "none"
             raise InvalidArgument("lora", lora, f"the server has no such adapter; it has {names}")
         self.max_model_len, self.continues = info.max_model_len, not (named or info).has_chat_template
         # tokens: of the messages, last counted; that the template adds to each message, last learned

@@ -107,9 +107,9 @@ def _compile(options: argparse.Namespace) -> None:
 
 def _flags(options: argparse.Namespace) -> list[str]:
     """Flags for an engine that uses these programs."""
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         "programs": options.out,
         **flag_values(options, EngineConfig, skip=(*SKIPS, "compile_threads", "cache_dir")),
     }
-    shown = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in given.items()}
+    shown = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in values.items()}
     return [f"--{name.replace('_', '-')}={value}" for name, value in shown.items()]

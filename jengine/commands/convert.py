@@ -9,7 +9,8 @@ from typing import get_args
 
 from jengine.commands.flags import add_model
 from jengine.commands.terminal import note
-from jengine.core.config import DTYPES, Quantization
+from jengine.core.model_options import DTYPES
+from jengine.core.quantization import Quantization
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

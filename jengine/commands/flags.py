@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import inspect
 import json
 import re
 import sys
-import types
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jengine import EngineConfig, LoRARequest, SamplingParams
+from jengine.base.options import texts_of, types_in
 from jengine.commands.arguments import add_vllm_flags
 from jengine.commands.terminal import note
 from jengine.vllm.engine_settings import ENGINE
@@ -97,15 +96,29 @@ def engine_fields(options: argparse.Namespace) -> dict[str, Any]:
 
     flags = flag_values(options, EngineConfig, skip=ENGINE_SKIPS)
     config = {} if options.config is None else {"config": options.config}
-    given = sourced_options({**flags, **config})
+    sources = sourced_options({**flags, **config})
     fields = {
         name: value
-        for name, (value, _) in given.items()
+        for name, (value, _) in sources.items()
         if name in EngineConfig.__dataclass_fields__ and name not in ENGINE_SKIPS
     }
-    with naming_source(given):
+    with naming_source(sources):
         EngineConfig.of(options.model, fields)
     return fields
+
+
+def follows(options: argparse.Namespace) -> bool:
+    """Whether the process has a --process-id other than 0, and follows process 0, which takes the requests.
+    If so, process 0 has ended when this returns.
+    """
+    if not getattr(options, "process_id", 0):
+        return False
+    fields = engine_fields(options)
+
+    from jengine import follow
+
+    follow(EngineConfig.of(options.model, fields), progress=False)
+    return True
 
 
 def add_fields(
@@ -117,7 +130,7 @@ def add_fields(
     """Adds a --kebab-case flag for each field of a dataclass, with help from the Args section of its
     docstring.
     """
-    hints, helps = get_type_hints(of), _field_helps(of)
+    hints, helps = get_type_hints(of), texts_of(of)
     for field in dataclasses.fields(of):
         if field.name in skip:
             continue
@@ -157,11 +170,7 @@ def _flag(hint: Any) -> dict[str, Any]:
     """argparse options for a value of this type. For a union, the most general type: a list, then text, then
     numbers.
     """
-    kinds = [
-        kind
-        for kind in (get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,))
-        if kind is not type(None)
-    ]
+    kinds = [kind for kind in types_in(hint) if kind is not type(None)]
     listed = [get_args(kind)[0] for kind in kinds if get_origin(kind) in (list, tuple)]
     if listed:
         return {"action": "append", "type": _READ.get(listed[0], listed[0]), "metavar": METAVARS[listed[0]]}
@@ -203,13 +212,3 @@ def _plain(text: str, of: type) -> str:
     """
     constants = vars(sys.modules[of.__module__])
     return re.sub(r"\bMAX_\w+", lambda name: f"{constants[name[0]]:,}", LIBRARY_ONLY.sub("", text))
-
-
-def _field_helps(of: type) -> dict[str, str]:
-    """The Args section of a docstring as {name: text}, without line breaks. Empty under -OO, which drops
-    docstrings.
-    """
-    text = inspect.cleandoc(of.__doc__ or "")  # Python 3.13 removes indentation from docstrings
-    section = re.search(r"\nArgs:\n(.*?)(?:\n\n|\Z)", text, re.DOTALL)
-    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8,}.*)*)", section[1] if section else "", re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}

@@ -20,10 +20,10 @@ from jengine.commands.flags import (
     add_model,
     add_sampling_and_engine,
     engine_fields,
+    follows,
     lora_request,
     sampling_fields,
 )
-from jengine.commands.follow import follows
 from jengine.commands.terminal import note, write
 
 _LOADED = time.monotonic()  # replaces the process's start time if /proc is missing

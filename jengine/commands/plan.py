@@ -144,8 +144,8 @@ def _costs(options: argparse.Namespace) -> int:
     config = config_for(options)
     # the GPU's memory may belong to an engine
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from jengine.engine.program_set import saved_costs
-    from jengine.engine.shapes import describe_engine
+    from jengine.engine.setup.program_set import saved_costs
+    from jengine.engine.setup.shapes import describe_engine
     from jengine.insight.recording.cost_report import cost_report
 
     costs = saved_costs(*describe_engine(config))

@@ -59,18 +59,18 @@ def pull(name: HubName, config: EngineConfig, *, force: bool, quiet: bool) -> bo
         ModelError: the hub has no such model, refuses it, or cannot be reached.
         JengineError: it does not fit, or is not supported.
     """
-    found = Repository.find(name, config.revision)
-    if not found.to_download:
+    repository = Repository.find(name, config.revision)
+    if not repository.to_download:
         return False
-    size = f"{size_text(found.to_download)} of {size_text(sum(found.sizes.values()))}"
-    note_unless(quiet, f"{name}, revision {found.commit[:8]}: {size} to download")
-    wrong = [*_disk(found), *_memory(config, quiet)]
-    if wrong and not force:
-        raise JengineError(f"{name}: {'; '.join(wrong)}. --force downloads it anyway")
-    for one in wrong:
-        note_unless(quiet, f"{name}: {one}")
-    folder = found.fetch(quiet)
-    note_unless(quiet, f"{counted(len(found.sizes), 'file')} in {folder}")
+    size = f"{size_text(repository.to_download)} of {size_text(sum(repository.sizes.values()))}"
+    note_unless(quiet, f"{name}, revision {repository.commit[:8]}: {size} to download")
+    problems = [*_disk(repository), *_memory(config, quiet)]
+    if problems and not force:
+        raise JengineError(f"{name}: {'; '.join(problems)}. --force downloads it anyway")
+    for problem in problems:
+        note_unless(quiet, f"{name}: {problem}")
+    folder = repository.fetch(quiet)
+    note_unless(quiet, f"{counted(len(repository.sizes), 'file')} in {folder}")
     return True
 
 
@@ -79,11 +79,11 @@ def note_unless(quiet: bool, text: str) -> None:
         note(text)
 
 
-def _disk(found: Repository) -> list[str]:
-    free = found.free()
-    if free >= found.to_download + SPARE:
+def _disk(repository: Repository) -> list[str]:
+    free = repository.free()
+    if free >= repository.to_download + SPARE:
         return []
-    return [f"the disk has {size_text(free)} left for a download of {size_text(found.to_download)}"]
+    return [f"the disk has {size_text(free)} left for a download of {size_text(repository.to_download)}"]
 
 
 def _memory(config: EngineConfig, quiet: bool) -> list[str]:

@@ -14,9 +14,9 @@ from jengine.commands.flags import (
     add_model,
     add_sampling_and_engine,
     engine_fields,
+    follows,
     sampling_fields,
 )
-from jengine.commands.follow import follows
 from jengine.commands.pull import add_force, pull
 from jengine.hub.cached import is_cached
 from jengine.hub.files import HubName
@@ -70,12 +70,12 @@ def _run(options: argparse.Namespace) -> int:
     return 0 if chat.send(prompt) else 1
 
 
-def _prompt(given: str | None) -> str | None:
+def _prompt(argument: str | None) -> str | None:
     """The message to answer; None: a conversation is wanted."""
-    if sys.stdin.isatty() and given != "-":
-        return given
+    if sys.stdin.isatty() and argument != "-":
+        return argument
     text = sys.stdin.buffer.read().decode(errors="surrogateescape").strip("\n")
-    both = [part for part in (None if given == "-" else given, text) if part]
+    both = [part for part in (None if argument == "-" else argument, text) if part]
     if not both:
         raise JengineError("there is no prompt: neither PROMPT nor stdin has text")
     return "\n\n".join(both)

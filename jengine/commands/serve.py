@@ -66,10 +66,10 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 def _serve(options: argparse.Namespace) -> None:
     from jengine.serving.models.model_config import resolve_models
 
-    given = {name: value for name, value in vars(options).items() if name != "run"}
-    server, (default, *others) = resolve_models(given, given.pop("more_models", []))
+    flags = {name: value for name, value in vars(options).items() if name != "run"}
+    server, (default, *others) = resolve_models(flags, flags.pop("more_models", []))
     engine = default.engine
-    if given.get("port") and server.http_port is None:
+    if flags.get("port") and server.http_port is None:
         note(
             f"--port {server.port} serves gRPC; OpenAI's API over HTTP is served with --http-port"
             f" {server.port} instead"
@@ -85,7 +85,7 @@ def _serve(options: argparse.Namespace) -> None:
     from jengine.serving.processes.makers import EngineOfServer, maker
 
     services = added_services(server)
-    makers = [maker(server, one.engine) for one in (default, *others)]
+    makers = [maker(server, model.engine) for model in (default, *others)]
     first = makers[0](None)
     first.spawn()  # before the server is imported, since both imports take seconds
     waiting = [first]
@@ -101,8 +101,8 @@ def _serve(options: argparse.Namespace) -> None:
 
         served = [app.Served(default.name, make, *_need(engine, others))]
         served += [
-            app.Served(one.name, makes, *_need(one.engine, others))
-            for one, makes in zip(others, makers[1:], strict=True)
+            app.Served(model.name, makes, *_need(model.engine, others))
+            for model, makes in zip(others, makers[1:], strict=True)
         ]
         app.run(server, served, services)
     except JengineError as error:

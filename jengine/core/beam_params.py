@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
-from jengine.base.checks import check_number, check_whole
+from jengine.base.checks import check_whole
 from jengine.base.errors import InvalidArgument
+from jengine.base.options import check_options, number, whole
 
 # a step considers twice as many candidates, and samplers return MAX_LOGPROBS log probabilities
 MAX_BEAM_WIDTH = 10
 MAX_LENGTH_PENALTY = 10.0
+
+penalty = number(
+    f"in [{-MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]", -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY
+)
+
+
+def beams(name: str, value: Any) -> int:
+    check_whole(name, value, 1, None)
+    if value > MAX_BEAM_WIDTH:
+        limit = f"at most {MAX_BEAM_WIDTH}: a step needs the log probabilities of twice as many tokens"
+        raise InvalidArgument(name, value, limit)
+    return int(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +48,11 @@ class BeamSearchParams:
         InvalidArgument: naming the field, the value and the limit.
     """
 
-    beam_width: int
-    max_tokens: int
+    beam_width: Annotated[int, beams]
+    max_tokens: Annotated[int, whole(1)]
     ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
+    temperature: Annotated[float, number("a finite number, at least 0")] = 0.0
+    length_penalty: Annotated[float, penalty] = 1.0
     include_stop_str_in_output: bool = False
 
     # As in SamplingParams, for code that accepts both.
@@ -48,17 +60,7 @@ class BeamSearchParams:
     skip_special_tokens: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_whole("beam_width", self.beam_width, 1, None)
-        if self.beam_width > MAX_BEAM_WIDTH:
-            limit = f"at most {MAX_BEAM_WIDTH}: a step needs the log probabilities of twice as many tokens"
-            raise InvalidArgument("beam_width", self.beam_width, limit)
-        limit = f"in [{-MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]"
-        check_number("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY, limit)
-        check_whole("max_tokens", self.max_tokens, 1, None)
-        check_number("temperature", self.temperature, 0.0, math.inf, "a finite number, at least 0")
-        for name in ("ignore_eos", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidArgument(name, getattr(self, name), "must be True or False")
+        check_options(self)
 
     @property
     def n(self) -> int:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
-from jengine.core.config import CheckpointFormat, Dtype, LogprobsMode, Quantization
+from jengine.core.model_options import CheckpointFormat, Dtype, LogprobsMode
+from jengine.core.quantization import Quantization
 from jengine.core.scheduling_options import Batching, OnLate, Policy, StrategyName
-from jengine.vllm.engine_options import VllmEngineOptions
 
 
-class EngineOptions(VllmEngineOptions, total=False):
-    """The fields of EngineConfig, without the model; see there."""
+class EngineOptions(TypedDict, total=False):
+    """The fields of EngineConfig, without the model. Type checkers reject other names of vLLM, although
+    EngineConfig takes these too.
+    """
 
     revision: str | None
     tokenizer: str | None

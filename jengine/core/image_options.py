@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from jengine.base.checks import check_whole
+from jengine.base.checks import check_whole, parse_object
 from jengine.base.errors import InvalidArgument
+from jengine.base.options import readable, whole
 
 NAME = "limit_mm_per_prompt"
 IMAGE_ROWS = 1024  # embeddings of an image, of families that read images of any size
@@ -18,36 +19,31 @@ EDGES = "shortest_edge", "longest_edge"
 OLDER = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # names of the same
 
 
-def image_limit(given: Any) -> int:
+def image_limit(option: Any) -> int:
     """The most images of a prompt, from the option limit_mm_per_prompt.
 
     Raises:
         InvalidArgument: naming the field and its limit.
     """
-    if given is None:
-        return MOST_IMAGES
-    given = _object(NAME, given, '{"image": 4}')
-    for name, value in given.items():
+    limits = parse_object(NAME, option, ' such as {"image": 4}')
+    for name, value in limits.items():
         if name not in ("image", *OTHERS):
             raise InvalidArgument(f"{NAME}.{name}", value, f"must be one of image, {', '.join(OTHERS)}")
-        count = value.get("count", MOST_IMAGES) if isinstance(value, dict) else value
+        limits[name] = count = value.get("count", MOST_IMAGES) if isinstance(value, dict) else value
         check_whole(f"{NAME}.{name}", count, 0, MOST_IMAGES)
         if count and name in OTHERS:
             raise InvalidArgument(f"{NAME}.{name}", count, "must be 0: only images are supported")
-    image = given.get("image", MOST_IMAGES)
-    return int(image.get("count", MOST_IMAGES) if isinstance(image, dict) else image)
+    return int(limits.get("image", MOST_IMAGES))
 
 
-def processing_options(given: Any) -> dict[str, Any]:
+def processing_options(option: Any) -> dict[str, Any]:
     """The option mm_processor_kwargs: fields that replace those of preprocessor_config.json. Families have
     some of them.
 
     Raises:
         InvalidArgument: naming the field and its limit.
     """
-    if given is None:
-        return {}
-    fields = _object(PROCESSING, given, '{"max_pixels": 200704}')
+    fields = parse_object(PROCESSING, option, ' such as {"max_pixels": 200704}')
     for name, value in fields.items():
         where = f"{PROCESSING}.{name}"
         if name in ("min_pixels", "max_pixels", "max_soft_tokens"):
@@ -63,25 +59,50 @@ def processing_options(given: Any) -> dict[str, Any]:
         else:
             known = "min_pixels, max_pixels, size, do_image_splitting, max_soft_tokens"
             raise InvalidArgument(where, value, f"is not supported, only {known}")
-    return dict(fields)
+    return fields
 
 
 def replaced(processing: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `processing` with those of a request in their places."""
     edges = asked.get("size", {})
-    kept = {name: value for name, value in processing.items() if OLDER.get(name) not in edges}
-    size = {"size": {**kept.get("size", {}), **edges}} if edges else {}
-    return {**kept, **asked, **size}
+    others = {name: value for name, value in processing.items() if OLDER.get(name) not in edges}
+    size = {"size": {**others.get("size", {}), **edges}} if edges else {}
+    return {**others, **asked, **size}
 
 
-def _object(name: str, given: Any, example: str) -> dict[str, Any]:
-    """An object, also as text, where an option's file or variable gave it."""
-    value = given
-    if isinstance(given, str):
-        try:
-            value = json.loads(given)
-        except ValueError:
-            value = None
-    if not isinstance(value, Mapping):
-        raise InvalidArgument(name, given, f"must be an object such as {example}")
-    return dict(value)
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """Images.
+
+    Args:
+        limit_mm_per_prompt: the most images of a prompt, as {"image": 4}; by default 999. With {"image": 0},
+            a model with images serves text alone, and its encoder of images is not loaded.
+        mm_processor_kwargs: fields that replace those of the model's preprocessor_config.json. Qwen's models
+            have min_pixels and max_pixels (or size, with shortest_edge and longest_edge, also in pixels),
+            SmolVLM and Idefics3 size.longest_edge and do_image_splitting. A request may have others, as long
+            as its images have no more embeddings.
+        image_pool_rows: embeddings of images that the devices hold, at least those of the largest part of an
+            image that is encoded by itself. A prompt's images must fit; they are kept for later prompts until
+            others need their place. By default max_model_len, but at most 16384, or the largest image's.
+            Where a model reads images of any size, larger images are scaled down to this many embeddings, by
+            default 1024.
+    """
+
+    limit_mm_per_prompt: Annotated[dict[str, Any] | str | None, readable(image_limit)] = None
+    mm_processor_kwargs: Annotated[dict[str, Any] | str | None, readable(processing_options)] = None
+    image_pool_rows: Annotated[int | None, whole(1)] = None
+
+    @property
+    def max_images(self) -> int:
+        """The most images of a prompt."""
+        return image_limit(self.limit_mm_per_prompt)
+
+    @property
+    def image_processing(self) -> dict[str, Any]:
+        """The fields of mm_processor_kwargs."""
+        return processing_options(self.mm_processor_kwargs)
+
+    @property
+    def image_rows(self) -> int:
+        """The most embeddings of an image, if the family reads images of any size."""
+        return self.image_pool_rows or IMAGE_ROWS

@@ -62,6 +62,6 @@ def last_seen(tokens: Sequence[int], rows: Sequence[int]) -> np.ndarray:
     out = np.arange(len(tokens), dtype=np.int32)
     visual, start = np.flatnonzero(np.asarray(tokens, np.int64) == VISUAL), 0
     for count in rows:
-        own = visual[start : (start := start + count)]
-        out[own] = own[-1]
+        indices = visual[start : (start := start + count)]
+        out[indices] = indices[-1]
     return out

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jengine.base.checks import check_number, check_whole, parse_bytes
+from jengine.base.checks import check_number, check_whole, parse_bytes, parse_object
 from jengine.base.errors import InvalidArgument
 from jengine.stores.token import read_token
 
@@ -114,63 +113,63 @@ class KvTransfer:
         role = _one_of("kv_role", fields.pop("kv_role", "kv_both"), get_args(Role))
         _one_of("kv_load_failure_policy", fields.pop("kv_load_failure_policy", "recompute"), ("recompute",))
         _one_of("kv_buffer_device", fields.pop("kv_buffer_device", "cpu"), ("cpu",))
-        own = _top(connector, role, fields) | _more(connector, role, extra)
+        values = _top(connector, role, fields) | _more(connector, role, extra)
         for where, left in ((NAME, fields), (f"{NAME}.{EXTRA}", extra)):
-            for name, given in left.items():
-                raise InvalidArgument(f"{where}.{name}", given, f"unknown with kv_connector={connector}")
-        return cls(connector=connector, role=role, **own)
+            for name, field in left.items():
+                raise InvalidArgument(f"{where}.{name}", field, f"unknown with kv_connector={connector}")
+        return cls(connector=connector, role=role, **values)
 
 
 def _top(connector: str, role: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Takes the fields beside the extra ones."""
-    found: dict[str, Any] = {"engine_id": _text(f"{NAME}.engine_id", fields.pop("engine_id", None))}
+    values: dict[str, Any] = {"engine_id": _text(f"{NAME}.engine_id", fields.pop("engine_id", None))}
     if connector == "disk" or (connector == "sockets" and role == "kv_consumer"):
-        return found
+        return values
     host, port = fields.pop("kv_ip", "127.0.0.1"), fields.pop("kv_port", PORT)
     _text(f"{NAME}.kv_ip", host)
     check_whole(f"{NAME}.kv_port", port, 0 if connector == "sockets" else 1, 65535)
-    found["address"] = host, port
+    values["address"] = host, port
     if connector == "sockets":
         size = fields.pop("kv_buffer_size", 1e9)
         check_number(f"{NAME}.kv_buffer_size", size, 1.0, math.inf, "a number of bytes, at least 1")
-        found["buffer_bytes"] = int(size)
-    return found
+        values["buffer_bytes"] = int(size)
+    return values
 
 
 def _more(connector: str, role: str, extra: dict[str, Any]) -> dict[str, Any]:
     """Takes the extra fields."""
-    where, found = f"{NAME}.{EXTRA}", dict[str, Any]()
+    where, values = f"{NAME}.{EXTRA}", dict[str, Any]()
 
     def seconds(name: str) -> float:
-        given = extra.pop(name)
-        check_number(f"{where}.{name}", given, 0.0, 3600.0, "seconds in (0, 3600]", open_low=True)
-        return float(given)
+        number = extra.pop(name)
+        check_number(f"{where}.{name}", number, 0.0, 3600.0, "seconds in (0, 3600]", open_low=True)
+        return float(number)
 
     if "load_timeout" in extra:
-        found["load_timeout"] = seconds("load_timeout")
+        values["load_timeout"] = seconds("load_timeout")
     if connector == "disk":
         folder = _text(f"{where}.root_dir", extra.pop("root_dir", None))
         if not folder:
             raise InvalidArgument(f"{where}.root_dir", folder, "must be a folder")
-        found["root_dir"] = Path(folder)
+        values["root_dir"] = Path(folder)
         if (size := parse_bytes(f"{where}.max_bytes", extra.pop("max_bytes", None))) is not None:
-            found["max_bytes"] = size
-        return found
+            values["max_bytes"] = size
+        return values
     if (file := _text(f"{where}.token_file", extra.pop("token_file", None))) is not None:
-        found["token_file"] = Path(file)
+        values["token_file"] = Path(file)
     if connector == "sockets":
         if "kv_lease_duration" in extra:
-            found["lease"] = seconds("kv_lease_duration")
+            values["lease"] = seconds("kv_lease_duration")
         peers = extra.pop("peers", [])
         if not isinstance(peers, list | tuple):
             raise InvalidArgument(f"{where}.peers", peers, "must be a list of host:port")
         for peer in peers:
             if not (isinstance(peer, str) and peer.removesuffix(":*") not in ("", peer)):
                 address_of(f"{where}.peers", peer)
-        found["peers"] = tuple(peers)
+        values["peers"] = tuple(peers)
         if role == "kv_consumer" and not peers:
             raise InvalidArgument(f"{where}.peers", peers, "must name the producers, as host:port")
-    return found
+    return values
 
 
 def address_of(name: str, value: object) -> Address:
@@ -186,16 +185,8 @@ def address_of(name: str, value: object) -> Address:
 
 
 def _object(name: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise InvalidArgument(name, value, "must be a JSON object") from None
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise InvalidArgument(name, value, "must be an object")
-    return {key: given for key, given in value.items() if given is not None}
+    """The fields that are set."""
+    return {key: field for key, field in parse_object(name, value).items() if field is not None}
 
 
 def _text(name: str, value: Any) -> str | None:

@@ -22,22 +22,22 @@ def combined(loads: List[Load], ended: List[Load] = ()) -> Load:
         loads: of the replicas that run, at least one.
         ended: last loads of others, of which only counts since their start matter.
     """
-    first, found = loads[0], dict[str, Any]()
+    first, fields = loads[0], dict[str, Any]()
     for name in Load._fields:
         values = [getattr(load, name) for load in loads]
         if name in SAME:
             continue
         if name in LEAST:
-            found[name] = min((value for value in values if value is not None), default=None)
+            fields[name] = min((value for value in values if value is not None), default=None)
         elif name == "store":
-            found[name] = _stores(values)
+            fields[name] = _stores(values)
         elif name == "decisions":
-            found[name] = tuple(sum((Counter(dict(value)) for value in values), Counter()).items())
+            fields[name] = tuple(sum((Counter(dict(value)) for value in values), Counter()).items())
         elif isinstance(values[0], tuple):
-            found[name] = tuple(map(sum, zip_longest(*values, fillvalue=0)))
+            fields[name] = tuple(map(sum, zip_longest(*values, fillvalue=0)))
         else:
-            found[name] = sum(values)
-    return reduce(Load.after, ended, first._replace(**found))
+            fields[name] = sum(values)
+    return reduce(Load.after, ended, first._replace(**fields))
 
 
 def _stores(loads: List[StoreLoad | None]) -> StoreLoad | None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from jengine.base.checks import check_whole
 from jengine.base.errors import InvalidArgument
+from jengine.base.options import read_as, whole
 
 MAX_LORA_NAME = 256  # characters
 MAX_LORA_RANK = 512
@@ -99,45 +100,61 @@ def check_lora_name(name: object) -> None:
         raise InvalidArgument("lora_name", shown, f"must be text of 1 to {MAX_LORA_NAME} characters")
 
 
-def check_lora_options(
-    enable_lora: bool,
-    max_loras: int,
-    max_lora_rank: int,
-    max_cpu_loras: int | None,
-    lora_target_modules: object,
-) -> LoraLimits | None:
-    """Checks these options of EngineConfig. Returns the limits; None: adapters are off.
-
-    Raises:
-        InvalidArgument: a value out of range, or limits without enable_lora.
-    """
-    check_whole("max_loras", max_loras, 1, None)
-    check_whole("max_lora_rank", max_lora_rank, 1, MAX_LORA_RANK)
-    if max_cpu_loras is not None:
-        check_whole("max_cpu_loras", max_cpu_loras, max_loras, None)
-    targets = target_modules(lora_target_modules)
-    if not enable_lora:
-        return None
-    return LoraLimits(
-        max_loras=max_loras,
-        max_lora_rank=max_lora_rank,
-        max_cpu_loras=max_cpu_loras,
-        target_modules=targets,
-    )
-
-
-def target_modules(given: object) -> tuple[str, ...] | None:
-    """The names in lora_target_modules, which may be given with commas between them.
+def target_modules(value: object) -> tuple[str, ...] | None:
+    """The names in lora_target_modules, which may have commas between them.
 
     Raises:
         InvalidArgument: they are no names.
     """
-    if given is None:
+    if value is None:
         return None
-    items = [given] if isinstance(given, str) else given
+    items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
-        raise InvalidArgument("lora_target_modules", given, "must be names of modules")
+        raise InvalidArgument("lora_target_modules", value, "must be names of modules")
     names = tuple(name.strip() for item in items for name in item.split(","))
     if not names or not all(names):
-        raise InvalidArgument("lora_target_modules", given, "must be names of modules, none of them empty")
+        raise InvalidArgument("lora_target_modules", value, "must be names of modules, none of them empty")
     return names
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraOptions:
+    """LoRA adapters.
+
+    Args:
+        enable_lora: serve LoRA adapters. Steps without adapters run the same programs as without this option;
+            the others have programs of their own, which also compute the adapters.
+        max_loras: the number of adapters that requests of one step may use. Each has a place on the device. A
+            request whose adapter has none waits for a place that no running request uses.
+        max_lora_rank: the largest rank of an adapter. Larger ranks make steps with adapters slower, whatever
+            the adapters' own ranks are.
+        max_cpu_loras: the most adapters that are loaded at once, each with a copy in host memory; at least
+            max_loras. By default there is no limit.
+        lora_target_modules: what adapters may change, by names of modules or parts of names, such as q_proj
+            or experts; several with commas between them, or as a list. Adapters that change anything else are
+            rejected. By default all linear layers but those of experts.
+    """
+
+    enable_lora: bool = False
+    max_loras: Annotated[int, whole(1)] = 1
+    max_lora_rank: Annotated[int, whole(1, MAX_LORA_RANK)] = 16
+    max_cpu_loras: Annotated[int | None, whole(1)] = None
+    lora_target_modules: Annotated[list[str] | tuple[str, ...] | str | None, read_as(target_modules)] = None
+
+    @property
+    def lora(self) -> LoraLimits | None:
+        """Limits of adapters; None: they are off."""
+        if not self.enable_lora:
+            return None
+        return LoraLimits(
+            max_loras=self.max_loras,
+            max_lora_rank=self.max_lora_rank,
+            max_cpu_loras=self.max_cpu_loras,
+            target_modules=target_modules(self.lora_target_modules),
+        )
+
+
+def check_lora(options: LoraOptions) -> None:
+    """Raises InvalidArgument if fewer adapters may be loaded than one step may use."""
+    if options.max_cpu_loras is not None:
+        check_whole("max_cpu_loras", options.max_cpu_loras, options.max_loras, None)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from jengine.base.checks import check_whole
+from jengine.base.checks import parse_object
 from jengine.base.errors import InvalidArgument
+from jengine.base.options import check_options, is_a, whole
 
 NAME = "kv_events_config"
 SWITCHES = ("enable_kv_cache_events", "publisher")
+text = is_a(str, "must be text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +29,12 @@ class PageEvents:
         topic: the first frame of each message.
     """
 
-    endpoint: str = "tcp://*:5557"
-    replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
-    topic: str = ""
+    endpoint: Annotated[str, text] = "tcp://*:5557"
+    replay_endpoint: Annotated[str | None, text] = None
+    buffer_steps: Annotated[int, whole(1)] = 10_000
+    hwm: Annotated[int, whole(0)] = 100_000
+    max_queue_size: Annotated[int, whole(1)] = 100_000
+    topic: Annotated[str, text] = ""
 
     @classmethod
     def of(cls, value: Mapping[str, Any] | str | None) -> PageEvents | None:
@@ -42,16 +43,9 @@ class PageEvents:
         Raises:
             InvalidArgument: naming the field and its limit.
         """
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError:
-                raise InvalidArgument(NAME, value, "must be a JSON object") from None
         if value is None:
             return None
-        if not isinstance(value, Mapping):
-            raise InvalidArgument(NAME, value, "must be an object")
-        fields = {key: given for key, given in value.items() if given is not None}
+        fields = {key: field for key, field in parse_object(NAME, value).items() if field is not None}
         known = (*SWITCHES, *cls.__dataclass_fields__)
         for key in fields:
             if key not in known:
@@ -62,11 +56,5 @@ class PageEvents:
         if publisher not in ("zmq", "null"):
             raise InvalidArgument(f"{NAME}.publisher", publisher, "must be zmq or null")
         events = cls(**fields)
-        for name in ("endpoint", "replay_endpoint", "topic"):
-            text = getattr(events, name)
-            if not isinstance(text, str) and not (text is None and name == "replay_endpoint"):
-                raise InvalidArgument(f"{NAME}.{name}", text, "must be text")
-        check_whole(f"{NAME}.buffer_steps", events.buffer_steps, 1, None)
-        check_whole(f"{NAME}.hwm", events.hwm, 0, None)
-        check_whole(f"{NAME}.max_queue_size", events.max_queue_size, 1, None)
+        check_options(events, f"{NAME}.")
         return events if on and publisher == "zmq" else None

@@ -5,9 +5,10 @@ states.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from jengine.base.errors import InvalidArgument, PromptTooLong
+from jengine.base.options import check_options, whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,8 +36,8 @@ class PoolingParams:
 
     pooling: Pooling = "last"
     normalize: bool = True
-    dimensions: int | None = None
-    truncate_dim: int | None = None
+    dimensions: Annotated[int | None, whole(1)] = None
+    truncate_dim: Annotated[int | None, whole(1)] = None
     prompt: str = ""
 
     @property
@@ -45,12 +46,7 @@ class PoolingParams:
         return self.pooling == "mean"
 
     def __post_init__(self) -> None:
-        if self.pooling not in get_args(Pooling):
-            raise InvalidArgument("pooling", self.pooling, f"must be one of {', '.join(get_args(Pooling))}")
-        if not isinstance(self.normalize, bool):
-            raise InvalidArgument("normalize", self.normalize, "must be True or False")
-        if self.dimensions is not None and (type(self.dimensions) is not int or self.dimensions < 1):
-            raise InvalidArgument("dimensions", self.dimensions, "must be a whole number, at least 1")
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,10 @@
-"""The values of the option quantization, and the options of four-bit weights."""
+"""The values of the option quantization."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from jengine.base.errors import InvalidArgument
 from pallas_kernels.quantization.formats import (
     FP8_BY_FP8,
     INT4,
@@ -43,17 +42,3 @@ QUANTIZATIONS: dict[str, ModelFormats] = {
 }
 # values that take a group size and calibration
 FOUR_BITS = tuple(name for name, formats in QUANTIZATIONS.items() if formats.matrices.numbers == "int4")
-
-
-def check_four_bits(quantization: str | None, group_size: int, calibration_data: object) -> None:
-    """Raises InvalidArgument unless these options of EngineConfig fit together."""
-    if group_size not in (32, 64, 128):
-        raise InvalidArgument("quantization_group_size", group_size, "must be 32, 64 or 128")
-    for name, value, default in (
-        ("quantization_group_size", group_size, 128),
-        ("calibration_data", calibration_data, None),
-    ):
-        if value != default and quantization not in FOUR_BITS:
-            raise InvalidArgument(
-                name, value, f"needs quantization={', '.join(FOUR_BITS[:-1])} or {FOUR_BITS[-1]}"
-            )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from jengine.base.checks import check_number, check_whole
 from jengine.base.display import answer_html, counted, short
 from jengine.base.errors import InvalidArgument, JengineError
+from jengine.base.options import check_options, number, whole
 from jengine.core.beam_params import BeamSearchParams
 from jengine.core.pooling import PoolingParams
 from jengine.core.structured_outputs import StructuredOutputs, structured
@@ -40,6 +40,99 @@ MAX_ENTRIES = {
 }
 FLOAT32_MAX = 3.4e38
 FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+def check_entries(name: str, count: int) -> None:
+    """Check the length of a list in the sampling parameters, before its entries are copied or inspected.
+
+    Raises:
+        InvalidArgument: more than MAX_ENTRIES allows.
+    """
+    if name in MAX_ENTRIES and count > MAX_ENTRIES[name]:
+        raise InvalidArgument(name, f"{count} entries", f"at most {MAX_ENTRIES[name]}")
+
+
+def _several(name: str, value: object) -> list[Any] | tuple[Any, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise InvalidArgument(name, value, "must be a list")
+    check_entries(name, len(value))
+    return value
+
+
+def _texts(name: str, value: object) -> tuple[str, ...]:
+    """Check a list of texts, and remove duplicates."""
+    texts = _several(name, value)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise InvalidArgument(name, text, "each must be a string of at least one character")
+    if (size := sum(map(len, texts))) > MAX_TEXTS_CHARACTERS:
+        raise InvalidArgument(
+            name, f"{size} characters", f"at most {MAX_TEXTS_CHARACTERS} characters together"
+        )
+    return tuple(dict.fromkeys(texts))
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    """Check a list of token ids, and remove duplicates."""
+    ids = _several(name, value)
+    # a Python loop would take ten times as long
+    if not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:
+        for token in ids:
+            check_whole(name, token, 0, None)
+    return tuple(dict.fromkeys(ids))
+
+
+def stop_texts(name: str, value: object) -> tuple[str, ...]:
+    return _texts(name, (value,) if isinstance(value, str) else value)
+
+
+def token_biases(name: str, value: object) -> dict[int, float]:
+    """Checks logit_bias. Keys of JSON are text."""
+    if not isinstance(value, dict):
+        raise InvalidArgument(name, value, f"must be a dict of at most {MAX_LOGIT_BIAS} token ids")
+    check_entries(name, len(value))
+    biases = {
+        int(token) if isinstance(token, str) and token.isdecimal() and len(token) < 20 else token: bias
+        for token, bias in value.items()
+    }
+    for token, bias in biases.items():
+        check_whole(name, token, 0, None)
+        check_number(name, bias, -FLOAT32_MAX, FLOAT32_MAX, "finite")
+    return biases
+
+
+def allowed_ids(name: str, value: object) -> tuple[int, ...]:
+    if not (ids := _token_ids(name, value)):
+        raise InvalidArgument(name, ids, "must hold at least one id")
+    return ids
+
+
+def as_structured(name: str, value: object) -> StructuredOutputs:
+    outputs = structured(value) if isinstance(value, dict) else value
+    if not isinstance(outputs, StructuredOutputs):
+        raise InvalidArgument(name, value, "must be a StructuredOutputs")
+    return outputs
+
+
+def as_seed(name: str, value: Any) -> int | None:
+    """None for the two numbers that have the same 64 bits as -1."""
+    if value in (-1, 2**64 - 1):
+        return None
+    check_whole(name, value, -(2**63), 2**64 - 1)
+    return int(value)
+
+
+def token_budget(name: str, value: Any) -> int | None:
+    if value == -1:
+        return None
+    check_whole(name, value, 0, None)
+    return int(value)
+
+
+at_least_0 = number("a finite number, at least 0")
+penalty = number("in [-2, 2]", -2.0, 2.0)
 
 
 class _Shown:
@@ -101,116 +194,52 @@ class SamplingParams(_Shown):
         InvalidArgument: naming the field, the value and the limit.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
+    n: Annotated[int, whole(1, MAX_SAMPLES)] = 1
+    temperature: Annotated[float, at_least_0] = 1.0
+    top_k: Annotated[int, whole(-1)] = 0
+    top_p: Annotated[float, number("in (0, 1]", 0.0, 1.0, open_low=True)] = 1.0
+    min_p: Annotated[float, number("in [0, 1]", 0.0, 1.0)] = 0.0
+    seed: Annotated[int | None, as_seed] = None
+    max_tokens: Annotated[int | None, whole(1)] = 16
+    min_tokens: Annotated[int, whole(0)] = 0
     ignore_eos: bool = False
-    stop: str | list[str] | tuple[str, ...] = ()
-    stop_token_ids: list[int] | tuple[int, ...] = ()
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | tuple[int, ...] | None = None
-    bad_words: list[str] | tuple[str, ...] = ()
-    structured_outputs: StructuredOutputs | dict[str, Any] | None = None
-    thinking_token_budget: int | None = None
+    stop: Annotated[str | list[str] | tuple[str, ...], stop_texts] = ()
+    stop_token_ids: Annotated[list[int] | tuple[int, ...], _token_ids] = ()
+    repetition_penalty: Annotated[float, number("a finite number above 0", open_low=True)] = 1.0
+    presence_penalty: Annotated[float, penalty] = 0.0
+    frequency_penalty: Annotated[float, penalty] = 0.0
+    logit_bias: Annotated[dict[int, float] | None, token_biases] = None
+    allowed_token_ids: Annotated[list[int] | tuple[int, ...] | None, allowed_ids] = None
+    bad_words: Annotated[list[str] | tuple[str, ...], _texts] = ()
+    structured_outputs: Annotated[StructuredOutputs | dict[str, Any] | None, as_structured] = None
+    thinking_token_budget: Annotated[int | None, token_budget] = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: Annotated[int | None, whole(0, MAX_LOGPROBS)] = None
+    prompt_logprobs: Annotated[int | None, whole(0, MAX_LOGPROBS)] = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(
-            self, "stop", _texts("stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
-        )
-        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        check_whole("n", self.n, 1, MAX_SAMPLES)
-        check_number("temperature", self.temperature, 0.0, math.inf, "a finite number, at least 0")
+        check_options(self)
         if self.n > 1 and self.greedy:
-            raise InvalidArgument(
-                "n", self.n, "must be 1 if temperature is 0: greedy completions would all be the same"
-            )
-        check_whole("top_k", self.top_k, -1, None)
-        check_number("top_p", self.top_p, 0.0, 1.0, "in (0, 1]", open_low=True)
-        check_number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
-        if self.seed in (-1, 2**64 - 1):  # the same 64 bits
-            object.__setattr__(self, "seed", None)
-        if self.seed is not None:
-            check_whole("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.max_tokens is not None:
-            check_whole("max_tokens", self.max_tokens, 1, None)
-        check_whole("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if self.thinking_token_budget == -1:
-            object.__setattr__(self, "thinking_token_budget", None)
-        if self.thinking_token_budget is not None:
-            check_whole("thinking_token_budget", self.thinking_token_budget, 0, None)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), 0, MAX_LOGPROBS)
-        check_number(
-            "repetition_penalty",
-            self.repetition_penalty,
-            0.0,
-            math.inf,
-            "a finite number above 0",
-            open_low=True,
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            check_number(name, getattr(self, name), -2.0, 2.0, "in [-2, 2]")
-        self._check_lists()
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidArgument(name, getattr(self, name), "must be True or False")
-        if isinstance(self.structured_outputs, dict):
-            object.__setattr__(self, "structured_outputs", structured(self.structured_outputs))
-        if self.structured_outputs is not None and not isinstance(self.structured_outputs, StructuredOutputs):
-            raise InvalidArgument(
-                "structured_outputs", self.structured_outputs, "must be a StructuredOutputs"
-            )
+            limit = "must be 1 if temperature is 0: greedy completions would all be the same"
+            raise InvalidArgument("n", self.n, limit)
+        if self.min_tokens:
+            check_whole("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.stop and not self.detokenize:
             raise InvalidArgument("detokenize", False, "must be True if stop strings are given")
 
-    def _check_lists(self) -> None:
-        bias = self.logit_bias
-        if bias is not None:
-            if not isinstance(bias, dict):
-                raise InvalidArgument(
-                    "logit_bias", bias, f"must be a dict of at most {MAX_LOGIT_BIAS} token ids"
-                )
-            check_entries("logit_bias", len(bias))
-            bias = {
-                int(k) if isinstance(k, str) and k.isdecimal() and len(k) < 20 else k: value
-                for k, value in bias.items()
-            }  # JSON keys are text
-            object.__setattr__(self, "logit_bias", bias)
-            for token, value in bias.items():
-                check_whole("logit_bias", token, 0, None)
-                check_number("logit_bias", value, -FLOAT32_MAX, FLOAT32_MAX, "finite")
-        if self.allowed_token_ids is not None:
-            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
-            if not allowed:
-                raise InvalidArgument("allowed_token_ids", allowed, "must hold at least one id")
-            object.__setattr__(self, "allowed_token_ids", allowed)
-        object.__setattr__(self, "bad_words", _texts("bad_words", self.bad_words))
-
     def clone(self, **changes: Any) -> SamplingParams:
         """A copy with these fields changed. Raises as the constructor does."""
-        own, notes = translated(
+        fields, notes = translated(
             changes,
             (*type(self).__dataclass_fields__, "output_kind"),
             SAMPLING_SETTINGS,
             "sampling parameter",
         )
         warn(notes)
-        kind = own.pop("output_kind", getattr(self, "output_kind", None))
-        copy = replace(self, **own)
+        kind = fields.pop("output_kind", getattr(self, "output_kind", None))
+        copy = replace(self, **fields)
         object.__setattr__(copy, "output_kind", kind)
         return copy
 
@@ -240,16 +269,6 @@ class SamplingParams(_Shown):
         return self.temperature == 0.0
 
 
-def check_entries(name: str, count: int) -> None:
-    """Check the length of a list in the sampling parameters, before its entries are copied or inspected.
-
-    Raises:
-        InvalidArgument: more than MAX_ENTRIES allows.
-    """
-    if name in MAX_ENTRIES and count > MAX_ENTRIES[name]:
-        raise InvalidArgument(name, f"{count} entries", f"at most {MAX_ENTRIES[name]}")
-
-
 def check_cache_salt(salt: object) -> None:
     """Check the type and the length of a cache salt.
 
@@ -260,38 +279,6 @@ def check_cache_salt(salt: object) -> None:
         return
     shown = f"{len(salt)} characters" if isinstance(salt, str) and salt else salt
     raise InvalidArgument("cache_salt", shown, f"must be text of 1 to {MAX_CACHE_SALT} characters")
-
-
-def _several(name: str, value: object) -> list[Any] | tuple[Any, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list | tuple):
-        raise InvalidArgument(name, value, "must be a list")
-    check_entries(name, len(value))
-    return value
-
-
-def _texts(name: str, value: object) -> tuple[str, ...]:
-    """Check a list of texts, and remove duplicates."""
-    texts = _several(name, value)
-    for text in texts:
-        if not isinstance(text, str) or not text:
-            raise InvalidArgument(name, text, "each must be a string of at least one character")
-    if (size := sum(map(len, texts))) > MAX_TEXTS_CHARACTERS:
-        raise InvalidArgument(
-            name, f"{size} characters", f"at most {MAX_TEXTS_CHARACTERS} characters together"
-        )
-    return tuple(dict.fromkeys(texts))
-
-
-def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    """Check a list of token ids, and remove duplicates."""
-    ids = _several(name, value)
-    # a Python loop would take ten times as long
-    if not set(map(type, ids)) <= {int} or min(ids, default=0) < 0:
-        for token in ids:
-            check_whole(name, token, 0, None)
-    return tuple(dict.fromkeys(ids))
 
 
 class TokenMask(Protocol):

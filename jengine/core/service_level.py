@@ -80,20 +80,20 @@ def levels(count: int, options: BatchLevelOptions) -> list[ServiceLevel]:
     Raises:
         InvalidArgument: the number of values is neither one nor `count`.
     """
-    given = {
+    fields = {
         name: values
         for name, values in options.items()
         if values is not None or name not in BatchLevelOptions.__annotations__
     }
-    each = [one_each(name, values, count) for name, values in given.items()]
-    if not given:
+    each = [one_each(name, values, count) for name, values in fields.items()]
+    if not fields:
         return [ServiceLevel()] * count
-    return [ServiceLevel(**dict(zip(given, values, strict=True))) for values in zip(*each, strict=True)]
+    return [ServiceLevel(**dict(zip(fields, values, strict=True))) for values in zip(*each, strict=True)]
 
 
-def one_each(name: str, given: Any, count: int) -> Sequence[Any]:
+def one_each(name: str, value: Any, count: int) -> Sequence[Any]:
     """One value for each prompt. Raises as `levels`."""
-    values = given if isinstance(given, Sequence) and not isinstance(given, str) else [given] * count
+    values = value if isinstance(value, Sequence) and not isinstance(value, str) else [value] * count
     if len(values) != count:
         raise InvalidArgument(name, len(values), f"must be one, or as many as prompts ({count})")
     return values

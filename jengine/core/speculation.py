@@ -2,20 +2,57 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from jengine.base.checks import check_whole
+from jengine.base.checks import check_whole, parse_object
 from jengine.base.errors import InvalidArgument
-from jengine.core.suffix_decoding import AUTOMATIC, SuffixDecoding
+from jengine.base.options import check_options, number, whole
 
 NAME = "speculative_config"
 MOST_DRAFTS = 15  # of a sequence in a step
 MOST_STATES = 7  # the same for models with recurrent states, of which each draft needs one
 LOOKUP = 5  # default of both bounds, as in vLLM
 AUTO, OFF = "auto", "none"
+SHORTEST = 3  # tokens that must be equal
+PREFIX = "suffix_decoding_"
+
+
+@dataclass(frozen=True, slots=True)
+class SuffixDecoding:
+    """Names and defaults as in vLLM, without `suffix_decoding_`.
+
+    Attributes:
+        max_tree_depth: tokens that are compared at most.
+        max_cached_requests: earlier outputs that are kept; 0: none.
+        max_spec_factor: drafts at most, as a multiple of the number of equal tokens.
+        min_token_prob: a draft ends where it becomes less probable.
+    """
+
+    max_tree_depth: Annotated[int, whole(SHORTEST)] = 24
+    max_cached_requests: Annotated[int, whole(0)] = 10_000
+    max_spec_factor: Annotated[float, number("a number, at least 0", 0.0, 1e9)] = 1.0
+    min_token_prob: Annotated[float, number("in [0, 1]", 0.0, 1.0)] = 0.1
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The options' names."""
+        return tuple(PREFIX + name for name in cls.__dataclass_fields__)
+
+    @classmethod
+    def of(cls, place: str, fields: Mapping[str, Any]) -> Self:
+        """Reads the options among these fields.
+
+        Raises:
+            InvalidArgument: naming the field, in `place`, and its limit.
+        """
+        options = cls(**{name.removeprefix(PREFIX): fields[name] for name in cls.names() if name in fields})
+        check_options(options, f"{place}.{PREFIX}")
+        return options
+
+
+AUTOMATIC = SuffixDecoding(max_spec_factor=5.0)  # costs decide how many drafts pay, however short the match
 METHODS = {  # and their options
     "ngram": ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("num_speculative_tokens", *SuffixDecoding.names()),
@@ -62,16 +99,10 @@ class Speculation:
             return None
         if value == AUTO:  # costs decide how many drafts pay, so that short matches do no harm
             return cls(MOST_DRAFTS, 2, 16, AUTOMATIC)
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError:
-                raise InvalidArgument(NAME, value, f"must be {AUTO}, {OFF} or a JSON object") from None
-        if value is None:
+        fields = parse_object(NAME, value, words=f"{AUTO}, {OFF} or ")
+        fields = {key: field for key, field in fields.items() if field is not None}
+        if not fields and value == "null":
             return None
-        if not isinstance(value, Mapping):
-            raise InvalidArgument(NAME, value, f"must be {AUTO}, {OFF} or an object")
-        fields = {key: given for key, given in value.items() if given is not None}
         method = fields.pop("method", None)
         method = "mtp" if method in MTP else method
         if method not in [*METHODS]:
@@ -97,7 +128,7 @@ class Speculation:
             head: Literal["eagle3"] | None = "eagle3" if method == "eagle3" else None
             return cls(fields["num_speculative_tokens"], model=model, head=head)
         low, high = (fields.get(f"prompt_lookup_{end}") for end in ("min", "max"))
-        low = next(given for given in (low, high, LOOKUP) if given is not None)
+        low = next(bound for bound in (low, high, LOOKUP) if bound is not None)
         high = low if high is None else high
         check_whole(f"{NAME}.prompt_lookup_min", low, 1, None)
         check_whole(f"{NAME}.prompt_lookup_max", high, low, None)

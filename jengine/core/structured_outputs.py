@@ -35,24 +35,24 @@ class StructuredOutputs:
     whitespace_pattern: InitVar[str | None] = None
 
     def __post_init__(self, disable_any_whitespace: bool, whitespace_pattern: str | None) -> None:
-        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
-        if len(given) != 1:
+        fields = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        if len(fields) != 1:
             raise InvalidArgument(
-                "structured_outputs", given, "exactly one of json, regex, choice and grammar must be given"
+                "structured_outputs", fields, "exactly one of json, regex, choice and grammar must be given"
             )
-        value = getattr(self, given[0])
-        if given[0] == "json" and isinstance(value, type) and hasattr(value, "model_json_schema"):
+        value = getattr(self, fields[0])
+        if fields[0] == "json" and isinstance(value, type) and hasattr(value, "model_json_schema"):
             value = value.model_json_schema()
             object.__setattr__(self, "json", value)
-        kinds = {"json": (str, dict), "choice": (list, tuple)}.get(given[0], (str,))
+        kinds = {"json": (str, dict), "choice": (list, tuple)}.get(fields[0], (str,))
         if not isinstance(value, kinds) or (
-            given[0] == "choice" and not (value and all(isinstance(x, str) and x for x in value))
+            fields[0] == "choice" and not (value and all(isinstance(x, str) and x for x in value))
         ):
             wanted = {
                 "json": "a schema: text, a dict or a pydantic model class",
                 "choice": "a list of texts",
-            }.get(given[0], "text")
-            raise InvalidArgument(f"structured_outputs.{given[0]}", value, f"must be {wanted}")
+            }.get(fields[0], "text")
+            raise InvalidArgument(f"structured_outputs.{fields[0]}", value, f"must be {wanted}")
         if disable_any_whitespace is not False or whitespace_pattern is not None:
             schema = _with_whitespace(self.json, disable_any_whitespace, whitespace_pattern)
             object.__setattr__(self, "json", schema)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 
-from jengine.core.config import EngineConfig, check_budget
+from jengine.core.config import EngineConfig
+from jengine.core.scheduling_options import check_budget
 
 
 @dataclass(frozen=True, slots=True)

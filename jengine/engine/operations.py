@@ -11,7 +11,7 @@ import math
 import os
 from pathlib import Path
 from types import get_original_bases
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
 import msgspec
 
@@ -20,10 +20,12 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.lora import LoraInfo, LoraSource, check_lora_name
 from jengine.core.weights import TAGS, PauseMode, Tag, Version, check_mode, check_tags
 from jengine.engine.limits import Limits
-from jengine.engine.pausing import idle, pause, replace_weights, resume, sleep, wake_up
-from jengine.engine.running import Running
+from jengine.engine.loop.pausing import idle, pause, replace_weights, resume, sleep, wake_up
 from jengine.insight.profiling.data import ProfileOptions
 from jengine.insight.recording.trace import Trace
+
+if TYPE_CHECKING:  # operations are used in processes without jax, too
+    from jengine.engine.loop.engine import Engine
 
 
 class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,7 +51,7 @@ class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         it.
         """
 
-    def run(self, engine: Running) -> T:
+    def run(self, engine: Engine) -> T:
         """Does it, and returns the answer. An exception fails this operation alone."""
         raise NotImplementedError
 
@@ -91,7 +93,7 @@ class ResetPrefixCache(Operation[bool], frozen=True):
 
     remote = True
 
-    def run(self, engine: Running) -> bool:
+    def run(self, engine: Engine) -> bool:
         engine.scheduler.blocks.reset()
         return True
 
@@ -105,21 +107,21 @@ class UpdateWeights(Operation[Version], frozen=True):
     keep_cache: bool = False
     local = True
 
-    def run(self, engine: Running) -> Version:
+    def run(self, engine: Engine) -> Version:
         return replace_weights(
             engine, self.weights, self.version, check_finite=self.check_finite, keep_cache=self.keep_cache
         )
 
 
 class LoadWeights(Operation[Version], frozen=True):
-    """The same with the tensors of a folder: model.safetensors, or shards and their index."""
+    """Replaces the weights by the tensors of a folder: model.safetensors, or shards and their index."""
 
     folder: str | Path
     version: Version | None = None
     check_finite: bool = False
     keep_cache: bool = False
 
-    def run(self, engine: Running) -> Version:
+    def run(self, engine: Engine) -> Version:
         from jengine.checkpoints.files import read_tensors  # imports jax, which other processes do not need
 
         tensors = {name: tensor.array for name, tensor in read_tensors(Path(self.folder)).items()}
@@ -137,7 +139,7 @@ class Pause(Operation[None], frozen=True):
     def check(self, limits: Limits) -> None:
         check_mode(self.mode)
 
-    def run(self, engine: Running) -> None:
+    def run(self, engine: Engine) -> None:
         pause(engine, self.mode)
 
 
@@ -146,7 +148,7 @@ class Resume(Operation[None], frozen=True):
 
     remote = rollout = True
 
-    def run(self, engine: Running) -> None:
+    def run(self, engine: Engine) -> None:
         resume(engine)
 
 
@@ -170,7 +172,7 @@ class GetPauseState(Operation[PauseState], frozen=True):
 
     remote = rollout = True
 
-    def run(self, engine: Running) -> PauseState:
+    def run(self, engine: Engine) -> PauseState:
         gate = engine.gate
         return PauseState(gate.mode is not None, idle(engine), sorted(gate.asleep), engine.weights_version)
 
@@ -190,7 +192,7 @@ class Sleep(Operation[bool], frozen=True):
         check_mode(self.mode)
         check_tags(self.tags)
 
-    def run(self, engine: Running) -> bool:
+    def run(self, engine: Engine) -> bool:
         return sleep(engine, self.level, self.mode, self.tags)
 
 
@@ -203,7 +205,7 @@ class WakeUp(Operation[None], frozen=True):
     def check(self, limits: Limits) -> None:
         check_tags(self.tags)
 
-    def run(self, engine: Running) -> None:
+    def run(self, engine: Engine) -> None:
         wake_up(engine, self.tags)
 
 
@@ -216,7 +218,7 @@ class SetStrategy(Operation[None], frozen=True):
     def check(self, limits: Limits) -> None:
         limits.check_strategy(self.strategy)
 
-    def run(self, engine: Running) -> None:
+    def run(self, engine: Engine) -> None:
         engine.scheduler.admission.set_strategy(engine.limits.check_strategy(self.strategy))
 
 
@@ -230,7 +232,7 @@ class GetTrace(Operation[Trace], frozen=True):
         if self.seconds is not None and not (math.isfinite(self.seconds) and self.seconds > 0):
             raise InvalidArgument("seconds", self.seconds, "must be a finite number above 0")
 
-    def run(self, engine: Running) -> Trace:
+    def run(self, engine: Engine) -> Trace:
         return engine.trace(self.seconds)
 
 
@@ -244,7 +246,7 @@ class WriteProfile(Operation[None], frozen=True):
     asking: int
     in_thread = True
 
-    def run(self, engine: Running) -> None:
+    def run(self, engine: Engine) -> None:
         from jengine.insight.profiling.capture import (
             capture_process,  # imports modules that are rarely needed
         )
@@ -292,10 +294,10 @@ class LoadLora(Operation[LoraInfo], frozen=True):
         if bool(self.path) == (self.config is not None):
             raise InvalidArgument("lora_path", self.path, "either a path or config and tensors must be given")
 
-    def run(self, engine: Running) -> LoraInfo:
-        assert engine.adapters is not None, "`check` has seen that there are adapters"
+    def run(self, engine: Engine) -> LoraInfo:
+        assert engine.loras is not None, "`check` has seen that there are adapters"
         source = LoraSource(self.name, self.path, self.config, self.tensors)
-        return engine.adapters.load(source, load_inplace=self.load_inplace, evict=self.evict)
+        return engine.loras.load(source, load_inplace=self.load_inplace, evict=self.evict)
 
 
 class UnloadLora(Operation[None], frozen=True):
@@ -311,9 +313,9 @@ class UnloadLora(Operation[None], frozen=True):
     def check(self, limits: Limits) -> None:
         limits.require_lora("lora_name", self.name)
 
-    def run(self, engine: Running) -> None:
-        assert engine.adapters is not None, "`check` has seen that there are adapters"
-        engine.adapters.unload(self.name)
+    def run(self, engine: Engine) -> None:
+        assert engine.loras is not None, "`check` has seen that there are adapters"
+        engine.loras.unload(self.name)
 
 
 class ListLoras(Operation[list[LoraInfo]], frozen=True):
@@ -321,5 +323,5 @@ class ListLoras(Operation[list[LoraInfo]], frozen=True):
 
     remote = True
 
-    def run(self, engine: Running) -> list[LoraInfo]:
-        return [] if engine.adapters is None else engine.adapters.list_loaded()
+    def run(self, engine: Engine) -> list[LoraInfo]:
+        return [] if engine.loras is None else engine.loras.list_loaded()

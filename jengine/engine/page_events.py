@@ -15,7 +15,7 @@ import msgspec
 from jengine.core.images import CONTENT
 from jengine.engine.page_names import digest_of
 from jengine.models.cache import CacheGroup
-from jengine.scheduling.pages.block import AdapterSalt, Block, Salt
+from jengine.scheduling.pages.block import Block, LoraSalt, Salt
 from jengine.scheduling.pages.page_change import PageChange
 
 KINDS = {
@@ -126,7 +126,7 @@ class EventMaker:
     def _stored(self, change: PageChange, block: Block, parent: int | None) -> BlockStored:
         """An event that no block is in yet."""
         group, salt = self._groups[change.group], _salt(block)
-        number, name = (salt.number, salt.name) if isinstance(salt, AdapterSalt) else (None, None)
+        number, name = (salt.number, salt.name) if isinstance(salt, LoraSalt) else (None, None)
         return BlockStored(
             [], parent, [], self._page_size, number, change.medium, name, [], change.group, *group
         )
@@ -145,7 +145,7 @@ def _extra_keys(block: Block) -> list[Any] | None:
     """
     keys: list[Any] = []
     salt = _salt(block)
-    if isinstance(salt, AdapterSalt):
+    if isinstance(salt, LoraSalt):
         keys.append(salt.name)
         salt = salt.salt
     content = [(at, id - CONTENT) for at, id in enumerate(block.tokens) if id >= CONTENT]

@@ -21,7 +21,7 @@ from jengine.engine.page_lookup import Lookup, Place
 from jengine.engine.page_names import PageNames, digest_of, digests, page_name
 from jengine.execution.kv_cache import Page
 from jengine.execution.page_bytes import leaves_of, parts_of
-from jengine.scheduling.pages.block import AdapterSalt, Block
+from jengine.scheduling.pages.block import Block, LoraSalt
 from jengine.scheduling.requests.sequence import Sequence as RequestSequence
 from jengine.scheduling.scheduler import Scheduler
 from jengine.stores.memory import MemoryStore
@@ -196,7 +196,7 @@ class PageTransfer:
         whole = request.params.prompt_logprobs is not None or (
             request.pooling is not None and request.pooling.needs_all
         )
-        if store is None or whole or isinstance(first.salt, AdapterSalt) or self._loaders is None:
+        if store is None or whole or isinstance(first.salt, LoraSalt) or self._loaders is None:
             return
         windows = [group.window for group in self._blocks.groups]
         most = min((len(first.keys) - 1) // size, self._tier.capacity // len(windows))
@@ -346,7 +346,7 @@ class PageTransfer:
             self._queue.task_done()
 
     def _keep_one(self, store: PageStore, space: bytes, block: Block, group: int, page: Page) -> None:
-        if isinstance(_salt(block), AdapterSalt):
+        if isinstance(_salt(block), LoraSalt):
             return
         name = page_name(space, digest_of(block), group)
         known = store.find([name])[0]

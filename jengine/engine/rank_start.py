@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from jengine.base.errors import InvalidArgument
 from jengine.base.progress import Progress
 from jengine.core.config import EngineConfig
-from jengine.engine.early_compilation import EarlyCompilation
-from jengine.engine.program_set import ProgramSet
+from jengine.engine.setup.early_compilation import EarlyCompilation
+from jengine.engine.setup.program_set import ProgramSet
 from jengine.execution.kinds import kind_of
 from jengine.execution.programs import program_keys
 from jengine.execution.ranks import RanksRunner, make_ranks

@@ -13,11 +13,11 @@ from jengine.core.loads import combined
 from jengine.core.request import FinishReason, Request
 from jengine.core.updates import Load, Update
 from jengine.core.weights import Version
-from jengine.engine.engine import Engine
 from jengine.engine.limits import Limits
-from jengine.engine.live_weights import FixedWeights
+from jengine.engine.loop.engine import Engine
+from jengine.engine.loop.live_weights import FixedWeights
+from jengine.engine.loop.turns import ended
 from jengine.engine.operations import Operation, Sleep, WakeUp
-from jengine.engine.turns import ended
 from jengine.execution.ranks import RanksRunner
 from jengine.execution.runner import InFlight
 from jengine.insight.recording.cost_report import CostReport

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jengine.execution.adapters import Stacks
 from jengine.execution.batch import BatchLayout
 from jengine.execution.kv_cache import Cache
+from jengine.execution.loras import Stacks
 from jengine.execution.sampler import Sampled, make_sampler
 from jengine.execution.slots import SlotState, updated
 from jengine.execution.trunk import Adapt, make_pass, to_sample, without_adapters

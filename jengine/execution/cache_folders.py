@@ -104,7 +104,7 @@ def kernel_folders(root: Path) -> list[Path]:
 
 
 def costs_file(root: Path, fingerprint: str) -> Path:
-    """File with the step costs of these programs; see saved_costs.py."""
+    """File with the step costs of these programs; see CostsFile."""
     return root / "costs" / f"{fingerprint}.json"
 
 

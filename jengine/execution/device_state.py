@@ -8,14 +8,14 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jengine.execution.adapters import Stacks
 from jengine.execution.host_store import HostStore
 from jengine.execution.logits import ALL_ALLOWED, mask_words
+from jengine.execution.loras import Stacks
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import ToSample
 from jengine.models import Params
 
-ALLOCATE, ALLOCATE_COUNTS, ALLOCATE_ADAPTERS = "allocate", "allocate-counts", "allocate-adapters"
+ALLOCATE, ALLOCATE_COUNTS, ALLOCATE_LORAS = "allocate", "allocate-counts", "allocate-adapters"
 ALLOCATE_POOL = "allocate-pool"
 
 
@@ -31,7 +31,7 @@ class DeviceState:
     Attributes:
         leaves: those of the parameters, as programs take them.
         draft_leaves, both_leaves: those of the draft model's parameters, if there is one, and of both.
-        own_of_draft: those of `draft_leaves` that are none of the model's; a head shares some.
+        draft_only_leaves: those of `draft_leaves` that are none of the model's; a head shares some.
         stacks: the stacked adapters; none without programs for them.
         pool: embeddings of images; None without programs for them.
         encoder_leaves: those of the parameters of the images' encoder.
@@ -55,7 +55,7 @@ class DeviceState:
         self.cache: Any = None
         self.slots: Any = None
         self.allocate()
-        self.stacks: Stacks = programs[ALLOCATE_ADAPTERS]() if spec.stacks else ()
+        self.stacks: Stacks = programs[ALLOCATE_LORAS]() if spec.stacks else ()
         self.pool: jax.Array | None = programs[ALLOCATE_POOL]() if spec.images else None
         self.encoder_leaves: tuple[jax.Array, ...] = tuple(jax.tree.leaves(encoder))
         self.counts: jax.Array | None = None
@@ -77,14 +77,14 @@ class DeviceState:
         """
         self.leaves = tuple(leaves)
         if draft is not None:
-            self.own_of_draft = tuple(draft)
-        own = iter(self.own_of_draft)
+            self.draft_only_leaves = tuple(draft)
+        own = iter(self.draft_only_leaves)
         every = [next(own) if at is None else self.leaves[at] for at in self._shared] if leaves else ()
         self.draft_leaves = tuple(every)
         self.both_leaves = (*self.leaves, *self.draft_leaves)
 
     def only_of_draft[T](self, leaves: Sequence[T]) -> list[T]:
-        """Of the draft model's leaves, those that are none of the model's."""
+        """The draft model's leaves that are none of the model's."""
         return [leaf for leaf, at in zip(leaves, self._shared, strict=True) if at is None]
 
     @property
@@ -100,7 +100,7 @@ class DeviceState:
         return leaves
 
     def take_encoder(self) -> list[jax.Array]:
-        """The same for the encoder's parameters."""
+        """Gives up the encoder's parameters, as `take_leaves` does."""
         leaves, self.encoder_leaves = [*self.encoder_leaves], ()
         return leaves
 
@@ -120,7 +120,7 @@ class DeviceState:
         return array if self._local else self._everywhere(array)
 
     def put_sharded(self, array: np.ndarray, like: jax.ShapeDtypeStruct) -> np.ndarray | jax.Array:
-        """The same for an array that is divided among the devices as `like` is."""
+        """An array that is divided among the devices as `like` is, as an argument of a program."""
         if self._local:
             return array
         placed: jax.Array = jax.make_array_from_callback(array.shape, like.sharding, array.__getitem__)

@@ -18,10 +18,9 @@ from jax import lax
 
 from jengine.execution.attention import TokenAxis
 from jengine.execution.batch import AXES, ENTRY_WORDS, RESET_WORDS, TURNS, Batch
-from jengine.execution.head_states import noted, read, states_before
 from jengine.execution.kv_cache import SHARED, Cache
 from jengine.execution.sampler import Sampled, make_proposer
-from jengine.execution.slots import SlotState, updated
+from jengine.execution.slots import KeptStates, SlotState, updated
 from jengine.execution.trunk import make_pass, to_sample
 from jengine.models import Model, Params
 from jengine.models.cache import places
@@ -168,3 +167,58 @@ def _joined(cache: Cache, first: int, own: Cache) -> Cache:
 def _of_first_group(slots: SlotState) -> SlotState:
     """The slots as the draft model reads them."""
     return slots._replace(block_table=slots.block_table[:1])
+
+
+def states_before(axis: TokenAxis, batch: Batch, states: jax.Array, kept: KeptStates) -> jax.Array:
+    """The state at the token before each of the axis, [N, size]; zeros where it is not known.
+
+    Args:
+        states: at the tokens of the axis, [N, size].
+    """
+    rows, (tiles, length) = batch.row_slots.shape[0], batch.tile_tokens.shape
+    real, owner, positions = axis.real, axis.owner, axis.positions
+    neighbours = real & jnp.roll(real, 1) & (owner == jnp.roll(owner, 1))
+    neighbours &= positions == jnp.roll(positions, 1) + 1
+    before = jnp.where(neighbours[:, None], jnp.roll(states, 1, axis=0), 0)
+
+    def first(at: slice) -> jax.Array:
+        known = read(kept, owner[at], positions[at])
+        return jnp.where(neighbours[at, None], before[at], known)
+
+    of_rows = first(slice(0, rows))
+    if not tiles:
+        return of_rows
+    by_tile = before[rows:].reshape(tiles, length, -1)
+    by_tile = jnp.concatenate([first(slice(rows, None, length))[:, None], by_tile[:, 1:]], axis=1)
+    return jnp.concatenate([of_rows, by_tile.reshape(tiles * length, -1)])
+
+
+def read(kept: KeptStates, slots: jax.Array, positions: jax.Array) -> jax.Array:
+    """The states before the tokens at these positions of slots, int32 [n] each -> [n, size]; zeros where they
+    are not known.
+    """
+    place = (positions - 1) % kept.followers.shape[1]
+    known = (positions > 0) & (kept.followers[slots, place] == positions)
+    return jnp.where(known[:, None], kept.states[slots, place], 0)
+
+
+def noted(axis: TokenAxis, batch: Batch, states: jax.Array, kept: KeptStates) -> KeptStates:
+    """With the states of the last rows of each slot, and of the last token of its last tile."""
+    rows, (tiles, length) = batch.row_slots.shape[0], batch.tile_tokens.shape
+    most = kept.followers.shape[1]
+    ends = rows + length * jnp.arange(tiles) + jnp.maximum(batch.tile_lengths - 1, 0)
+    at = jnp.concatenate([jnp.arange(rows), ends])
+    # a later token of the slot has the same place
+    later = jnp.concatenate([_again(batch.row_slots, most), _again(batch.tile_slots, 1)])
+    slots = jnp.where(axis.real[at] & ~later, axis.owner[at], 0)
+    positions = axis.positions[at]
+    place = positions % most
+    return KeptStates(
+        kept.states.at[slots, place].set(states[at]), kept.followers.at[slots, place].set(positions + 1)
+    )
+
+
+def _again(slots: jax.Array, behind: int) -> jax.Array:
+    """Whether an entry is followed by one of the same slot, so many entries behind it; bool [n]."""
+    padded = jnp.pad(slots, (0, behind))
+    return padded[behind : behind + slots.shape[0]] == slots

@@ -14,7 +14,7 @@ from jengine.models import Params
 
 
 class Executor(Protocol):
-    """See Worker."""
+    """What runs calls: a worker, or the stages of a pipeline."""
 
     spec: ExecutionSpec
     programs: Any

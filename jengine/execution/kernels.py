@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from jengine.execution.adapters import prepare as prepare_adapters
 from jengine.execution.kv_cache import views
+from jengine.execution.loras import prepare as prepare_adapters
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.cache import CacheGroup, Queries, paged
 from pallas_kernels import registration
@@ -112,7 +112,7 @@ def _products(spec: ExecutionSpec, device: jax.Device) -> dict[str, Choice]:
 
 
 def _add(chosen: dict[str, Choice], operation: str, choice: Choice) -> None:
-    """Of an operation's calls, the first that XLA serves counts, since it decides on the programs."""
+    """Notes a choice. The first call of an operation that XLA serves counts: it decides on the programs."""
     if operation not in chosen or (choice.name == XLA != chosen[operation].name):
         chosen[operation] = choice
 

@@ -149,7 +149,7 @@ def pages_that_fit(config: EngineConfig, spec: ExecutionSpec, weights: int = 0) 
 
 
 def pages_beside(config: EngineConfig, spec: ExecutionSpec, memory: DeviceMemory) -> int:
-    """The same for a GPU, given the memory that its programs need. The GPU need not be present.
+    """Number of pages of a GPU, given the memory that its programs need. The GPU need not be present.
 
     Raises:
         OutOfMemory: there is no room for one page beside the null page.
@@ -212,10 +212,10 @@ def pages_to_use(fit: int, saved: list[int]) -> int:
 
 
 def sampler_temporaries(spec: ExecutionSpec, rows: int) -> int:
-    """Of a sampler of `rows` rows."""
+    """Bytes of a sampler of `rows` rows."""
     model = spec.model.config
     own_rows, vocab = -(-rows // model.shards), model.padded(model.vocab_size)
-    adapters = 0 if spec.adapters is None else _adapter_bytes(spec, rows, logits=True)
+    adapters = 0 if spec.adapters is None else _lora_bytes(spec, rows, logits=True)
     return (
         adapters
         + fixed_temporaries(spec)
@@ -226,7 +226,9 @@ def sampler_temporaries(spec: ExecutionSpec, rows: int) -> int:
 
 
 def trunk_temporaries(spec: ExecutionSpec, key: TrunkKey) -> int:
-    """Of a trunk: its token axis in the model's dtype where kernels attend on a GPU, in float32 elsewhere."""
+    """Bytes of a trunk: its token axis in the model's dtype where kernels attend on a GPU, in float32
+    elsewhere.
+    """
     if spec.drafting is not None:
         alone = dataclasses.replace(spec, draft=None)
         return trunk_temporaries(alone, key) + trunk_temporaries(spec.drafting, key)
@@ -244,12 +246,12 @@ def trunk_temporaries(spec: ExecutionSpec, key: TrunkKey) -> int:
     each = jnp.dtype(spec.model.dtype).itemsize if fused else 4
     caches = max(_attention_bytes(spec, group, key, on_cpu) for group in paged(spec.groups))
     working = each * tokens * channels + layer.bytes + beside.bytes
-    adapters = _adapter_bytes(spec, tokens, logits=False) if key.adapted else 0
+    adapters = _lora_bytes(spec, tokens, logits=False) if key.adapted else 0
     return fixed_temporaries(spec) + working + caches + _state_bytes(spec, key) + adapters + (1 << 20)
 
 
-def _adapter_bytes(spec: ExecutionSpec, tokens: int, *, logits: bool) -> int:
-    """Of products with adapters: their inner results, and what they add to one weight's product."""
+def _lora_bytes(spec: ExecutionSpec, tokens: int, *, logits: bool) -> int:
+    """Bytes of products with adapters: their inner results, and what they add to one weight's product."""
     assert spec.adapters is not None
     most = 0
     for number, site in spec.adapters.of(logits=logits):
@@ -262,8 +264,8 @@ def _adapter_bytes(spec: ExecutionSpec, tokens: int, *, logits: bool) -> int:
 
 
 def _attention_bytes(spec: ExecutionSpec, group: CacheGroup, key: TrunkKey, on_cpu: bool) -> int:
-    """Of attention over a group's pages: scores, pages that XLA gathers, and results of what the work list
-    cuts.
+    """Bytes of attention over a group's pages: scores, pages that XLA gathers, and results of what the work
+    list cuts.
     """
     queries, array = group.queries, group.arrays[0]
     assert queries is not None
@@ -299,20 +301,20 @@ def _matrices(spec: ExecutionSpec) -> list[PageArray]:
 
 
 def _chunk_channels(spec: ExecutionSpec) -> int:
-    """Of a recurrence over a chunk of tokens, for each of them."""
+    """Bytes of a recurrence over a chunk of tokens, for each of them."""
     return sum(
         4 * array.shape[0] // spec.shards * chunk_size(spec.table.tile_size) for array in _matrices(spec)
     )
 
 
 def _state_bytes(spec: ExecutionSpec, key: TrunkKey) -> int:
-    """Of the states of rows that are processed at once."""
+    """Bytes of the states of rows that are processed at once."""
     each = sum(4 * math.prod(array.shape) // spec.shards for array in _matrices(spec))
     return 4 * (min(key.rows * each, ROWS_BYTES) + 2 * each)
 
 
 def fixed_temporaries(spec: ExecutionSpec) -> int:
-    """Of any program with products: one converted weight at a time, and the workspace of libraries."""
+    """Bytes of any program with products: one converted weight at a time, and the workspace of libraries."""
     parameters = jax.tree.leaves(spec.params, is_leaf=is_weight)
     axes = jax.tree.leaves(spec.model.axes, is_leaf=lambda axes: isinstance(axes, tuple))
     pairs = zip(parameters, axes, strict=True)

@@ -40,7 +40,9 @@ class StagePrograms:
     def obtain(
         self, keys: Sequence[Key], *, progress: Progress = False, running: Running | None = None
     ) -> Generator[Key]:
-        """See Programs. A stage has the next programs before another gets those that follow."""
+        """Obtains the others, as Programs does. A stage has the next programs before another gets those that
+        follow.
+        """
         for some in batched(keys, TOGETHER):
             for stage in self.stages:
                 own = {*program_keys(stage.spec)}
@@ -50,7 +52,6 @@ class StagePrograms:
             yield from (key for key in some if key in self)
 
     def prefer(self, keys: Sequence[Key]) -> None:
-        """See Programs."""
         for stage in self.stages:
             stage.prefer(keys)
 
@@ -69,7 +70,7 @@ class StagePrograms:
 
     @property
     def memory(self) -> dict[Key, ProgramMemory]:
-        """Of each program, the memory in the stage where it works with the most."""
+        """For each program, the memory in the stage where it works with the most."""
         every = [item for stage in self.stages for item in stage.memory.items()]
         return dict(sorted(every, key=lambda item: item[1].working))
 
@@ -103,7 +104,7 @@ class Pipeline:
 
     @property
     def workers(self) -> list[Worker]:
-        """Those of this process."""
+        """The stages of this process."""
         return [stage for stage in self.stages if stage is not None]
 
     @property

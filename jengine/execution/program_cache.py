@@ -88,7 +88,7 @@ class ProgramCache(ProgramStore):
         touch(self.folder)
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Those of the names that no saved program has."""
+        """The names that no saved program has."""
         programs = self._named()
         return [name for name in names if name not in programs]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -29,7 +30,6 @@ from jengine.execution.kernels import prepare
 from jengine.execution.kinds import KINDS, Key, kind_of
 from jengine.execution.memory import ProgramMemory
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
-from jengine.execution.priority import lower_priority
 from jengine.execution.program_cache import POLL, WAITING, ProgramCache
 from jengine.execution.program_store import packed, unpacked
 from jengine.execution.quick_call import QuickCall
@@ -51,6 +51,9 @@ WHOLE: CompilerOptions = {
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECTIVES"
     )
 }
+
+
+NICENESS = 10
 
 
 class Programs:
@@ -124,7 +127,7 @@ class Programs:
                 cache.release()
 
     def prefer(self, keys: Sequence[Key]) -> None:
-        """See CompileChildren. Threads keep their order."""
+        """Prefers these programs, as CompileChildren does. Threads keep their order."""
         if self._children is not None:
             self._children.prefer(keys)
 
@@ -366,3 +369,9 @@ def memory_of(program: Any) -> ProgramMemory:
         sizes.temp_size_in_bytes,
         sizes.generated_code_size_in_bytes,
     )
+
+
+def lower_priority() -> None:
+    """Lowers this thread's priority permanently, on systems with priorities per thread."""
+    if hasattr(os, "setpriority") and hasattr(os, "sched_getaffinity"):  # Linux
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -32,8 +32,8 @@ from jengine.execution.kinds import (
     DeviceCall,
     Key,
 )
-from jengine.execution.kinds.adapters import write_call
 from jengine.execution.kinds.encoder import encode_call
+from jengine.execution.kinds.loras import write_call
 from jengine.execution.kinds.swaps import swap_call
 from jengine.execution.kv_cache import Page
 from jengine.execution.pipeline import Pipeline, answers
@@ -124,7 +124,7 @@ class Runner:
         self._layouts = {key: self.spec.layout(key) for key in self.spec.table.trunks()}
 
     def use_adapters(self, packed: Mapping[int, np.ndarray]) -> None:
-        """Plans name LoRA adapters by these numbers; see `AdapterShapes.pack`."""
+        """Plans name LoRA adapters by these numbers; see `LoraShapes.pack`."""
         self._adapters = packed
 
     def dispatch(self, plan: StepPlan) -> InFlight:
@@ -270,7 +270,6 @@ class Runner:
             raise
 
     def memory_parts(self) -> dict[str, int]:
-        """See Worker.memory_parts."""
         return self.worker.memory_parts()
 
     @property

@@ -16,9 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jengine.core.request import MAX_LOGPROBS
-from jengine.execution.adapters import Stacks
-from jengine.execution.branches import either, if_any
-from jengine.execution.largest import BLOCK, argmax, top_k
 from jengine.execution.logits import (
     add_bias,
     apply_mask,
@@ -29,8 +26,9 @@ from jengine.execution.logits import (
     penalizing,
     suppress,
 )
+from jengine.execution.loras import Stacks
 from jengine.execution.sampling_row import Sampling, sampling_of
-from jengine.execution.truncation import truncate, truncating
+from jengine.execution.truncation import BLOCK, argmax, either, if_any, top_k, truncate, truncating
 from jengine.execution.trunk import Adapt, ToSample, without_adapters
 from jengine.models import Model, Params
 from jengine.parallel.collectives import all_gather, all_to_all, own_rows
@@ -44,7 +42,7 @@ class Sampled(NamedTuple):
 
 
 class SampledLogprobs(NamedTuple):
-    """The same with log probabilities (natural logarithm); see EngineConfig.logprobs_mode."""
+    """Sampled tokens with log probabilities (natural logarithm); see EngineConfig.logprobs_mode."""
 
     tokens: jax.Array  # int32 [rows]
     logprobs: jax.Array  # float32 [rows], of the tokens

@@ -18,7 +18,7 @@ UPDATE_WORDS = ENTRIES * ENTRY_WORDS + RESETS * RESET_WORDS
 
 
 class KeptStates(NamedTuple):
-    """States of the model at the last tokens of each slot, which a head reads; see head_states.py. A token's
+    """States of the model at the last tokens of each slot, which a head reads; see draft.py. A token's
     place is its position modulo n.
     """
 
@@ -84,7 +84,7 @@ def updated(slots: SlotState, entries: jax.Array, resets: jax.Array) -> SlotStat
 
 
 def update_slots(slots: SlotState, packed: jax.Array) -> SlotState:
-    """The same from a buffer of `pack_updates`, for updates that do not fit into a step's buffer."""
+    """The slots, updated from a buffer of `pack_updates`: what does not fit into a step's buffer."""
     entries, resets = jnp.split(packed, [ENTRIES * ENTRY_WORDS])
     return updated(slots, entries.reshape(ENTRIES, ENTRY_WORDS), resets.reshape(RESETS, RESET_WORDS))
 

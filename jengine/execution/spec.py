@@ -19,10 +19,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jengine.core.lora import LoraLimits
 from jengine.devices.cpu_threads import cpu_threads
-from jengine.execution.adapters import AdapterShapes, Stacks
 from jengine.execution.batch import BatchLayout
 from jengine.execution.images import ImageShapes
 from jengine.execution.kv_cache import SHARED, Cache, Page, abstract_cache, abstract_page, page_bytes
+from jengine.execution.loras import LoraShapes, Stacks
 from jengine.execution.slots import SlotState, abstract_slots
 from jengine.execution.sources import source_digest
 from jengine.models import Model, Params
@@ -84,12 +84,12 @@ class ExecutionSpec:
     pipeline: tuple[tuple[Stage, Mesh], ...] = ()
 
     @functools.cached_property
-    def adapters(self) -> AdapterShapes | None:
+    def adapters(self) -> LoraShapes | None:
         """The stacked adapters; None: there are no programs for them."""
         if self.lora is None:
             return None
         lora = self.lora
-        return AdapterShapes(self.model, self.mesh, lora.max_loras, lora.max_lora_rank, lora.target_modules)
+        return LoraShapes(self.model, self.mesh, lora.max_loras, lora.max_lora_rank, lora.target_modules)
 
     @property
     def stacks(self) -> Stacks:
@@ -98,7 +98,7 @@ class ExecutionSpec:
 
     @functools.cached_property
     def drafting(self) -> ExecutionSpec | None:
-        """The same for the draft model alone, with its part of the cache."""
+        """This spec for the draft model alone, with its part of the cache."""
         return (
             None
             if self.draft is None
@@ -107,7 +107,7 @@ class ExecutionSpec:
 
     @functools.cached_property
     def stages(self) -> tuple[ExecutionSpec, ...]:
-        """The same for each stage of the pipeline, with its part of the model; if there is none, this."""
+        """This spec for each stage of the pipeline, with its part of the model; if there is none, this."""
         if not self.pipeline:
             return (self,)
         return tuple(
@@ -117,7 +117,7 @@ class ExecutionSpec:
 
     @property
     def local_stages(self) -> tuple[ExecutionSpec, ...]:
-        """Those of which this process has devices."""
+        """The stages of which this process has devices."""
         return tuple(stage for stage in self.stages if stage.here)
 
     @property
@@ -141,7 +141,7 @@ class ExecutionSpec:
         return int(self.mesh.shape.get(DATA, 1))
 
     def rank(self, number: int) -> ExecutionSpec:
-        """The same for one rank's part of everything."""
+        """This spec for one rank's part of everything."""
         pipeline = tuple((stage, rank_mesh(mesh, number)) for stage, mesh in self.pipeline)
         return dataclasses.replace(self, mesh=rank_mesh(self.mesh, number), pipeline=pipeline)
 
@@ -259,7 +259,7 @@ class ExecutionSpec:
 
     @property
     def both_leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Those of the model, then those of the draft model, if there is one."""
+        """Leaves of the model, then those of the draft model, if there is one."""
         return self.leaves if self.drafting is None else (*self.leaves, *self.drafting.leaves)
 
     @property

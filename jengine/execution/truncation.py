@@ -6,15 +6,35 @@ are found by a search over the 32 bits of a float. All ties at a threshold are k
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jengine.execution.branches import either
 from jengine.execution.sampling_row import Sampling
 
 DIGIT = 4  # bits of a key per pass
+BLOCK = 128  # vocabulary entries in a block
+
+
+# Branches skip work that no row needs. On a GPU a branch would make XLA wait for the host, so there the work
+# is always done.
+
+
+def either[T](needed: jax.Array, work: Callable[[], T], otherwise: Callable[[], T]) -> T:
+    """work() if any of `needed`, bool [rows], is set, otherwise otherwise().
+
+    On a GPU always work(), which must give the same result if none is set.
+    """
+    result: T = lax.platform_dependent(cpu=lambda: lax.cond(needed.any(), work, otherwise), default=work)
+    return result
+
+
+def if_any(needed: jax.Array, change: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """change(x) if any of `needed` is set, otherwise a copy of x. On a GPU always change(x)."""
+    return either(needed, lambda: change(x), lambda: x)
 
 
 def truncating(sampling: Sampling) -> jax.Array:
@@ -99,3 +119,41 @@ def _float_of(key: jax.Array) -> jax.Array:
 
 def _add(left: tuple[jax.Array, ...], right: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return tuple(a + b for a, b in zip(left, right, strict=True))
+
+
+def argmax(x: jax.Array) -> jax.Array:
+    """jnp.argmax along the last axis of x [rows, size], int32 [rows]: the first of equals. With NaN, any
+    token.
+
+    Works in two levels, since on a CPU XLA computes a maximum with SIMD, but an argmax element by element.
+    """
+    blocks = _blocks(x)
+    block = jnp.argmax(blocks.max(-1), -1)
+    return (block * BLOCK + jnp.argmax(blocks[jnp.arange(len(x)), block], -1)).astype(jnp.int32)
+
+
+def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """lax.top_k along the last axis of x [rows, size]: values and indices int32, both [rows, k], the first of
+    equals first.
+
+    The results are all in the k blocks with the largest maxima (the first of equals), since these maxima come
+    before any value of another block. With NaN, any indices.
+    """
+    blocks = _blocks(x)
+    if blocks.shape[1] <= k:
+        values, ids = lax.top_k(x, k)
+        return values, ids.astype(jnp.int32)
+    # in index order, so that the first of equals stays first
+    chosen = jnp.sort(lax.top_k(blocks.max(-1), k)[1])
+    candidates = jnp.take_along_axis(blocks, chosen[:, :, None], 1).reshape(len(x), -1)
+    values, places = lax.top_k(candidates, k)
+    ids = jnp.take_along_axis(chosen, places // BLOCK, 1) * BLOCK + places % BLOCK
+    # the last block's padding is above a negative NaN
+    return values, jnp.minimum(ids, x.shape[-1] - 1).astype(jnp.int32)
+
+
+def _blocks(x: jax.Array) -> jax.Array:
+    """[rows, blocks, BLOCK]. The last block is padded with -inf."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[-1] % BLOCK)), constant_values=-jnp.inf).reshape(
+        len(x), -1, BLOCK
+    )

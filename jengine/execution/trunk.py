@@ -10,19 +10,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jengine.execution.adapters import Stacks
 from jengine.execution.attention import PagedAttention, TokenAxis
 from jengine.execution.batch import Batch, BatchLayout
 from jengine.execution.images import Visual, visual
 from jengine.execution.kv_cache import Cache
+from jengine.execution.loras import Stacks
 from jengine.execution.recurrence import Recurrence
 from jengine.execution.slots import SlotState, updated
+from jengine.execution.spec import ExecutionSpec
 from jengine.models import Model, Params
 from jengine.models.cache import CacheGroup, homes, paged
-from jengine.table.program_table import TrunkKey
+from jengine.table.program_table import MOST_STATES, TrunkKey
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.cache.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.elementwise.rotary import Rotation
+
+Adapt = Callable[[Params, Stacks, jax.Array], Params]  # params, stacks, sampling words of each token's slot
 
 
 class ToSample(NamedTuple):
@@ -34,7 +37,6 @@ class ToSample(NamedTuple):
     tokens: jax.Array  # int32 [rows], the token before it
 
 
-Adapt = Callable[[Params, Stacks, jax.Array], Params]  # params, stacks, sampling words of each token's slot
 # the last is [passed tiles * tile_size, hidden_size], for prompt_logprobs
 TrunkOut = tuple[Cache, SlotState, ToSample, jax.Array]
 
@@ -227,3 +229,37 @@ class LayerCaches:
         out, states = self._recurrence.recur(q, k, v, decay, rate, states)
         pool[place] = *before, states
         return out
+
+
+def make_stage_trunk(spec: ExecutionSpec, key: TrunkKey) -> Callable[..., Any]:
+    """The function to compile: (params, cache, slots, packed batch, hidden states from the stage before, if
+    there is one) -> (cache, slots, hidden states); of the last stage: (cache, slots, ToSample, hidden states
+    of tiles).
+    """
+    stage, layout = spec.stage, spec.layout(key)
+    passed = spec.table.passed_tiles(key.tiles) * spec.table.tile_size
+
+    def compute(module: Any, tokens: jax.Array, positions: jax.Array, attend: Any, *entering: Any) -> Any:
+        x = module.enter(tokens, positions, attend) if stage.first else entering[0]
+        x = module.through(x, positions, attend, stage.layers)
+        return module.leave(x) if stage.last else x
+
+    run = make_pass(
+        spec.model,
+        key,
+        spec.page_size,
+        spec.mesh.devices.flat[0],
+        batch_invariant=spec.table.batch_invariant,
+        following=MOST_STATES if spec.draft_states else 0,
+        compute=compute,
+    )
+
+    def trunk(params: Params, cache: Cache, slots: SlotState, packed: jax.Array, *entering: Any) -> Any:
+        batch = layout.unpack(packed)
+        slots = updated(slots, batch.table, batch.resets)
+        cache, axis, hidden = run(params, cache, slots, batch, *entering)
+        if not stage.last:
+            return cache, slots, hidden
+        return cache, slots, to_sample(batch, axis, hidden), of_tiles(hidden, key, passed)
+
+    return trunk

@@ -55,7 +55,7 @@ class Worker:
         return call_kind(call.key).run(self.state, call.key, call.array)
 
     def await_samples(self, overtakes: int) -> None:
-        """See Pipeline. Nothing: a device runs its programs in order."""
+        """Does nothing: a device runs its programs in order."""
 
     @property
     def caches(self) -> list[Any]:
@@ -66,7 +66,7 @@ class Worker:
         """Bytes on this process's devices, by use."""
         devices, state = len(self.spec.mesh.local_devices), self.state
         parts = {
-            "weights": (state.leaves, state.own_of_draft, state.stacks, state.encoder_leaves),
+            "weights": (state.leaves, state.draft_only_leaves, state.stacks, state.encoder_leaves),
             "cache": state.cache,
             "slots and counts": (state.slots, state.counts),
         }

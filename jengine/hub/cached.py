@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from jengine.base.errors import ModelError
 from jengine.base.gguf_file import SUFFIX
 from jengine.base.model_files import read_object
 from jengine.hub.files import DEFAULT_QUANTIZATION, HubName, quantization_of
-
-if TYPE_CHECKING:
-    from huggingface_hub import CachedRepoInfo, CachedRevisionInfo
 
 WEIGHTS = ".safetensors", ".bin"
 
@@ -24,52 +20,22 @@ class CachedModel:
     """A revision of a model in the cache, or a GGUF file in it.
 
     Attributes:
-        commit: of the revision.
-        refs: branches and tags that point to it.
+        quantization: of a GGUF file; None: a folder.
         path: the folder, or the GGUF file.
         bytes: on disk.
-        used: time of the last access, in seconds since the epoch.
-        complete: whether all files that it lists are there.
     """
 
-    name: HubName
-    commit: str
-    refs: tuple[str, ...]
+    quantization: str | None
     path: Path
     bytes: int
-    used: float
-    complete: bool = True
-
-
-def cached_models() -> list[CachedModel]:
-    """All models in the cache that jengine can try to load, by name."""
-    return sorted(
-        (found for repo in _repositories() for found in _models(repo)), key=lambda found: str(found.name)
-    )
-
-
-def matching(name: HubName, revision: str | None = None) -> list[CachedModel]:
-    """The cached models of this name; one without a quantization has all of its repository.
-
-    Args:
-        revision: a branch, a tag, or the beginning of a commit; None: all.
-    """
-    return [
-        model
-        for model in cached_models()
-        if model.name.repo == name.repo
-        and (name.quantization is None or model.name.quantization == name.quantization.upper())
-        and (revision is None or revision in model.refs or model.commit.startswith(revision))
-    ]
 
 
 def is_cached(name: HubName, revision: str | None = None) -> bool:
     """Whether an engine of this model needs to download nothing."""
-    wanted = (name.quantization or DEFAULT_QUANTIZATION).upper()
+    formats = {name.quantization or DEFAULT_QUANTIZATION, name.quantization}
+    wanted = {format and format.upper() for format in formats}
     return any(
-        model.complete
-        and model.name.quantization in ([None, wanted] if name.quantization is None else [wanted])
-        for model in matching(name, revision or "main")
+        model.quantization in wanted and _complete(model.path) for model in _models(name.repo, revision)
     )
 
 
@@ -84,72 +50,41 @@ def bytes_on_disk(model: str, revision: str | None = None) -> int:
                 file.stat().st_size for file in path.iterdir() if file.name.endswith((SUFFIX, *WEIGHTS))
             )
         if (name := HubName.of(model)) is not None:
-            return max((found.bytes for found in matching(name, revision or "main")), default=0)
+            wanted = name.quantization and name.quantization.upper()
+            models = [m for m in _models(name.repo, revision) if wanted in (None, m.quantization)]
+            return max((model.bytes for model in models), default=0)
     return 0
 
 
-def remove(models: list[CachedModel]) -> int:
-    """Deletes models from the cache. Files that others share stay. Returns the bytes that are free now.
+def _models(repository: str, revision: str | None) -> Iterator[CachedModel]:
+    """The models of a repository in the cache.
 
-    Raises:
-        OSError: a file cannot be deleted.
+    Args:
+        revision: a branch, a tag, or the beginning of a commit; None: main.
     """
-    freed = 0
-    for model in models:
-        repo = next((repo for repo in _repositories() if repo.repo_id == model.name.repo), None)
-        revision = (
-            next((one for one in repo.revisions if one.commit_hash == model.commit), None) if repo else None
-        )
-        if repo is None or revision is None:  # another process has removed it
-            continue
-        freed += _remove_file(model, repo) if _has_others(model, revision) else _remove_revision(model)
-    return freed
-
-
-def _repositories() -> list[CachedRepoInfo]:
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
-    with contextlib.suppress(CacheNotFound):  # nothing was downloaded yet
-        return [repo for repo in scan_cache_dir().repos if repo.repo_type == "model"]
-    return []
-
-
-def _models(repo: CachedRepoInfo) -> list[CachedModel]:
-    out = []
-    for revision in repo.revisions:
-        refs, folder = tuple(sorted(revision.refs)), Path(revision.snapshot_path)
-        about = repo.repo_id, revision.commit_hash, refs
-        for file in revision.files:
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:  # nothing was downloaded yet
+        return
+    wanted = revision or "main"
+    models = [repo for repo in repositories if (repo.repo_type, repo.repo_id) == ("model", repository)]
+    for cached in (cached for repo in models for cached in repo.revisions):
+        if wanted not in cached.refs and not cached.commit_hash.startswith(wanted):
+            continue
+        folder = Path(cached.snapshot_path)
+        for file in cached.files:
             quantization = quantization_of(file.file_name) if file.file_name.endswith(SUFFIX) else None
             if quantization is not None and not file.file_name.startswith("mmproj"):
-                out.append(
-                    _model(
-                        *about, Path(file.file_path), file.size_on_disk, file.blob_last_accessed, quantization
-                    )
-                )
-        whole = any(
-            file.file_name.endswith(WEIGHTS) and Path(file.file_path).parent == folder
-            for file in revision.files
-        )
-        if whole and (folder / "config.json").exists():
-            used = max(file.blob_last_accessed for file in revision.files)
-            out.append(_model(*about, folder, revision.size_on_disk, used))
-    return out
-
-
-def _model(
-    repo: str,
-    commit: str,
-    refs: tuple[str, ...],
-    path: Path,
-    size: int,
-    used: float,
-    quantization: str | None = None,
-) -> CachedModel:
-    return CachedModel(
-        HubName(repo, quantization), commit, refs, path, size, min(used, time.time()), _complete(path)
-    )
+                yield CachedModel(quantization, Path(file.file_path), file.size_on_disk)
+        weights = [file for file in cached.files if file.file_name.endswith(WEIGHTS)]
+        if (
+            any(Path(file.file_path).parent == folder for file in weights)
+            and (folder / "config.json").exists()
+        ):
+            yield CachedModel(None, folder, cached.size_on_disk)
 
 
 def _complete(path: Path) -> bool:
@@ -160,34 +95,3 @@ def _complete(path: Path) -> bool:
             if not all((path / file).exists() for file in listed):
                 return False
     return True
-
-
-def _has_others(model: CachedModel, revision: CachedRevisionInfo) -> bool:
-    """Whether the revision has other weights than this GGUF file."""
-    return model.name.quantization is not None and any(
-        file.file_name.endswith((SUFFIX, *WEIGHTS)) and Path(file.file_path) != model.path
-        for file in revision.files
-    )
-
-
-def _remove_revision(model: CachedModel) -> int:
-    from huggingface_hub import scan_cache_dir
-
-    strategy = scan_cache_dir().delete_revisions(model.commit)
-    strategy.execute()
-    return int(strategy.expected_freed_size)
-
-
-def _remove_file(model: CachedModel, repo: CachedRepoInfo) -> int:
-    blob = model.path.resolve()
-    shared = any(
-        Path(file.blob_path) == blob and Path(file.file_path) != model.path
-        for revision in repo.revisions
-        for file in revision.files
-    )
-    model.path.unlink()
-    if shared:
-        return 0
-    if blob != model.path:
-        blob.unlink()
-    return model.bytes

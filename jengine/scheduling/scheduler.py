@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from types import MappingProxyType
+from typing import Any
 
 from jengine.core.request import FinishReason, Request
 from jengine.core.scheduling_options import SchedulingOptions
@@ -17,14 +18,13 @@ from jengine.scheduling.costs.rows_or_tiles import RowsOrTiles
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.drafters.choice import drafters_of
 from jengine.scheduling.drafters.drafter import Drafter
-from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.pages.blocks import BlockManager
 from jengine.scheduling.promises.acceptance import Acceptance, expect, note_first
 from jengine.scheduling.prompts.prefix_lookup import PrefixLookup
 from jengine.scheduling.prompts.prompt_cutter import PromptCutter
-from jengine.scheduling.requests.adapters import Adapter
 from jengine.scheduling.requests.composition import BatchInvariant, Composition
 from jengine.scheduling.requests.images import Images
+from jengine.scheduling.requests.loras import Lora
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
@@ -34,18 +34,18 @@ from jengine.scheduling.rules.prompt_rows import PromptRows
 from jengine.scheduling.rules.repeats import Repeats
 from jengine.scheduling.rules.rule import Rule
 from jengine.scheduling.rules.speculation import Speculation
+from jengine.scheduling.shape import BatchLimits, CacheShape
 from jengine.scheduling.step.cohorts import Cohorts
-from jengine.scheduling.step.collected import Collected, given
+from jengine.scheduling.step.collected import Collected, by_sample
 from jengine.scheduling.step.plan_builder import PlanBuilder
 from jengine.scheduling.step.rows import Rows
 from jengine.scheduling.step.timeline import Timeline
 from jengine.scheduling.step_plan import StepPlan, Swaps, Tokens
 from jengine.scheduling.work import Work, rows_work
-from jengine.table.pages import SWAPS
 from jengine.table.program_table import VARIANTS, EncoderKey, ProgramTable
 from jengine.table.ready_programs import ReadyPrograms
 
-NOTHING_FOUND: Mapping[int, ScoredToken] = MappingProxyType({})
+NO_CANDIDATES: Mapping[int, ScoredToken] = MappingProxyType({})
 DEFAULTS = SchedulingOptions()
 
 
@@ -59,24 +59,8 @@ class Scheduler:
     one is in flight.
 
     Args:
-        page_size: tokens in a page.
-        num_pages: number of pages in the cache, the null page included.
-        max_num_seqs: maximum number of running sequences.
-        max_num_batched_tokens: maximum tokens in a step, decode rows and whole tiles together; at least
-            max_num_seqs + one tile.
-        max_model_len: maximum tokens of a sequence, prompt and output together.
-        groups: the model's cache groups with block tables.
-        num_states: number of recurrent states, the null state and those for drafts included; 0: the model has
-            none.
-        draft_states: those for drafts.
-        prefix_caching: whether prompts reuse the pages of earlier ones.
-        host_pages: pages of host memory for evicted pages (see HostTier); 0: no host tier.
-        staged: maximum number of pages in flight between device and host, in each direction.
-        max_loras: places of adapters on the devices.
-        stages: steps that run at once in a pipeline, each in one of its stages.
-        through_host: see Cohorts.
-        images: embeddings of images on the devices; None: there are none.
         options: order, batching and targets of requests.
+        images: embeddings of images on the devices; None: there are none.
         clock: monotonic seconds. Request.arrival uses the same clock. Simulations pass a virtual one.
         predictor: class of the object that predicts steps.
         drafters: propose tokens to verify; None: those of speculative_config.
@@ -101,66 +85,55 @@ class Scheduler:
     def __init__(
         self,
         table: ProgramTable,
+        cache: CacheShape,
+        limits: BatchLimits,
         *,
-        page_size: int,
-        num_pages: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        groups: List[GroupPages] = (GroupPages(),),
-        num_states: int = 0,
-        draft_states: int = 0,
-        prefix_caching: bool = False,
-        host_pages: int = 0,
-        staged: int = SWAPS,
-        max_loras: int = 0,
-        stages: int = 1,
-        through_host: bool = False,
-        images: Images | None = None,
         options: SchedulingOptions = DEFAULTS,
         costs: StepCosts | None = None,
+        images: Images | None = None,
         clock: Callable[[], float] = time.monotonic,
         predictor: type[StepPredictor] = StepPredictor,
         drafters: List[Drafter] | None = None,
         how_many_drafts: HowMany = most_a_second,
     ) -> None:
         self.table, self.options, self.clock = table, options, clock
-        costs = StepCosts(table) if costs is None else costs
-        self.composition = (
-            BatchInvariant(table.tile_size, max_num_batched_tokens)
-            if table.batch_invariant
-            else Composition()
-        )
+        batch, recurrent = limits.max_num_batched_tokens, cache.num_states > 0
+        self.composition = BatchInvariant(table.tile_size, batch) if table.batch_invariant else Composition()
         self.blocks = BlockManager(
-            page_size,
-            [num_pages, num_states] if num_states else [num_pages],
-            groups,
-            states=num_states > 0,
-            draft_states=draft_states,
-            prefix_caching=prefix_caching,
-            hit_grid=self.composition.hit_grid(page_size),
-            host_pages=host_pages,
-            staged=staged,
+            cache.page_size,
+            [cache.num_pages, cache.num_states] if recurrent else [cache.num_pages],
+            cache.groups,
+            states=recurrent,
+            draft_states=cache.draft_states,
+            prefix_caching=cache.prefix_caching,
+            hit_grid=self.composition.hit_grid(cache.page_size),
+            host_pages=cache.host_pages,
+            staged=cache.staged,
         )
         self.limits = SequenceLimits(
-            max_model_len=max_model_len,
-            page_size=page_size,
-            pages=num_pages - 1,
-            windows=tuple(group.window for group in groups),
+            max_model_len=limits.max_model_len,
+            page_size=cache.page_size,
+            pages=cache.num_pages - 1,
+            windows=tuple(group.window for group in cache.groups),
             tile_size=table.tile_size,
             whole=table.whole_tiles * table.tile_size,
-            recurrent=num_states > 0,
+            recurrent=recurrent,
         )
-        self.timeline, self.cohorts = Timeline(stages), Cohorts(stages, through_host)
+        self.timeline = Timeline(limits.stages)
+        self.cohorts = Cohorts(limits.stages, limits.through_host)
         self.registry = Registry(
-            self.blocks, self.composition, max_num_seqs, options=options, places=max_loras, images=images
+            self.blocks,
+            self.composition,
+            limits.max_num_seqs,
+            options=options,
+            places=limits.max_loras,
+            images=images,
         )
-        self.predictor = predictor(
-            ReadyPrograms(table), costs, self.blocks, self.composition, max_num_batched_tokens
-        )
+        costs = StepCosts(table) if costs is None else costs
+        self.predictor = predictor(ReadyPrograms(table), costs, self.blocks, self.composition, batch)
         self.acceptance = Acceptance(self.registry, self.limits, self.predictor)
         # rows of a recurrent layer run side by side, and batch invariance fixes each token's program
-        in_tiles = num_states > 0 or table.batch_invariant
+        in_tiles = recurrent or table.batch_invariant
         self.rows_or_tiles = RowsOrTiles(
             self.predictor, self.limits.windows, 0 if in_tiles else table.tile_size - 1
         )
@@ -175,10 +148,8 @@ class Scheduler:
         )
         self.prefixes = PrefixLookup(self.blocks, self.limits, self.composition, self.predictor)
         self.rows = Rows(self.registry, self.limits, self.cohorts)
-        self.searches, repeats = (
-            BeamSearches(self.registry, self.rows),
-            Repeats(self.registry, self.limits, self.predictor, several=num_states == 0),
-        )
+        self.searches = BeamSearches(self.registry, self.rows)
+        repeats = Repeats(self.registry, self.limits, self.predictor, several=not recurrent)
         self.prompts = PromptCutter(
             self.registry,
             self.limits,
@@ -189,10 +160,13 @@ class Scheduler:
             self.searches,
             repeats,
         )
-        if drafters is None:
-            drafters = drafters_of(options)
         self.speculation = Speculation(
-            self.registry, self.limits, self.predictor, self.timeline, drafters, how_many_drafts
+            self.registry,
+            self.limits,
+            self.predictor,
+            self.timeline,
+            drafters_of(options) if drafters is None else drafters,
+            how_many_drafts,
         )
         self.rules: tuple[Rule, ...] = (
             repeats,
@@ -202,6 +176,15 @@ class Scheduler:
             self.searches,
         )
         self.registry.rememberers = self.rows, self.cohorts, self.prompts, *self.rules
+
+    @classmethod
+    def of(cls, table: ProgramTable, **fields: Any) -> Scheduler:
+        """A scheduler from the fields of its cache and of its limits, and its other arguments, by name."""
+
+        def taken(shape: Any) -> dict[str, Any]:
+            return {name: fields.pop(name) for name in shape.__dataclass_fields__ if name in fields}
+
+        return cls(table, CacheShape(**taken(CacheShape)), BatchLimits(**taken(BatchLimits)), **fields)
 
     # --- requests -------------------------------------------------------------------------------------
 
@@ -217,7 +200,7 @@ class Scheduler:
         seed: int,
         eos_token_ids: tuple[int, ...],
         family: int | None = None,
-        adapter: Adapter | None = None,
+        lora: Lora | None = None,
     ) -> Sequence:
         """Queues a request that has passed SequenceLimits.validate.
 
@@ -225,7 +208,7 @@ class Scheduler:
 
         Args:
             family: number of the prompt's first sample; None for the first one.
-            adapter: the request's; None: the loaded one of its name, if it names one.
+            lora: the request's adapter; None: the loaded one of its name, if it names one.
 
         Raises:
             InvalidArgument: an unfinished request has its id, or its adapter is not loaded. Nothing is queued
@@ -238,7 +221,7 @@ class Scheduler:
             max_len=max_len,
             eos_token_ids=eos_token_ids,
             family=family,
-            adapter=adapter or self.registry.adapters.get(request.lora_name),
+            lora=lora or self.registry.loras.get(request.lora_name),
         )
         self.acceptance.set_targets(sequence, self.clock())
         self.admission.queue(sequence)
@@ -288,20 +271,20 @@ class Scheduler:
         first sequences that have begun, then waiting ones. The strategy decides the number of tiles. If rows
         and tiles may not share a step, the plan holds one of the two; see `composition`.
         """
-        plan, how = PlanBuilder(self.clock()), self.composition
-        self.predictor.adapted = self.registry.adapters.highest
+        plan, composition = PlanBuilder(self.clock()), self.composition
+        self.predictor.adapted = self.registry.loras.highest
         self.prompts.land()
         self.admission.begin_step(plan.now)
         self.prompts.prepare_images()
-        if how.prompts_first:
+        if composition.prompts_first:
             self._add_tiles(plan, self.rows.decoding())
         if not plan.tiles:
             self.rows.add(plan)
-            if not (plan.rows and how.apart):
+            if not (plan.rows and composition.apart):
                 self._add_tiles(plan, plan.rows)
         if not plan.spans:
             return None
-        how.note(len(plan.rows), plan.tiles)
+        composition.note(len(plan.rows), plan.tiles)
         for rule in self.rules:
             rule.lengthen(plan)
         return self._finished(plan)
@@ -371,7 +354,7 @@ class Scheduler:
         self.registry.images.turn(plan.spans, self.registry.by_number)
         built = plan.build(trunk, sampler)
         built.overtakes = self.cohorts.planned(plan)
-        built.loras = self.registry.adapters.take_writes()
+        built.loras = self.registry.loras.take_writes()
         built.seconds = (
             costs.seconds(trunk, sampler, plan.work)
             if steps == 1
@@ -398,13 +381,13 @@ class Scheduler:
         self.blocks.tier.landed(staged)
 
     def collect(
-        self, plan: StepPlan, tokens: Tokens, found: Mapping[int, ScoredToken] = NOTHING_FOUND
+        self, plan: StepPlan, tokens: Tokens, candidates: Mapping[int, ScoredToken] = NO_CANDIDATES
     ) -> Collected:
         """Collects a step's tokens, given for each of the plan's samples, and finishes sequences that they
         end.
 
         Args:
-            found: candidates of beams, by index of the sample.
+            candidates: candidates of beams, by index of the sample.
 
         Returns:
             The new tokens, in the plan's order. A token of a sequence that has finished meanwhile is dropped.
@@ -416,7 +399,7 @@ class Scheduler:
         self.cohorts.collected()
         beams = plan.sampler.variant == VARIANTS[-1]  # perhaps, also of preempted searches
         if beams or plan.guesses or (tokens and not isinstance(tokens[0], int)):
-            return self._collect_any(plan, tokens, found, now)
+            return self._collect_any(plan, tokens, candidates, now)
         return self._collect_single(plan, tokens, now)  # type: ignore[arg-type]
 
     def _collect_single(self, plan: StepPlan, tokens: list[int], now: float) -> Collected:
@@ -447,32 +430,32 @@ class Scheduler:
         return Collected(left, [sequences[i] for i in left], [tokens[i] for i in left])  # type: ignore[misc]
 
     def _collect_any(
-        self, plan: StepPlan, tokens: Tokens, found: Mapping[int, ScoredToken], now: float
+        self, plan: StepPlan, tokens: Tokens, candidates: Mapping[int, ScoredToken], now: float
     ) -> Collected:
         """`collect` for any step."""
         collected = Collected([], [], [])
         by_number, fair, prompts = self.registry.by_number, self.registry.fair, plan.prompts > 0
-        for i, sample, own in given(plan, tokens):
+        for i, sample, sampled in by_sample(plan, tokens):
             sequence, span = by_number.get(sample.seq), plan.spans[sample.span]
             if sequence is None:
                 continue
             if span.guesses:
                 if (states := self.blocks.states) is not None:
-                    states.settle(span.seq, span.start + len(own), len(own) - 1, self.table.tile_size)
-                sequence.settle_row(span.length, least=1, given=len(own))
-                self.speculation.note(sequence, span.guesses, len(own) - 1)
-            sequence.in_flight -= len(own)
+                    states.settle(span.seq, span.start + len(sampled), len(sampled) - 1, self.table.tile_size)
+                sequence.settle_row(span.length, least=1, given=len(sampled))
+                self.speculation.note(sequence, span.guesses, len(sampled) - 1)
+            sequence.in_flight -= len(sampled)
             if prompts and len(sequence.tokens) == sequence.prompt_len:
                 note_first(sequence, now)
             if fair is not None:
-                fair.spend(sequence.client, len(own))
+                fair.spend(sequence.client, len(sampled))
             if sequence.searches:
-                if (leader := self.searches.take(sequence, found.get(i))) is not None:
+                if (leader := self.searches.take(sequence, candidates.get(i))) is not None:
                     self.finish(leader, leader.found[0].finish_reason)
                     leader.tokens = [*leader.request.prompt_token_ids, *leader.found[0].tokens]
                     collected.add(i, leader, leader.tokens[-1])
                 continue
-            for offset, token in enumerate(own):
+            for offset, token in enumerate(sampled):
                 sequence.tokens.append(token)
                 collected.add(i + offset if span.guesses else i, sequence, token)
                 if self._end(sequence, token):

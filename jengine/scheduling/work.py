@@ -46,7 +46,7 @@ def rows_work(positions: Sequence[int], windows: Windows = (None,)) -> tuple[int
 
 
 def further_work(first: int, count: int, windows: Windows = (None,)) -> tuple[int, int]:
-    """The same for `count` rows of one sequence from position `first` on, behind another row of it."""
+    """The work of `count` rows of one sequence from position `first` on, behind another row of it."""
     context, longest = rows_work(range(first, first + count), windows)
     return round(FURTHER * context), longest
 

@@ -130,7 +130,6 @@ class ReadyPrograms:
         return [PoolKey(key.tiles) for key in self.scores()] if self.table.pooling else []
 
     def tokens(self, key: TrunkKey) -> int:
-        """See ProgramTable."""
         return self.table.tokens(key)
 
 

@@ -17,13 +17,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.base.gguf_file import is_gguf
 from jengine.base.model_files import read_object, read_text
-from jengine.text.plain_tools import with_tools_as_text
 from jengine.text.tekken import generated_template
-from jengine.text.template_adapter import adapt_messages
+from jengine.text.template_adapter import INSTRUCTIONS, adapt_messages, joined
 from jengine.text.template_traits import Conversation, TemplateTraits, traits_of
 
 MOST_SOURCE = 2**20  # characters of a template
 MARK = "@end-of-the-message-to-continue@ "  # the space shows whether the template trims messages
+
+
+CALLS = 'a JSON array of calls and nothing else: [{"name": "...", "parameters": {...}}]'
 
 
 class ChatTemplate:
@@ -325,3 +327,43 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(form: str) -> str:
     return datetime.datetime.now().strftime(form)
+
+
+def with_tools_as_text(
+    messages: Conversation, tools: list[dict[str, Any]], tool_choice: str | None = None
+) -> Conversation:
+    """The conversation with the tools in its first system message, or in a new one.
+
+    Args:
+        tool_choice: "required", or the name of a tool, if a grammar forces a call: of any tool, or the
+            parameters of this one. None: the model chooses.
+
+    Raises:
+        InvalidArgument: a tool is no function.
+    """
+    text = _instructions([_function(i, tool) for i, tool in enumerate(tools)], tool_choice)
+    if messages[0]["role"] in INSTRUCTIONS:
+        return [{**messages[0], "content": joined(messages[0]["content"], text)}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _function(place: int, tool: Any) -> dict[str, Any]:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if isinstance(function, dict) and isinstance(function.get("name"), str):
+        return function
+    limit = 'must be an object such as {"type": "function", "function": {"name": "f"}}'
+    raise InvalidArgument(f"tools[{place}]", tool, limit)
+
+
+def _instructions(functions: list[dict[str, Any]], tool_choice: str | None) -> str:
+    if tool_choice not in (None, "required"):
+        [function] = [function for function in functions if function["name"] == tool_choice]
+        listed = json.dumps(function, ensure_ascii=False)
+        form = "Answer with its parameters as a JSON object and nothing else."
+        return f"Call this function:\n{listed}\n\n{form}"
+    listed = "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
+    if tool_choice == "required":
+        form = f"Answer with {CALLS}"
+    else:
+        form = f"To call functions, answer with {CALLS}\nOtherwise answer with text."
+    return f"You can call these functions:\n{listed}\n\n{form}"

@@ -58,7 +58,7 @@ class CompletionBuilder:
             versions.append((len(self.output.token_ids), version))
 
     def push_logprobs(self, token: int, logprob: float, rank: int, top: Sequence[tuple[int, float]]) -> None:
-        """See `describe`."""
+        """Appends a token's log probability, and those of the likeliest tokens; see `describe`."""
         assert self.output.logprobs is not None and self.output.cumulative_logprob is not None
         self.output.cumulative_logprob += logprob
         self.output.logprobs.append(self.describe(token, logprob, rank, top))

@@ -79,7 +79,7 @@ def with_tokens(grammar: str, ids: Mapping[str, int]) -> str:
 
 
 def after_thought(what: StructuredOutputs, inside: bool) -> StructuredOutputs:
-    """The same constraint after `</think>`. It must not be a Lark grammar, which cannot be moved.
+    """This constraint after `</think>`. It must not be a Lark grammar, which cannot be moved.
 
     Args:
         inside: whether the answer begins within the thought. Otherwise the model may begin it or leave it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -10,17 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
+from tokenizers import models, pre_tokenizers
 
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.base.gguf_file import is_gguf
 from jengine.base.model_files import check_regular, malformed, read_bytes, read_object
 from jengine.text.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer, byte_level_bytes
 from jengine.text.tekken import read_tekken
-from jengine.text.token_bytes import most_bytes_of_a_token
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from jengine.text.chat_template import ChatTemplate
     from jengine.vision.reader import ImageReader
+
 
 FILES = (
     "tokenizer.json",
@@ -34,6 +38,10 @@ FILES = (
 MAX_ID = 1 << 32
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of SentencePiece for a byte
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+# maximum ratio of a text's bytes to those of its canonical composition; a test checks all of Unicode
+NFC_SHRINKS = 3
 
 
 class Tokenizer:
@@ -194,6 +202,24 @@ class Tokenizer:
 
         return {} if self.folder is None else load_chat_templates(self.folder, self.special_tokens)
 
+    def for_transformers(self, name: str, max_length: int) -> PreTrainedTokenizerFast:
+        """A copy of this tokenizer as a class of transformers, with the folder's chat templates.
+
+        Nothing else is read: no code of the folder runs. The first call takes seconds: it imports
+        transformers.
+        """
+        from transformers import PreTrainedTokenizerFast
+
+        templates = {key: template.source for key, template in self.chat_templates.items()}
+        return PreTrainedTokenizerFast(
+            tokenizer_object=self.backend,
+            name_or_path=name,
+            model_max_length=max_length,
+            clean_up_tokenization_spaces=False,
+            chat_template=templates.get("default") if len(templates) < 2 else templates,
+            **self.special_tokens,
+        )
+
     def _bytes_of(self, token_id: int) -> bytes:
         known = self._bytes.get(token_id)
         if known is None:
@@ -311,3 +337,82 @@ def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
             f"no tokenizer.json, and transformers cannot build a fast tokenizer from the other files: {wrong}"
         )
         raise ModelError(reason, file=path) from wrong
+
+
+def most_bytes_of_a_token(backend: tokenizers.Tokenizer) -> int | None:
+    """Maximum bytes of text (UTF-8) for one token.
+
+    None if some part of the tokenizer may drop or merge unlimited text: an unknown token, a normalizer that
+    deletes text, whitespace that belongs to no token. Then the length of a text does not bound its number of
+    tokens.
+    """
+    added = backend.get_added_tokens_decoder().values()
+    shrinks = _shrinks(_state(backend.normalizer))
+    if (
+        shrinks is None
+        or backend.truncation is not None
+        or any(token.lstrip or token.rstrip for token in added)
+    ):
+        return None
+    if not _keeps_all_text(_state(backend.pre_tokenizer)):
+        return None
+    model, vocabulary = backend.model, backend.get_vocab(with_added_tokens=False)
+    byte_level = _has_byte_level(_state(backend.pre_tokenizer))
+    if byte_level:
+        every_byte = isinstance(model, models.BPE) and vocabulary.keys() >= set(
+            pre_tokenizers.ByteLevel.alphabet()
+        )
+    else:
+        every_byte = (
+            isinstance(model, models.BPE)
+            and model.byte_fallback
+            and all(f"<0x{i:02X}>" in vocabulary for i in range(256))
+        )
+    if not every_byte:
+        return None
+    longest = max((len(token) if byte_level else len(token.encode()) for token in vocabulary), default=1)
+    return shrinks * max([longest, *(len(token.content.encode()) for token in added)])
+
+
+def _state(part: Any) -> dict[str, Any]:
+    """A part of a tokenizer, as in tokenizer.json."""
+    return {} if part is None else dict(json.loads(part.__getstate__()))
+
+
+def _shrinks(normalizer: dict[str, Any]) -> int | None:
+    """Maximum ratio of text bytes to normalized bytes; None if unknown."""
+    match normalizer.get("type"):
+        case None | "Prepend" | "ByteLevel":
+            return 1
+        case "NFC":
+            return NFC_SHRINKS
+        case "Replace":
+            text = normalizer["pattern"].get("String")
+            return (
+                1 if text is not None and len(text.encode()) <= len(normalizer["content"].encode()) else None
+            )
+        case "Sequence":
+            product = 1
+            for part in normalizer["normalizers"]:
+                if (shrinks := _shrinks(part)) is None:
+                    return None
+                product *= shrinks
+            return product
+    return None
+
+
+def _keeps_all_text(pre_tokenizer: dict[str, Any]) -> bool:
+    match pre_tokenizer.get("type"):
+        case None | "ByteLevel" | "Metaspace" | "Digits":
+            return True
+        case "Split" | "Punctuation":
+            return bool(pre_tokenizer["behavior"] != "Removed")
+        case "Sequence":
+            return all(map(_keeps_all_text, pre_tokenizer["pretokenizers"]))
+    return False
+
+
+def _has_byte_level(pre_tokenizer: dict[str, Any]) -> bool:
+    return pre_tokenizer.get("type") == "ByteLevel" or any(
+        map(_has_byte_level, pre_tokenizer.get("pretokenizers", ()))
+    )

@@ -4,23 +4,6 @@ from __future__ import annotations
 
 from jengine.vllm.setting import Setting, no_effect, renamed, unsupported
 
-# Settings with the same name and meaning, and what differs in detail.
-SAME: dict[str, str] = {
-    "host": "default 127.0.0.1",
-    "port": "serves gRPC; `http_port` serves OpenAI's API",
-    "served_model_name": "one name",
-    "lora_modules": "paths are folders or hub ids",
-    "api_key": (
-        "also the variable `JENGINE_API_KEY`; `api_keys` is a file with hashes and limits for each key"
-    ),
-    "allowed_origins": "default none; a comma-separated list or JSON",
-    "allowed_media_domains": "default none; also `*.NAME` and `*`, with public addresses",
-    "allowed_local_media_path": "default none",
-    "tool_call_parser": "detected by default",
-    "reasoning_parser": "detected by default",
-    "otlp_traces_endpoint": "",
-    "config": "a TOML file instead of YAML",
-}
 ALWAYS = "it is always so"
 CORS = "CORS headers allow what the API needs; see allowed_origins"
 PROMPTS = (

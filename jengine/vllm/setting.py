@@ -51,8 +51,8 @@ class Setting:
         """
         if value is None or (isinstance(value, str | dict | list | tuple) and value in EMPTY):
             return {}, ""
-        if self.gives and (found := _given(self.gives, value)) is not None:
-            return dict(found), ""
+        if self.gives and (options := _given(self.gives, value)) is not None:
+            return dict(options), ""
         if self.to:
             return {self.to: value if self.read is None else self.read(value)}, ""
         if any(_same(fit, value) for fit in self.fits) or (self.accepts is not None and self.accepts(value)):

@@ -62,16 +62,16 @@ def suggestion(name: str, known: Iterable[str], shown: Callable[[str], str] = st
 
 
 def translated(
-    given: Mapping[str, Any], known: Iterable[str], settings: Settings, what: str = "option"
+    values: Mapping[str, Any], known: Iterable[str], settings: Settings, what: str = "option"
 ) -> tuple[dict[str, Any], list[str]]:
     """Options under jengine's names, and notes about those without effect.
 
     Raises:
         InvalidArgument: an unknown or unsupported one, or two that mean the same.
     """
-    own: dict[str, Any] = {}
+    out: dict[str, Any] = {}
     names, notes = {*known}, []
-    for name, value in given.items():
+    for name, value in values.items():
         if name in names:
             options, note = {name: value}, ""
         elif name in settings:
@@ -80,14 +80,14 @@ def translated(
             raise InvalidArgument(
                 name, value, f"there is no such {what}{suggestion(name, {*names, *settings})}"
             )
-        for option, one in options.items():
-            if option in own and own[option] != one:
+        for option, translation in options.items():
+            if option in out and out[option] != translation:
                 raise InvalidArgument(
-                    name, value, f"{option} is given as {own[option]!r} too, perhaps under vLLM's name"
+                    name, value, f"{option} is given as {out[option]!r} too, perhaps under vLLM's name"
                 )
-            own[option] = one
+            out[option] = translation
         notes += [note] if note else []
-    return own, notes
+    return out, notes
 
 
 def warn(notes: Iterable[str]) -> None:

@@ -10,17 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jengine import (
-    AsyncLLM,
-    EngineDead,
-    InvalidArgument,
-    JengineError,
-    LoRARequest,
-    Tokenizer,
-    find_lora,
-    lora_tokenizer,
-)
+from jengine import AsyncLLM, EngineDead, InvalidArgument, JengineError, LoRARequest, Tokenizer
 from jengine.serving.lora_modules import LoraModule
+from jengine.spi import find_lora, lora_tokenizer
 
 log = logging.getLogger("jengine.serving")
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
-from jengine import AsyncLLM, EngineDead, Limits
+from jengine import AsyncLLM, EngineDead
 from jengine.serving.calls.adapters import Adapters
+from jengine.spi import Limits
 
 RESTART_SECONDS = 2.0  # initial estimate for a start from saved programs
 Status = Literal["loaded", "loading", "unloaded", "failed"]

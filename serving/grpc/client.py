@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Self
 import grpc
 import msgspec
 
-from jengine import GenerationParams, InvalidArgument, Profile, ProfileOptions, Trace, uninterrupted
+from jengine import InvalidArgument, Profile, ProfileOptions, Trace
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc.client_errors import Attempts, Retries, ServerError, StartWait, exception_of
 from jengine.serving.grpc.client_messages import (
@@ -30,6 +30,7 @@ from jengine.serving.grpc.client_messages import (
 )
 from jengine.serving.grpc.conversions import sending
 from jengine.serving.grpc.stubs import GenerateServiceStub
+from jengine.spi import GenerationParams, uninterrupted
 
 __all__ = ["AsyncClient", "Client", "Retries", "ServedOutput", "ServerError", "Usage"]
 

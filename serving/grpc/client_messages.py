@@ -9,17 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from jengine import (
-    CompletionOutput,
-    FinishReason,
-    GenerationParams,
-    InvalidArgument,
-    Logprob,
-    RequestOutput,
-    SamplingParams,
-)
+from jengine import CompletionOutput, InvalidArgument, Logprob, RequestOutput, SamplingParams
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc.conversions import REASONS, from_params, sending
+from jengine.spi import FinishReason, GenerationParams
 
 # text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; dicts may have a "cache_salt", and
 # "multi_modal_data" and "mm_processor_kwargs" as in LLM.generate

@@ -11,18 +11,17 @@ from typing import Any
 from jengine import (
     BeamSearchParams,
     CompletionOutput,
-    GenerationParams,
     InvalidArgument,
     Load,
     Logprob,
     RequestOutput,
     SamplingParams,
     StructuredOutputs,
-    check_entries,
 )
 from jengine.serving.calls.call import NamedImage
 from jengine.serving.calls.portions import Portioned, width_of
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.spi import GenerationParams, check_entries
 
 NO_LIMIT = 2**31 - 1  # as max_tokens: represents None, since an unset field means the default
 REASONS = {

@@ -14,20 +14,7 @@ from typing import Any
 import grpc
 import msgspec
 
-from jengine import (
-    GenerationParams,
-    InvalidArgument,
-    OutputKind,
-    ProfileOptions,
-    RequestHandle,
-    TokensPrompt,
-    Trace,
-    UnloadLora,
-    __version__,
-    capture_process,
-    decode_operation,
-    read_profiles,
-)
+from jengine import InvalidArgument, ProfileOptions, RequestHandle, TokensPrompt, Trace, __version__
 from jengine import Profile as TakenProfile
 from jengine.serving.calls.errors import reported
 from jengine.serving.calls.named_model import NamedModel, named_model
@@ -48,6 +35,14 @@ from jengine.serving.requests.service import (
     check_vocabulary,
 )
 from jengine.serving.requests.tracking import TrackedRequest
+from jengine.spi import (
+    GenerationParams,
+    OutputKind,
+    UnloadLora,
+    capture_process,
+    decode_operation,
+    read_profiles,
+)
 
 log = logging.getLogger("jengine.serving")
 

@@ -9,10 +9,11 @@ from urllib.parse import unquote
 
 import grpc
 
-from jengine import GenerationParams, InvalidArgument, SamplingParams
+from jengine import InvalidArgument, SamplingParams
 from jengine.serving.calls.errors import Refusal
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.security import current_key
+from jengine.spi import GenerationParams
 
 
 class RequestBounds(NamedTuple):

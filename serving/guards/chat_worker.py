@@ -11,9 +11,10 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
-from jengine import ChatTemplate, InvalidArgument, ModelError, Tokenizer, judging_text, rendered_chat
+from jengine import InvalidArgument, ModelError, Tokenizer
 from jengine.serving.guards.job_loop import end_with_the_server, serve_jobs
 from jengine.serving.processes.wire import Done, Job, Picture
+from jengine.spi import ChatTemplate, judging_text, rendered_chat
 
 CPU_SECONDS = 2.0  # processor time of a conversation,
 BYTES_A_SECOND = 2**18  # and of its text, with a model's template

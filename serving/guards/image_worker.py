@@ -9,9 +9,10 @@ import json
 import sys
 from pathlib import Path
 
-from jengine import ImageReader, InvalidArgument
+from jengine import InvalidArgument
 from jengine.serving.guards.job_loop import NICENESS, end_with_the_server, serve_jobs
 from jengine.serving.processes.wire import MAX_FRAME, Done, Job, Picture, picture_of
+from jengine.spi import ImageReader
 
 CPU_SECONDS = 10.0  # processor time of an image; the largest one takes a fifth of it
 MOST_BYTES = MAX_FRAME - 2**16  # of a part's patches, which are one message

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import unquote, urljoin, urlsplit
 from weakref import WeakValueDictionary
 
-from jengine import MOST_IMAGE_BYTES, InvalidArgument
+from jengine import InvalidArgument
+from jengine.spi import MOST_IMAGE_BYTES
 
 if TYPE_CHECKING:
     import httpcore2

@@ -16,24 +16,21 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jengine import (
+from jengine import InvalidArgument, JengineError, StructuredOutputs, Tokenizer
+from jengine.serving.guards import chat_worker, image_worker, sandbox_worker
+from jengine.serving.guards.workers import WORKERS, Workers
+from jengine.serving.processes.wire import Job, part_of
+from jengine.spi import (
     MOST_IMAGE_BYTES,
     ChatTemplate,
     CutImage,
     ImageReader,
-    InvalidArgument,
-    JengineError,
     Judgement,
-    StructuredOutputs,
-    Tokenizer,
     check_structure,
     image_marker,
     own_template,
     shown_value,
 )
-from jengine.serving.guards import chat_worker, image_worker, sandbox_worker
-from jengine.serving.guards.workers import WORKERS, Workers
-from jengine.serving.processes.wire import Job, part_of
 
 MOST_VERDICTS = 1024  # maximum number of remembered results
 REFUSAL_SECONDS = 60.0  # in which a refused grammar is not checked again

@@ -9,10 +9,11 @@ import json
 import sys
 from pathlib import Path
 
-from jengine import InvalidArgument, StructuredOutputs, Tokenizer, probe_structure
+from jengine import InvalidArgument, StructuredOutputs, Tokenizer
 from jengine.serving.guards.chat_worker import renderer
 from jengine.serving.guards.job_loop import NICENESS, end_with_the_server, serve_jobs
 from jengine.serving.processes.wire import Done, Job, Picture
+from jengine.spi import probe_structure
 
 CPU_SECONDS = 2.0  # processor time of a job
 MEMORY = 2**30  # bytes of address space that jobs may add

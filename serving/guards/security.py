@@ -15,7 +15,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from jengine import InvalidArgument, check_cache_salt
+from jengine import InvalidArgument
+from jengine.spi import check_cache_salt
 
 MIN_KEY_LENGTH = 20
 

@@ -6,10 +6,11 @@ import threading
 
 import msgspec
 
-from jengine import InvalidArgument, Tokenizer, unknown_patterns
+from jengine import InvalidArgument, Tokenizer
 from jengine.serving.guards import chat_worker
 from jengine.serving.guards.workers import Workers
 from jengine.serving.processes.wire import Job
+from jengine.spi import unknown_patterns
 
 AT_ONCE = 4  # processes: `text_work` has two threads, and images need markers
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from jengine import OutputKind, PromptTooLong, RequestHandle, TokensPrompt
+from jengine import PromptTooLong, RequestHandle, TokensPrompt
 from jengine.serving.guards.admission import Place, client_of
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.chat_request import Chat, ChatApi, ChatInput
@@ -21,6 +21,7 @@ from jengine.serving.http.tool_choice import read_tools, shows_tools
 from jengine.serving.requests.answers import Answer
 from jengine.serving.requests.service import ParsedRequest, Shared
 from jengine.serving.requests.tracking import TrackedRequest
+from jengine.spi import OutputKind
 
 Read = Callable[[dict[str, Any]], ChatInput]
 Expand = Callable[[HttpCall, dict[str, Any], int], Awaitable[tuple[dict[str, Any], int]]]

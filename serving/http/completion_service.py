@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
-from jengine import AsyncLLM, CompletionOutput, GenerationParams, InvalidArgument, OutputKind, RequestOutput
+from jengine import AsyncLLM, CompletionOutput, InvalidArgument, RequestOutput
 from jengine.serving.calls.named_model import NamedModel
 from jengine.serving.calls.portions import Portioned
 from jengine.serving.http import parts, replies
@@ -30,6 +30,7 @@ from jengine.serving.http.service import (
 from jengine.serving.requests.answers import Answer
 from jengine.serving.requests.service import ParsedRequest, check_ids
 from jengine.serving.requests.tracking import TrackedRequest
+from jengine.spi import GenerationParams, OutputKind
 
 MOST_PROMPTS = 2048  # in a request
 Prompt = str | list[int]

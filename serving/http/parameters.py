@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jengine import GenerationParams, InvalidArgument, SamplingParams, StructuredOutputs
+from jengine import InvalidArgument, SamplingParams, StructuredOutputs
 from jengine.serving.grpc.conversions import with_beams
 from jengine.serving.http.bodies import Body
+from jengine.spi import GenerationParams
 
 EXCLUSIVE = "only one of these may constrain the output: tool_choice, response_format, structured_outputs"
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from jengine import AsyncLLM, InvalidArgument, RequestOutput, SamplingParams, TokensPrompt, scoring_of
+from jengine import AsyncLLM, InvalidArgument, RequestOutput, SamplingParams, TokensPrompt
 from jengine.serving.guards.admission import client_of
 from jengine.serving.http import parts, replies
 from jengine.serving.http.bodies import EMBEDDING, RERANK, SCORE, Body, BodyFields
@@ -20,6 +20,7 @@ from jengine.serving.http.completion_service import MOST_PROMPTS, Prompt, listed
 from jengine.serving.http.parts import Parts, array, long_array, with_members
 from jengine.serving.http.service import HttpService, level_of
 from jengine.serving.requests.service import ParsedRequest, Shared, check_ids
+from jengine.spi import scoring_of
 
 SIDES = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))  # names of the texts to score
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jengine import InvalidArgument, SamplingParams, Tokenizer, can_bound
+from jengine import InvalidArgument, SamplingParams, Tokenizer
 from jengine.serving.http.bodies import Body
 from jengine.serving.parsers.formats import AnswerFormat
+from jengine.spi import can_bound
 
 SWITCHES = {"enabled": True, "disabled": False}  # other types leave the choice to the model
 

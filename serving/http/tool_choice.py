@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from jengine import (
-    InvalidArgument,
-    SamplingParams,
-    StructuredOutputs,
-    Tokenizer,
-    after_thought,
-    calls_or_text,
-    forced_calls,
-    object_schema,
-)
+from jengine import InvalidArgument, SamplingParams, StructuredOutputs, Tokenizer
 from jengine.serving.http.bodies import TOOLS, Body, checked
 from jengine.serving.http.parameters import with_structure
 from jengine.serving.parsers.events import OutputParser
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.parsers.json_calls import CallArray, NamedCall
+from jengine.spi import after_thought, calls_or_text, forced_calls, object_schema
 
 
 class ToolChoice(NamedTuple):

@@ -8,8 +8,9 @@ import sys
 import time
 from typing import NamedTuple, Protocol
 
-from jengine import EngineDead, Load, StepTotals
+from jengine import EngineDead, Load
 from jengine.serving.processes.supervisor import NOT_LOADED
+from jengine.spi import StepTotals
 
 SECONDS = 10.0  # between two lines
 

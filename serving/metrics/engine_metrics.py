@@ -8,8 +8,9 @@ from itertools import accumulate
 
 from prometheus_client.core import Metric
 
-from jengine import Load, StepTotals
+from jengine import Load
 from jengine.serving.metrics.metric_families import Families
+from jengine.spi import StepTotals
 
 # names, fields of Load, and what they are
 GAUGES = (

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client.core import Metric
 
-from jengine import EngineDead, Load, RequestOutput, StepTotals
+from jengine import EngineDead, Load, RequestOutput
 from jengine.serving.metrics.engine_metrics import load_families, step_families
 from jengine.serving.metrics.metric_families import SECONDS, TOKENS, Families, Histogram
+from jengine.spi import StepTotals
 
 HISTOGRAMS = {  # by name: what they are, and their bounds
     "request_queue_time_seconds": ("From a request's arrival to its first step", SECONDS),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from jengine import available_memory
+from jengine.spi import available_memory
 
 BESIDE = 3 << 29  # bytes that an engine on a CPU takes beside its weights, until it was measured
 

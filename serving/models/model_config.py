@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from jengine import EngineConfig, InvalidArgument
 from jengine.serving.config import ServerConfig, print_note, resolve_config, sourced_options
-from jengine.vllm.translate import SERVE_SETTINGS, suggestion, translated
+from jengine.spi import SERVE_SETTINGS, suggestion, translated
 
 OWN = ("revision", "tokenizer", "chat_template")  # options of the default model that others do not take over
 HINTS = get_type_hints(EngineConfig)

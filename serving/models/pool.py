@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jengine import AsyncLLM, BackOff, JengineError, OutOfMemory
+from jengine import AsyncLLM, JengineError, OutOfMemory
 from jengine.serving.calls.adapters import Adapters
 from jengine.serving.calls.model_provider import ListedModel, ModelInfo, ModelProvider, NotReady, Status, User
 from jengine.serving.models.memory import Memory, MemoryNeed, memory_of, resident
 from jengine.serving.processes.supervisor import Supervisor
+from jengine.spi import BackOff
 
 MEMORY = 600.0  # seconds after which a use counts 1/e
 log = logging.getLogger("jengine.serving")

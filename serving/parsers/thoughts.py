@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-from jengine import StructuredOutputs, Tokenizer, after_thought
+from jengine import StructuredOutputs, Tokenizer
 from jengine.serving.parsers.events import Event, OutputParser, Reasoning, joined, split
+from jengine.spi import after_thought
 
 START, END = "<think>", "</think>"
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
-from jengine import AsyncLLM, EngineDead, Load, Readers, Trace, explain
+from jengine import AsyncLLM, EngineDead, Load, Trace, explain
 from jengine.serving.calls.call import Busy
 from jengine.serving.calls.model_provider import ModelProvider
+from jengine.spi import Readers
 
 MOST_STEPS, MOST_REQUESTS = 4096, 1024  # numbers of records kept
 SHOWN_STEPS = 160  # maximum steps in an event, the last ones

@@ -24,23 +24,7 @@ from typing import Any
 
 import msgspec
 
-from jengine import (
-    BeamsFound,
-    Ended,
-    InvalidArgument,
-    JengineError,
-    Pooled,
-    PromptScores,
-    Request,
-    Steps,
-    StepTotals,
-    Tokenizer,
-    TokenUpdate,
-    Updates,
-    decode_operation,
-    run_engine,
-    run_operation,
-)
+from jengine import InvalidArgument, JengineError, Tokenizer
 from jengine.serving.processes.mask_queue import Made, MaskQueue
 from jengine.serving.processes.watchdog import Heartbeat
 from jengine.serving.processes.wire import (
@@ -64,6 +48,20 @@ from jengine.serving.processes.wire import (
     frame,
     has_masks,
     requests_of,
+)
+from jengine.spi import (
+    BeamsFound,
+    Ended,
+    Pooled,
+    PromptScores,
+    Request,
+    Steps,
+    StepTotals,
+    TokenUpdate,
+    Updates,
+    decode_operation,
+    run_engine,
+    run_operation,
 )
 
 LISTS: dict[type[object], str] = {  # of StepUpdates

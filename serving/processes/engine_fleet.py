@@ -9,11 +9,12 @@ from functools import partial
 
 import msgspec
 
-from jengine import BackOff, EngineDead, Fleet
+from jengine import EngineDead
 from jengine.serving.calls.model_provider import PagesInfo
 from jengine.serving.processes.engine_process import EngineProcess
 from jengine.serving.processes.starting import StartProgress
 from jengine.serving.processes.wire import EngineInfo
+from jengine.spi import BackOff, Fleet
 
 OnEnd = Callable[[EngineDead | None], None]
 

@@ -25,20 +25,7 @@ from typing import Any
 
 import msgspec
 
-from jengine import (
-    Ended,
-    EngineConfig,
-    EngineDead,
-    FinishReason,
-    InvalidArgument,
-    JengineError,
-    Limits,
-    Load,
-    Operation,
-    Request,
-    StepTotals,
-    Updates,
-)
+from jengine import EngineConfig, EngineDead, InvalidArgument, JengineError, Load
 from jengine.serving.processes.places import ANYWHERE, Place
 from jengine.serving.processes.starting import StartProgress
 from jengine.serving.processes.watchdog import Watchdog
@@ -62,6 +49,7 @@ from jengine.serving.processes.wire import (
     frame,
     picture_orders,
 )
+from jengine.spi import Ended, FinishReason, Limits, Operation, Request, StepTotals, Updates
 
 QUIT_SECONDS = 3.0  # time for a child to quit before it is killed, since it may be in the middle of a step
 EXIT_SECONDS = 1.0  # time before a child that has closed its socket is killed

@@ -8,9 +8,10 @@ import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jengine import EngineConfig, SamplingParams, Steps, StructuredOutputs, Tokenizer
+from jengine import EngineConfig, SamplingParams, StructuredOutputs, Tokenizer
 from jengine.serving.calls.model_provider import EventSource, PagesInfo
 from jengine.serving.processes.wire import EngineInfo
+from jengine.spi import Steps
 
 
 class WarmEngine(NamedTuple):
@@ -35,7 +36,7 @@ def model_engine(report: Callable[[str, str, int, int], None] | None = None, **o
     """
     gc.disable()  # what imports create stays, so looking for garbage among it would only take time
     try:
-        from jengine import start_engine  # imports jax, which engines of tests do not need
+        from jengine.spi import start_engine  # imports jax, which the mock does not need
     finally:
         gc.enable()
 
@@ -74,7 +75,7 @@ def prepared(tokenizer: Tokenizer) -> Tokenizer:
     For a large vocabulary this takes a second, which would delay the first request for structured output, and
     all others.
     """
-    from jengine import make_masks
+    from jengine.spi import make_masks
 
     with contextlib.suppress(Exception):  # a tokenizer that llguidance cannot use still serves other requests
         make_masks(SamplingParams(structured_outputs=StructuredOutputs(regex="a")), tokenizer, 1)

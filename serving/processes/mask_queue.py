@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from jengine import JengineError, Request, SamplingParams, Tokenizer, TokenMask
+from jengine import JengineError, SamplingParams, Tokenizer
 from jengine.serving.processes.turns import Turns
 from jengine.serving.processes.wire import Add, requests_of
+from jengine.spi import Request, TokenMask
 
 Made = list[Request] | tuple[list[str], Exception]
 
@@ -125,7 +126,7 @@ class _Origin:
     """
 
     def __init__(self, params: SamplingParams, tokenizer: Tokenizer) -> None:
-        from jengine import make_masks  # imported here, since only structured outputs need llguidance
+        from jengine.spi import make_masks  # imported here, since only structured outputs need llguidance
 
         [self.mask] = make_masks(params, tokenizer, 1)
         self.failed = False

@@ -12,11 +12,12 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from jengine import AsyncLLM, BackOff, EngineDead, ImageReader, Load, SamplingParams, StepTotals, Tokenizer
+from jengine import AsyncLLM, EngineDead, Load, SamplingParams, Tokenizer
 from jengine.serving.calls.adapters import Adapters
 from jengine.serving.calls.model_provider import RESTART_SECONDS, ModelInfo, NotReady
 from jengine.serving.processes.makers import EngineOfServer
 from jengine.serving.processes.starting import StartProgress
+from jengine.spi import BackOff, ImageReader, StepTotals
 
 logger = logging.getLogger(__name__)
 OnEnd = Callable[[EngineDead | None], None]

@@ -15,31 +15,33 @@ import msgspec
 
 from jengine import (
     BeamSearchParams,
-    BeamsFound,
-    Ended,
     EngineDead,
-    ImagePart,
     InvalidArgument,
     JengineError,
-    Limits,
     Load,
     ModelError,
     OutOfMemory,
-    Pooled,
     PoolingParams,
+    PromptTooLong,
+    SamplingParams,
+    Tokenizer,
+)
+from jengine.serving.calls.model_provider import NO_PAGES, EventSource, PagesInfo
+from jengine.spi import (
+    BeamsFound,
+    Ended,
+    ImagePart,
+    Limits,
+    Pooled,
     PromptImages,
     PromptScores,
-    PromptTooLong,
     Request,
-    SamplingParams,
     StepTotals,
-    Tokenizer,
     TokenMask,
     TokenUpdate,
     bound_thinking,
     params_of_samples,
 )
-from jengine.serving.calls.model_provider import NO_PAGES, EventSource, PagesInfo
 
 MAX_FRAME = 1 << 26  # bytes; a request of a million prompt tokens takes 5 MB
 RECEIVE = 1 << 18  # bytes read from the socket at a time
@@ -439,7 +441,7 @@ def requests_of(order: Add, tokenizer: Tokenizer | None, make: MakeMasks | None 
     masks: Sequence[TokenMask | None] = [None] * len(order.samples)
     images = None if order.pictures is None else images_of(order.pictures)
     if params.masks and tokenizer is not None:
-        from jengine import make_masks  # imported here, since only structured outputs need llguidance
+        from jengine.spi import make_masks  # imported here, since only structured outputs need llguidance
 
         masks = (make or make_masks)(params, tokenizer, len(order.samples))
         masks = bound_thinking(masks, params, tokenizer, order.prompt_token_ids)

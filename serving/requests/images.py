@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jengine import CutImage, ImageReader, InvalidArgument, Tokenizer, given_images, image_reader, with_parts
+from jengine import InvalidArgument, Tokenizer
 from jengine.serving.calls.call import NamedImage
 from jengine.serving.guards.media import Media
 from jengine.serving.guards.sandbox import Sandbox
+from jengine.spi import CutImage, ImageReader, given_images, image_reader, with_parts
 
 
 class RequestImages:

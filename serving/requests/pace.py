@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from jengine import Readers
+from jengine.spi import Readers
 
 MESSAGE_SECONDS = 100e-6  # the event loop's time for a message
 # share of all cores' time for the messages of all streams, since the engine may need the cores

@@ -7,21 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from jengine import (
-    MAX_CLIENT,
-    GenerationParams,
-    InvalidArgument,
-    Judgement,
-    OutputKind,
-    PreparedPrompt,
-    PromptTooLong,
-    RequestHandle,
-    SamplingParams,
-    TokensPrompt,
-    chat_tokens,
-    given_images,
-    images_apart,
-)
+from jengine import InvalidArgument, PromptTooLong, RequestHandle, SamplingParams, TokensPrompt
 from jengine.serving.calls.call import Call
 from jengine.serving.calls.errors import in_use
 from jengine.serving.calls.model_provider import NotReady, ServedModels
@@ -41,6 +27,16 @@ from jengine.serving.requests.spans import Spans
 from jengine.serving.requests.text_work import TextWork
 from jengine.serving.requests.tracking import RequestTracker
 from jengine.serving.requests.transfer import pages_from
+from jengine.spi import (
+    MAX_CLIENT,
+    GenerationParams,
+    Judgement,
+    OutputKind,
+    PreparedPrompt,
+    chat_tokens,
+    given_images,
+    images_apart,
+)
 
 Conversation = tuple[list[dict[str, Any]], dict[str, Any]]  # messages, and ChatOptions
 

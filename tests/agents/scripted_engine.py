@@ -15,8 +15,9 @@ import json
 import re
 from typing import Any
 
-from jengine import Request, Tokenizer, TokenUpdate, Update
+from jengine import Tokenizer
 from jengine.serving.processes.engines import WarmEngine
+from jengine.spi import Request, TokenUpdate, Update
 from tests.mocks.mock_engine import MockEngine, mock_engine
 
 MARK = re.compile(r"\bmark-[a-z0-9]+\b")

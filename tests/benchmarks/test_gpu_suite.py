@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from benchmarks import gpu_suite
-from benchmarks.gpu import correctness, decode, experts, inputs, prefill, products, programs, rows
+from benchmarks.gpu import correctness, decode, experts, inputs, prefill, products, programs, rows, timing
 from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.rows import Row
 from benchmarks.gpu.work import LLAMA, Shape, decode_bytes, prefill_operations
@@ -25,7 +25,6 @@ from pallas_kernels.attention import dispatch
 from pallas_kernels.attention import latent as latent_dispatch
 from pallas_kernels.attention.options import PLAIN
 from pallas_kernels.cache import dispatch as cache_dispatch
-from benchmarks.gpu import timing
 from pallas_kernels.products import dispatch as product_dispatch
 from pallas_kernels.products.weights import stored
 from pallas_kernels.targets import why_none

@@ -38,7 +38,7 @@ from jengine.checkpoints import (
 from jengine.checkpoints.encoder import load_encoder
 from jengine.checkpoints.lora import read_lora
 from jengine.core.lora import LoraSource
-from jengine.execution.adapters import AdapterShapes
+from jengine.execution.loras import LoraShapes
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
 from jengine.text.tokenizer import Tokenizer, has_tokenizer
@@ -126,12 +126,12 @@ def read_tokenizer(folder: Path) -> None:
         assert tokenizer.chat_templates is not None
 
 
-def read_adapter(folder: Path, shapes: list[AdapterShapes] = []) -> None:  # noqa: B006 (made once)
+def read_adapter(folder: Path, shapes: list[LoraShapes] = []) -> None:  # noqa: B006 (made once)
     if not shapes:
         with tempfile.TemporaryDirectory() as place:
             write_model(Path(place), "llama_gqa")
             model = build(read_config(Path(place)), "float32", 64)
-        shapes.append(AdapterShapes(model, make_mesh(1), 2, 8))
+        shapes.append(LoraShapes(model, make_mesh(1), 2, 8))
     [one] = shapes
     read_lora(LoraSource("x", str(folder)), one.modules, one.model.prefix, 8, one.fused)
     lora_tokenizer(Tokenizer(conftest.byte_level()), folder)

@@ -17,7 +17,7 @@ from jengine.checkpoints import calibrated as subject
 from jengine.checkpoints import conversion, load, load_calibrated, read_config, read_text, resolve
 from jengine.checkpoints.calibrated import Calibrated, _moments, halves, twice
 from jengine.core.config import EngineConfig
-from jengine.engine.shapes import describe
+from jengine.engine.setup.shapes import describe
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
 from jengine.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from jengine.base.errors import InvalidArgument, ModelError
 from jengine.checkpoints.hugging_face import model_config
 from jengine.checkpoints.lora import read_lora
 from jengine.core.lora import LoraSource
-from jengine.execution.adapters import HEADER, AdapterShapes, write
+from jengine.execution.loras import HEADER, LoraShapes, write
 from jengine.models import Model, build
 from jengine.models.adapters import LoraWeights, sites
 from jengine.parallel.mesh import make_mesh
@@ -30,15 +30,15 @@ def model(variant: str = "llama_gqa") -> Model:
     return build(model_config(dict(VARIANTS[variant])), "float32", 64)
 
 
-def shapes_of(model: Model, places: int = 2, rank: int = 8, **how: Any) -> AdapterShapes:
-    return AdapterShapes(model, make_mesh(1), places, rank, **how)
+def shapes_of(model: Model, places: int = 2, rank: int = 8, **how: Any) -> LoraShapes:
+    return LoraShapes(model, make_mesh(1), places, rank, **how)
 
 
 def read(folder: Path, variant: str = "llama_gqa", dtype: str = "float32") -> LoraWeights:
     return read_with(shapes_of(model(variant)), folder, dtype)
 
 
-def read_with(shapes: AdapterShapes, folder: Path, dtype: str = "float32") -> LoraWeights:
+def read_with(shapes: LoraShapes, folder: Path, dtype: str = "float32") -> LoraWeights:
     source = LoraSource("x", str(folder))
     return read_lora(source, shapes.modules, shapes.model.prefix, 8, shapes.fused, dtype)
 

@@ -14,7 +14,7 @@ from jengine.base.errors import InvalidArgument, ModelError
 from jengine.checkpoints import convert, load, read_config
 from jengine.checkpoints.orbax import by_name
 from jengine.core.config import EngineConfig
-from jengine.engine.shapes import describe
+from jengine.engine.setup.shapes import describe
 from jengine.models import Model, Params, build
 from jengine.models.config import ModelConfig
 from jengine.models.config_parts import Converted, StoredWeights

@@ -18,7 +18,7 @@ from jengine.checkpoints.quantized_formats import stored_weights
 from jengine.core.config import EngineConfig
 from jengine.core.quantization import QUANTIZATIONS
 from jengine.devices.device_spec import device_spec
-from jengine.engine.shapes import describe
+from jengine.engine.setup.shapes import describe
 from jengine.models import Params, build
 from jengine.models.config_parts import StoredWeights
 from jengine.parallel.mesh import make_mesh

@@ -16,7 +16,7 @@ from kernel_facts import AMPERE, AMPERE_CASES
 import pallas_kernels
 from jengine.core.config import EngineConfig
 from jengine.devices.device_defaults import sizes
-from jengine.engine.shapes import make_table
+from jengine.engine.setup.shapes import make_table
 from jengine.execution.kinds import KINDS
 from tests.docs.blocks import ROOT
 from tests.engine import test_golden as through_the_engine

@@ -10,7 +10,7 @@ import pytest
 
 from jengine import LLM
 from jengine.core.config import EngineConfig
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.start import start_engine
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Estimates

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from jengine import AsyncLLM, EngineThread, RequestOutput, SamplingParams
-from jengine.engine.engine import Engine
+from jengine import AsyncLLM, RequestOutput, SamplingParams
+from jengine.api.backend import EngineThread
+from jengine.engine.loop.engine import Engine
 from jengine.execution.runner import InFlight, StepResult
 from jengine.models.config import ModelConfig
 from jengine.scheduling.scheduler import Scheduler
@@ -30,7 +31,7 @@ class CountingRunner:
         return {}  # asked by a profile of this process
 
     def dispatch(self, plan: StepPlan) -> InFlight:
-        return InFlight(plan, None)  # type: ignore[arg-type]
+        return InFlight(plan, None)
 
     def read(self, step: InFlight) -> StepResult:
         time.sleep(self.seconds)
@@ -50,7 +51,7 @@ def counting(runner: CountingRunner, tokenizer: Tokenizer | None = None) -> Asyn
         "num_kv_heads": 1,
         "head_dim": 8,
     }
-    config = ModelConfig(family="llama", vocab_size=400, max_position=200, **shape)  # type: ignore[arg-type]
+    config = ModelConfig(family="llama", vocab_size=400, max_position=200, **shape)
     table = ProgramTable.build(max_num_seqs=8, max_num_batched_tokens=136, tile_size=64)
     limits = {
         "page_size": 16,
@@ -59,7 +60,7 @@ def counting(runner: CountingRunner, tokenizer: Tokenizer | None = None) -> Asyn
         "max_num_batched_tokens": 136,
         "max_model_len": 192,
     }
-    scheduler = Scheduler(table, **limits)  # type: ignore[arg-type]
+    scheduler = Scheduler.of(table, **limits)
     return AsyncLLM.over(
         EngineThread(Engine(config, runner, scheduler)), tokenizer or Tokenizer(byte_level())
     )

@@ -16,7 +16,7 @@ from jengine.api.prompts import make_requests
 from jengine.core.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from jengine.core.seeds import prompt_seed
 from jengine.core.structured_outputs import StructuredOutputs
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.scheduling.drafters.drafter import Draft
 from jengine.scheduling.requests.sequence import Sequence

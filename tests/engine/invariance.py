@@ -10,7 +10,7 @@ import numpy as np
 
 from jengine.core.request import SamplingParams
 from jengine.core.updates import PromptScores, TokenUpdate
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.scheduling.step_plan import StepPlan
 from tests.engine.running import Work, limit_pages, requests_of
 

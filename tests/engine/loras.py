@@ -11,7 +11,7 @@ from safetensors.numpy import save
 from jengine.core.lora import LoraInfo
 from jengine.core.request import SamplingParams
 from jengine.core.updates import PromptScores
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import LoadLora
 from tests.engine.running import Answer, requests_of
 from tests.golden.loras import Lora

@@ -20,7 +20,7 @@ import pytest
 import pallas_kernels
 from jengine.base.compiles import announced
 from jengine.base.progress import Progress
-from jengine.engine import program_set
+from jengine.engine.setup import program_set
 from jengine.execution.cache_folders import cache_root
 from jengine.execution.compile_children import CompileChildren
 from jengine.execution.kinds import Key

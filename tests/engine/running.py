@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.restart import restart_scheduler
 from jengine.core.request import Request, SamplingParams, TokenMask
 from jengine.core.updates import PromptScores, TokenUpdate
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.execution.runner import Runner
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.requests.sequence import Sequence

@@ -12,7 +12,7 @@ import numpy as np
 
 from jengine.core.request import SamplingParams
 from jengine.core.updates import TokenUpdate
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.execution.kinds import DeviceCall, call_kind
 from jengine.execution.runner import Runner
 from jengine.insight.recording.step_recorder import StepRecorder

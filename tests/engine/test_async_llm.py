@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from jengine import LLM, AsyncLLM, EngineThread, InvalidArgument, RequestOutput, SamplingParams
+from jengine import LLM, AsyncLLM, InvalidArgument, RequestOutput, SamplingParams
 from jengine.api.async_llm import OutputKind
+from jengine.api.backend import EngineThread
 from tests.engine.counting import LONG, TEXT, CountingRunner, assert_idle, collect, counting
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL

@@ -13,7 +13,7 @@ import threading
 import pytest
 
 from jengine import EngineDead, JengineError, SamplingParams
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import Operation
 from jengine.text.tokenizer import Tokenizer
 from tests.engine.counting import LONG, TEXT, CountingRunner, assert_idle, collect, counting

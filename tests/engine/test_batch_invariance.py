@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jengine import InvalidArgument
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.execution.runner import PendingSample
 from jengine.scheduling.requests.composition import BatchInvariant
 from jengine.scheduling.step_plan import StepPlan

@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from jengine import LLM, AsyncLLM, BeamSearchParams, EngineThread, InvalidArgument, SamplingParams
+from jengine import LLM, AsyncLLM, BeamSearchParams, InvalidArgument, SamplingParams
+from jengine.api.backend import EngineThread
 from jengine.core.beam_outputs import sampling_of
 from jengine.core.request import Request
 from jengine.core.updates import Beam, BeamsFound
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from tests.engine.counting import assert_idle
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jengine import LLM, AsyncLLM, EngineConfig, EngineThread, InvalidArgument, SamplingParams
-from jengine.engine.engine import Engine
-from jengine.engine.measure import Bench
+from jengine import LLM, AsyncLLM, EngineConfig, InvalidArgument, SamplingParams
+from jengine.api.backend import EngineThread
+from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import ResetPrefixCache
+from jengine.engine.setup.measure import Bench
 from jengine.engine.start import start_engine
 from jengine.execution.batch import Batch, BatchLayout
 from jengine.scheduling.step_plan import StepPlan

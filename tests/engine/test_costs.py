@@ -17,8 +17,8 @@ import pytest
 
 from jengine import LLM, AsyncLLM, EngineDead, SamplingParams, cli
 from jengine.core.config import EngineConfig
-from jengine.engine import program_set
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
+from jengine.engine.setup import program_set
 from jengine.engine.start import start_engine
 from jengine.execution.cache_folders import measured_costs
 from jengine.execution.runner import InFlight, StepResult

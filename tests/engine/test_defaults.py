@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from jengine import LLM, AsyncLLM, EngineThread, InvalidArgument, SamplingParams
+from jengine import LLM, AsyncLLM, InvalidArgument, SamplingParams
+from jengine.api.backend import EngineThread
 from jengine.core.request import Request
 from jengine.core.seeds import prompt_seed
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
@@ -69,7 +70,7 @@ def test_the_models_defaults_may_be_left_aside(folder: Path) -> None:
         LLM(folder, progress=False, **SMALL, max_model_len=192, generation_config="vllm") as llm,
     ):
         assert llm.get_default_sampling_params() == SamplingParams()
-    with pytest.raises(InvalidArgument, match="generation_config='mine': must be auto, vllm or None"):
+    with pytest.raises(InvalidArgument, match="generation_config='mine': must be one of auto, vllm, None"):
         LLM(folder, progress=False, generation_config="mine")
 
 

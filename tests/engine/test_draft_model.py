@@ -16,8 +16,8 @@ from jengine.base.errors import InvalidArgument
 from jengine.capacity.simulation.setup import Setup
 from jengine.core.config import EngineConfig
 from jengine.core.request import SamplingParams
-from jengine.engine.engine import Engine
-from jengine.engine.shapes import describe_engine
+from jengine.engine.loop.engine import Engine
+from jengine.engine.setup.shapes import describe_engine
 from jengine.engine.start import start_engine
 from jengine.scheduling.costs.draft_count import all_of_them
 from jengine.table.program_table import DraftKey

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jengine import LLM, AsyncLLM, EngineThread, InvalidArgument, PoolingParams, Request, SamplingParams
+from jengine import LLM, AsyncLLM, InvalidArgument, PoolingParams, SamplingParams
+from jengine.api.backend import EngineThread
 from jengine.api.prompts import POOLED
 from jengine.api.scoring import scoring_of
 from jengine.core.updates import Pooled, TokenUpdate
-from jengine.engine import shapes
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
+from jengine.engine.setup import shapes
 from jengine.serving.http.embedded import EmbeddedApi
+from jengine.spi import Request
 from jengine.table.program_table import ProgramTable, ScoreKey
 from tests.engine.on_demand import on_demand
 from tests.golden import embedding_models

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jengine.core.request import MAX_LOGPROBS, SamplingParams
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import ResetPrefixCache
 from tests.engine.running import SMALL, Answer, run
 from tests.golden.weights import VARIANTS, Case, Golden

@@ -17,12 +17,13 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from safetensors.numpy import load_file, save_file
 
-from jengine import LLM, AsyncLLM, EngineConfig, InvalidArgument, ModelError, SamplingParams, start_engine
+from jengine import LLM, AsyncLLM, EngineConfig, InvalidArgument, ModelError, SamplingParams
 from jengine.checkpoints import load, read_config
 from jengine.checkpoints.in_memory import in_memory
 from jengine.engine.operations import ResetPrefixCache
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
+from jengine.spi import start_engine
 from tests.checkpoints.quantized_models import gptq, write_quantized
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, run

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jengine.core.request import SamplingParams
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.execution.runner import Runner
 from jengine.execution.worker import Worker
 from jengine.scheduling.costs.step_costs import StepCosts, SwapCosts

@@ -20,7 +20,7 @@ from jengine.core.config import EngineConfig
 from jengine.core.images import PromptImages
 from jengine.core.request import MAX_LOGPROBS, Request, SamplingParams
 from jengine.core.updates import PromptScores
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import ResetPrefixCache, UpdateWeights
 from jengine.engine.start import start_engine
 from jengine.execution.runner import PendingSample

@@ -11,7 +11,7 @@ from jengine import BeamSearchParams
 from jengine.core.beam_outputs import sampling_of
 from jengine.core.request import Request, SamplingParams
 from jengine.core.updates import BeamsFound, TokenUpdate
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.scheduling.costs.step_costs import SwapCosts
 from tests.engine.running import limit_pages, overlapped_steps, prompts, requests_of, run
 

@@ -378,7 +378,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"num_pages": 1}, "at least 2"),
     ({"max_model_len": 0}, "at least 1"),
     ({"max_model_len": 257}, "must be at most 256, the model's number of positions"),
-    ({"dtype": "int8"}, "must be auto, float32"),
+    ({"dtype": "int8"}, "must be one of auto, float32"),
     ({"policy": "random"}, "must be one of fcfs, priority, fair"),
     ({"priority_ageing": -1.0}, "a finite number, at least 0"),
     ({"strategy": "speed"}, "must be one of throughput, latency, memory, auto"),

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jengine import LLM, AsyncLLM, EngineThread, InvalidArgument, ModelError, SamplingParams
+from jengine import LLM, AsyncLLM, InvalidArgument, ModelError, SamplingParams
+from jengine.api.backend import EngineThread
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 

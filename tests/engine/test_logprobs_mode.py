@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jengine import EngineConfig, InvalidArgument, SamplingParams
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from tests.engine.running import run
 
 PROMPT = [5, 6, 7, 8, 9]

@@ -16,7 +16,7 @@ from jengine.capacity.simulation.formats import read_trace
 from jengine.checkpoints.folder import DEMO
 from jengine.core.config import EngineConfig
 from jengine.core.request import MAX_LOGPROBS, RequestOutput, SamplingParams
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import ListLoras, ResetPrefixCache, UnloadLora
 from jengine.engine.start import start_engine
 from tests.engine.invariance import OPTIONS
@@ -136,7 +136,7 @@ def test_a_request_waits_for_a_place_and_base_requests_pass_it(engine: Engine) -
     engine.do(ResetPrefixCache())
     # two of the adapters are unloaded while their requests wait for a place
     assert [answer.tokens for answer in run_adapted(engine, work, unload)] == [*alone]
-    assert engine.adapters.packed == {}  # type: ignore[union-attr]
+    assert engine.loras.packed == {}  # type: ignore[union-attr]
 
 
 def test_an_adapter_that_is_unloaded_serves_its_requests_to_the_end(engine: Engine) -> None:
@@ -158,7 +158,7 @@ def test_an_adapter_that_is_unloaded_serves_its_requests_to_the_end(engine: Engi
             (answer if update.request_id == answer.sequence.request_id else other).updates.append(update)  # type: ignore[arg-type]
         engine.scheduler.check_integrity()
     assert answer.tokens == alone and other.tokens != alone
-    assert len(engine.adapters.packed) == 1  # type: ignore[union-attr]
+    assert len(engine.loras.packed) == 1  # type: ignore[union-attr]
     engine.do(UnloadLora("x"))
 
 
@@ -302,4 +302,4 @@ def test_two_hundred_adapters_in_turn(make_engine: Callable[..., Engine]) -> Non
     for i in np.random.default_rng(0).permutation(count).tolist():
         assert run_adapted(engine, [(work[i], GREEDY, str(i))])[0].tokens == together[i]
         engine.do(UnloadLora(str(i)))
-    assert engine.adapters.packed == {}  # type: ignore[union-attr]
+    assert engine.loras.packed == {}  # type: ignore[union-attr]

@@ -18,7 +18,7 @@ import pytest
 from benchmarks.restart import restart_scheduler
 from jengine import ModelError
 from jengine.core.request import SamplingParams
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import UnloadLora
 from tests.engine.invariance import OPTIONS
 from tests.engine.loras import GREEDY, TARGETS, load, prompts, run_adapted

@@ -16,7 +16,7 @@ import pytest
 from jengine.checkpoints import load as load_weights
 from jengine.checkpoints import read_config
 from jengine.core.request import MAX_LOGPROBS, SamplingParams
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.models import Params, build
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.products.groups import Groups

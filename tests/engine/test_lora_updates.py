@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from jengine import EngineConfig, InvalidArgument, start_engine
+from jengine import EngineConfig, InvalidArgument
 from jengine.core.request import SamplingParams
 from jengine.core.updates import TokenUpdate
 from jengine.core.weights import PauseMode
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import ListLoras, Pause, Resume, Sleep, UnloadLora, UpdateWeights, WakeUp
+from jengine.spi import start_engine
 from tests.engine.loras import Work, add, load, prompts, run_adapted
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Answer, requests_of
@@ -134,7 +135,7 @@ def test_sleep_keeps_adapters(level: int, mode: PauseMode, engine: Engine, expec
 def test_a_request_at_the_gate_keeps_its_adapter(folder: Path) -> None:
     """Although it is unloaded, or replaced."""
     engine = started(folder)
-    assert engine.adapters is not None
+    assert engine.loras is not None
     expected = said(run_adapted(engine, WORK))
     engine.do(Pause("keep"))
     *held, given_up = [hold(engine, i, one) for i, one in enumerate([*WORK, WORK[1]])]
@@ -144,7 +145,7 @@ def test_a_request_at_the_gate_keeps_its_adapter(folder: Path) -> None:
     load(engine, "y", lora("llama_gqa", "plain", "other"), load_inplace=True)
     engine.end(given_up, "abort")
     assert [info.name for info in engine.do(ListLoras())] == ["y"]
-    assert len(engine.adapters.packed) == 3
+    assert len(engine.loras.packed) == 3
     engine.do(Resume())
     while engine.has_work:
         for update in engine.step():
@@ -152,7 +153,7 @@ def test_a_request_at_the_gate_keeps_its_adapter(folder: Path) -> None:
             updates[update.request_id].append((update.token, update.logprobs))
         engine.scheduler.check_integrity()
     assert [*updates.values()] == expected
-    assert len(engine.adapters.packed) == 1
+    assert len(engine.loras.packed) == 1
 
 
 def test_no_adapter_is_forgotten_that_a_request_at_the_gate_has(folder: Path) -> None:

@@ -13,15 +13,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jengine import EngineConfig, SamplingParams, start_engine
+from jengine import EngineConfig, SamplingParams
 from jengine.base.compiles import compile_count
 from jengine.checkpoints import resolve
 from jengine.checkpoints.in_memory import assemble_on_devices
 from jengine.core.updates import Ended, TokenUpdate
 from jengine.core.weights import PauseMode, Version
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import Pause, Resume, UpdateWeights
 from jengine.hub.files import HUB_FILES
+from jengine.spi import start_engine
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, requests_of, run
 from tests.golden.weights import write_model

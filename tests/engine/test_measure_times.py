@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jengine.engine.measure import typical
+from jengine.engine.setup.measure import typical
 
 
 @pytest.mark.parametrize(

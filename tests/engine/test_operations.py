@@ -12,7 +12,7 @@ import pytest
 
 from jengine import LLM, SamplingParams
 from jengine.api.shared_engine import ThreadCall
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import Operation
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL

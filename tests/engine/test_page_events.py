@@ -16,11 +16,11 @@ from jengine.core.images import CONTENT
 from jengine.core.page_events import PageEvents
 from jengine.core.request import SamplingParams
 from jengine.engine import page_events
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import ResetPrefixCache
 from jengine.engine.page_event_publisher import LAST, PageEventPublisher
 from jengine.engine.page_events import EventMaker, Group
-from jengine.scheduling.pages.block import AdapterSalt
+from jengine.scheduling.pages.block import LoraSalt
 from jengine.scheduling.pages.page_change import PageChange
 from jengine.scheduling.pages.prefix_index import PrefixIndex
 from tests.engine.running import run
@@ -135,7 +135,7 @@ def test_events_of_images_and_adapters() -> None:
     index = PrefixIndex(1, 4)
     index.changed = changes.append
     image = CONTENT + 7
-    for salt in (None, "a", AdapterSalt(1, "x", None), AdapterSalt(1, "x", "a"), AdapterSalt(2, "x", None)):
+    for salt in (None, "a", LoraSalt(1, "x", None), LoraSalt(1, "x", "a"), LoraSalt(2, "x", None)):
         parent = index.get(salt, (1, 2, image, image + 1))
         child = index.get(parent, (image + 2, CONTENT + 90, 3, 4))
         for page, block in enumerate((parent, child), len(changes) + 1):

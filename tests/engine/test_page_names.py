@@ -16,14 +16,14 @@ from jengine.engine.page_names import (
     files_digest,
     page_name,
 )
-from jengine.scheduling.pages.block import AdapterSalt, Salt
+from jengine.scheduling.pages.block import LoraSalt, Salt
 from jengine.scheduling.pages.prefix_index import PrefixIndex
 from tests.execution.specs import make_spec
 
 
 def test_blocks_and_token_lists_have_the_same_digests() -> None:
     index, tokens = PrefixIndex(1, 3), [1, 2, CONTENT + 7, CONTENT + 8, 0, 5, 9]
-    salts: list[Salt] = [None, "", "None", "a", AdapterSalt(1, "a", None), AdapterSalt(2, "a", None)]
+    salts: list[Salt] = [None, "", "None", "a", LoraSalt(1, "a", None), LoraSalt(2, "a", None)]
     for salt in salts:
         first = index.get(salt, tuple(tokens[:3]))
         second = index.get(first, tuple(tokens[3:6]))

@@ -12,7 +12,7 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.request import Request, SamplingParams
 from jengine.core.updates import Ended, TokenUpdate
 from jengine.engine import page_transfer
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import Pause, Resume
 from jengine.scheduling.costs.step_costs import SwapCosts
 from jengine.stores.disk import DiskStore

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import ResetPrefixCache
 from jengine.execution.kv_cache import Cache
 from jengine.execution.runner import Runner
@@ -107,7 +107,7 @@ def engine(request: pytest.FixtureRequest, make_engine: Callable[..., Engine]) -
             for module in (
                 "pallas_kernels.devices",
                 "jengine.execution.spec",
-                "jengine.engine.shapes",
+                "jengine.engine.setup.shapes",
             ):
                 patch.setattr(f"{module}.cpu_refused", lambda: "XLA's form is wanted")
         # what is patched must last until all is compiled

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from jengine.base.errors import InvalidArgument
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "opt_125m", "opt_350m", "phi3_longrope_beyond"])

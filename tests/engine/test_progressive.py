@@ -19,8 +19,8 @@ import pytest
 
 from jengine.core.config import EngineConfig
 from jengine.core.request import SamplingParams
-from jengine.engine import start as start_module
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
+from jengine.engine.setup import prepare as prepare_module
 from jengine.engine.start import start_engine
 from jengine.execution import programs as programs_module
 from jengine.execution.compile_children import CompileChildren
@@ -161,7 +161,7 @@ def test_an_engine_whose_programs_other_processes_compile(
     def refuse(*_: object) -> None:
         raise AssertionError("this process compiles or serializes a program")
 
-    monkeypatch.setattr(start_module, "make_children", children)
+    monkeypatch.setattr(prepare_module, "make_children", children)
     monkeypatch.setattr(programs_module, "compile_one", refuse)
     monkeypatch.setattr(programs_module, "packed", refuse)
     expected = tokens(whole)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jengine.core.request import SamplingParams
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from tests.engine.running import Answer, Work, run
 
 OPTIONS: dict[str, Any] = {"optimized": True, "dtype": "float32", "max_num_seqs": 16, "page_size": 16}

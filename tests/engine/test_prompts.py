@@ -8,20 +8,17 @@ import numpy as np
 import pytest
 
 from jengine import (
-    Embedder,
     InvalidArgument,
-    Limits,
     PoolingParams,
     RequestOutput,
     SamplingParams,
-    SequenceLimits,
     StructuredOutputs,
     Tokenizer,
     chat_prompt,
-    scoring_of,
 )
 from jengine.api.prompts import listed, make_requests
 from jengine.core.pooling import PooledStates
+from jengine.spi import Embedder, Limits, SequenceLimits, scoring_of
 from tests.text.conftest import byte_level
 
 

@@ -14,9 +14,9 @@ from jengine.base.errors import InvalidArgument
 from jengine.checkpoints import load, read_config
 from jengine.core.config import EngineConfig
 from jengine.core.request import SamplingParams
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import ResetPrefixCache
-from jengine.engine.precision import CACHE_DTYPES
+from jengine.engine.setup.precision import CACHE_DTYPES
 from jengine.models import Params, build
 from jengine.parallel.mesh import make_mesh
 from tests.engine.running import limit_pages, prompts, run

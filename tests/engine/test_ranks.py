@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from jengine import EngineConfig, InvalidArgument, start_engine
+from jengine import EngineConfig, InvalidArgument
 from jengine.engine.ranks import agreed
+from jengine.spi import start_engine
 from jengine.table.program_table import ProgramTable, TrunkKey
 from jengine.table.ready_programs import ReadyPrograms
 

@@ -14,15 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine import (
-    LLM,
-    AsyncLLM,
-    CompletionOutput,
-    EngineThread,
-    InvalidArgument,
-    RequestOutput,
-    SamplingParams,
-)
+from jengine import LLM, AsyncLLM, CompletionOutput, InvalidArgument, RequestOutput, SamplingParams
+from jengine.api.backend import EngineThread
 from jengine.api.outputs import LiveOutputs, blank_copy, catch_up
 from jengine.api.prompts import make_requests
 from jengine.core.request import MAX_SAMPLES, Request

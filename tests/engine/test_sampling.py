@@ -12,7 +12,7 @@ import pytest
 from jengine.base.errors import InvalidArgument
 from jengine.core.config import EngineConfig
 from jengine.core.request import MASKED_STOPS, MAX_LOGPROBS, SamplingParams
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.start import start_engine
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Answer, limit_pages, prompts, run

@@ -11,7 +11,7 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.request import Request, SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.updates import Ended, TokenUpdate
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from tests.engine.running import Estimates
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import ResetPrefixCache
 from jengine.scheduling.requests.policy import victim
 from tests.engine.running import Work, overlapped_steps, prompts, run

@@ -18,7 +18,7 @@ from jengine.base.errors import OutOfMemory
 from jengine.core.config import EngineConfig
 from jengine.core.request import Request, SamplingParams
 from jengine.engine import start
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.table.program_table import VARIANTS
 from tests.engine.running import SMALL, limit_pages, overlapped_steps, prompts, run
 from tests.golden.weights import write_model

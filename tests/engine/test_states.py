@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from jengine.core.request import SamplingParams
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.scheduling.requests.policy import victim
 from tests.engine.running import Work, limit_pages, prompts, run
 from tests.engine.sharing import Sharing, cached, params

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from jengine.core.request import SamplingParams
-from jengine.engine.engine import Engine
-from jengine.engine.shapes import page_buckets
+from jengine.engine.loop.engine import Engine
+from jengine.engine.setup.shapes import page_buckets
 from jengine.execution.programs import Programs, lower
 from jengine.execution.runner import Runner
 from jengine.execution.worker import Worker
@@ -34,7 +34,7 @@ def test_tokens_are_the_same(make_engine: Callable[..., Engine]) -> None:
         before.spec, table=dataclasses.replace(before.spec.table, page_buckets=(4, 12))
     )
     runner = Runner(Worker(spec, Programs(spec, None, threads=2, progress=False), before.worker.state.leaves))
-    scheduler = Scheduler(
+    scheduler = Scheduler.of(
         spec.table,
         page_size=spec.page_size,
         num_pages=spec.num_pages,

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jengine import LLM, AsyncLLM, CompletionOutput, EngineThread, SamplingParams
+from jengine import LLM, AsyncLLM, CompletionOutput, SamplingParams
+from jengine.api.backend import EngineThread
 from jengine.api.shared_engine import ThreadCall
 from jengine.core.request import Request, TokenMask
 from jengine.text.mask_thread import MASK_SECONDS

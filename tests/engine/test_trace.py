@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jengine import LLM, AsyncLLM, EngineDead, SamplingParams, Trace, explain
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, prompts, run
 

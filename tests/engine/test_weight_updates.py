@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jengine import LLM, AsyncLLM, EngineConfig, InvalidArgument, ModelError, SamplingParams, start_engine
+from jengine import LLM, AsyncLLM, EngineConfig, InvalidArgument, ModelError, SamplingParams
 from jengine.base.compiles import compile_count
 from jengine.checkpoints.in_memory import assemble_on_devices
 from jengine.core.weights import Version, next_version
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import UpdateWeights, decode_operation
+from jengine.spi import start_engine
 from tests.checkpoints.quantized_models import gptq, write_quantized
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Answer, run

@@ -19,7 +19,7 @@ from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
 from jengine.core.request import SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
-from jengine.engine.shapes import describe
+from jengine.engine.setup.shapes import describe
 from jengine.execution.batch import BatchLayout
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.product_forms import product_forms

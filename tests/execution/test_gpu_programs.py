@@ -20,7 +20,7 @@ from jengine.capacity.planning.hlo import parse
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
 from jengine.core.speculation import Speculation
-from jengine.engine.shapes import describe
+from jengine.engine.setup.shapes import describe
 from jengine.execution.kernels import decode_refused, kernels_refused
 from jengine.execution.programs import UNTUNED, WHOLE, compile_all, gpu_options, lower, program_keys
 from jengine.execution.spec import ExecutionSpec

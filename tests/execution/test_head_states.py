@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jengine.execution.attention import TokenAxis
-from jengine.execution.draft import empty_batch
-from jengine.execution.head_states import noted, read, states_before
+from jengine.execution.draft import empty_batch, noted, read, states_before
 from jengine.execution.slots import KeptStates
 
 SLOTS, DRAFTS, SIZE, TILE = 5, 3, 2, 8

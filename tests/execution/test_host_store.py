@@ -13,7 +13,7 @@ import pytest
 from jengine.base.errors import InvalidArgument
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
-from jengine.engine.shapes import describe
+from jengine.engine.setup.shapes import describe
 from jengine.execution.host_store import check_host_memory
 from jengine.execution.programs import Programs, lower, program_keys
 from jengine.execution.runner import Runner

@@ -12,7 +12,7 @@ import pytest
 
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
-from jengine.engine.shapes import describe
+from jengine.engine.setup.shapes import describe
 from jengine.execution.kernels import decode_refused, implementations
 from jengine.execution.kernels import described as kernels_described
 from jengine.execution.spec import ExecutionSpec

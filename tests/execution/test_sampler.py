@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from scipy.stats import chi2  # a dependency of jax
 
 from jengine.core.request import MAX_LOGPROBS, SamplingParams
-from jengine.execution.largest import BLOCK, argmax, top_k
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.sampler import sample, sample_from_cdf, uniform, with_logprobs
 from jengine.execution.sampling_row import pack_sampling, sampling_of
-from jengine.execution.truncation import by_bits, by_digits, truncate
+from jengine.execution.truncation import BLOCK, argmax, by_bits, by_digits, top_k, truncate
 from jengine.scheduling.step_plan import SlotReset
 from jengine.table.program_table import Variant
 from tests.execution.oracle import Oracle, adjusted

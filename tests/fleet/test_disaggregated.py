@@ -8,9 +8,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from jengine import EngineDead, Fleet, InvalidArgument, SamplingParams
+from jengine import EngineDead, InvalidArgument, SamplingParams
 from jengine.core.updates import Ended, Update
 from jengine.engine.operations import ResetPrefixCache
+from jengine.spi import Fleet
 from tests.fleet.test_fleet import LOAD, Engine, request
 
 LONG = range(20)

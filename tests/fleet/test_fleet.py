@@ -12,20 +12,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from jengine import (
-    BackOff,
-    EngineDead,
-    Fleet,
-    InvalidArgument,
-    Limits,
-    Load,
-    Request,
-    SamplingParams,
-    StepTotals,
-)
+from jengine import EngineDead, InvalidArgument, Load, SamplingParams
 from jengine.core.updates import Ended, TokenUpdate, Update
 from jengine.engine.operations import ResetPrefixCache
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
+from jengine.spi import BackOff, Fleet, Limits, Request, StepTotals
 
 ROOM = SequenceLimits(max_model_len=64, page_size=4, pages=32)
 LIMITS = Limits(sequence=ROOM, max_num_seqs=4, vocab_size=9, eos_token_ids=())

@@ -13,22 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from jengine import (
+from jengine import BeamSearchParams, InvalidArgument, Load, LoraInfo, ModelError, Tokenizer, Trace
+from jengine.serving.processes.engines import WarmEngine, prepared
+from jengine.serving.processes.wire import EngineInfo
+from jengine.spi import (
     Beam,
-    BeamSearchParams,
     BeamsFound,
     Embedder,
     EngineFacts,
     GetTrace,
-    InvalidArgument,
     Limits,
     ListLoras,
-    Load,
     LoadLora,
-    LoraInfo,
     LoraLimits,
     LoraLoad,
-    ModelError,
     Operation,
     Pooled,
     PromptScores,
@@ -38,15 +36,11 @@ from jengine import (
     SequenceLimits,
     SetStrategy,
     StepTotals,
-    Tokenizer,
     TokenLogprobs,
     TokenUpdate,
-    Trace,
     UnloadLora,
     Update,
 )
-from jengine.serving.processes.engines import WarmEngine, prepared
-from jengine.serving.processes.wire import EngineInfo
 
 PROGRAMS = 41  # an arbitrary number
 IMAGE_ROWS = 1024  # of an image

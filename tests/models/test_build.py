@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from jengine.base.errors import ModelError
-from jengine.checkpoints.experts import each_expert
 from jengine.checkpoints.hugging_face import model_config
 from jengine.checkpoints.stored import Tensor
+from jengine.checkpoints.weights import each_expert
 from jengine.models import build
 from jengine.models.pieces import Piece
 from pallas_kernels.attention.options import AttentionOptions

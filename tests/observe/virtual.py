@@ -13,8 +13,9 @@ import pytest
 
 from jengine.core.request import Request, SamplingParams, TokenMask
 from jengine.core.scheduling_options import SchedulingOptions
-from jengine.engine import engine as engine_module
-from jengine.engine.engine import Engine
+from jengine.engine.loop import engine as engine_module
+from jengine.engine.loop.engine import Engine
+from jengine.engine.loop.engine_parts import EngineParts
 from jengine.execution.runner import StepResult
 from jengine.insight.recording import pauses, step_recorder
 from jengine.insight.recording.records import Machine
@@ -214,7 +215,7 @@ def make_virtual(
     samplers: dict[SamplerKey, float] = {key: 0.1 * MS for key in table.samplers()}
     costs = StepCosts(table, {**known, **samplers}, slopes=Slopes(0.0, 0.0, 0.0))
     truth = StepCosts(table, {**known, **samplers}, slopes=Slopes(0.0, 0.0, 0.0))
-    scheduler = Scheduler(
+    scheduler = Scheduler.of(
         table,
         page_size=16,
         num_pages=pages + 1,
@@ -232,7 +233,7 @@ def make_virtual(
     monkeypatch.setattr(step_recorder, "MachineClock", Kernel)
     model: Any = SimpleNamespace(vocab_size=500, eos_token_ids=())
     runner: Any = VirtualRunner(clock, truth, load)
-    return Virtual(Engine(model, runner, scheduler, overlap=overlap), clock, load)
+    return Virtual(Engine(model, runner, scheduler, EngineParts(overlap=overlap)), clock, load)
 
 
 def slow(owner: Any, method: str, work: Callable[[], None]) -> None:

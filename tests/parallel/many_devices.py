@@ -21,7 +21,7 @@ from jengine.checkpoints import load, read_config
 from jengine.core.config import EngineConfig
 from jengine.core.request import MAX_LOGPROBS, SamplingParams
 from jengine.core.updates import TokenUpdate
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import ResetPrefixCache
 from jengine.engine.start import start_engine
 from jengine.execution.programs import Programs, lower, memory_of

@@ -20,10 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jengine import LLM, AsyncLLM, EngineConfig, EngineDead, SamplingParams, follow, start_engine
+from jengine import LLM, AsyncLLM, EngineConfig, EngineDead, SamplingParams, follow
 from jengine.execution import programs
 from jengine.execution.kinds import DeviceCall, call_kind
 from jengine.scheduling.costs.step_costs import SwapCosts
+from jengine.spi import start_engine
 from tests.engine.running import SMALL, limit_pages, run
 from tests.golden.weights import Golden, max_model_len
 

@@ -15,8 +15,9 @@ import pytest
 from jengine.core.config import EngineConfig
 from jengine.core.request import SamplingParams
 from jengine.core.updates import Ended, TokenUpdate
-from jengine.engine import program_set, rank_start
+from jengine.engine import rank_start
 from jengine.engine.ranks import RankedEngine
+from jengine.engine.setup import program_set
 from jengine.engine.start import start_engine
 from jengine.execution.kinds import Key
 from jengine.execution.programs import Programs

@@ -14,7 +14,7 @@ from jengine import InvalidArgument
 from jengine.checkpoints import read_config
 from jengine.core.config import EngineConfig
 from jengine.core.request import MAX_LOGPROBS, SamplingParams
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import ResetPrefixCache, Sleep, WakeUp
 from jengine.engine.start import start_engine
 from jengine.execution.kinds import DeviceCall, call_kind

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from jengine import LLM, EngineConfig, InvalidArgument, follow, start_engine
+from jengine import LLM, EngineConfig, InvalidArgument, follow
+from jengine.spi import start_engine
 from tests.compiling import QUICK_PROCESS, quickly_compiled
 from tests.golden.weights import Golden, write_model
 from tests.parallel.processes import OPTIONS, PROMPTS, answers

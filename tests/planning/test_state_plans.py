@@ -11,7 +11,7 @@ from jengine.capacity.planning.plan import make_plan
 from jengine.capacity.planning.report import report
 from jengine.capacity.simulation.setup import Setup
 from jengine.core.config import EngineConfig
-from jengine.engine.shapes import describe_engine
+from jengine.engine.setup.shapes import describe_engine
 from jengine.execution.memory import pages_that_fit
 from jengine.scheduling.costs.step_costs import StepCosts
 from tests.golden.weights import write_model

@@ -15,7 +15,8 @@ from jengine.insight.profiling.findings import findings
 QUICK = ProfileOptions(jax=False, heap=False, system_calls="off")
 USES = """
 import sys, threading, time, types
-sys.modules["jengine.engine.engine"] = types.ModuleType("jengine.engine.engine")  # as if it had been imported
+name = "jengine.engine.loop.engine"
+sys.modules[name] = types.ModuleType(name)  # as if it had been imported
 lock = threading.Lock()
 def hold():
     with lock:

@@ -318,7 +318,7 @@ class Loop:
             for field in fields(SchedulingOptions)
             if field.name in options
         }
-        self.scheduler = Scheduler(
+        self.scheduler = Scheduler.of(
             table,
             max_model_len=max_model_len,
             options=SchedulingOptions(**named),

@@ -12,15 +12,12 @@ from hypothesis import strategies as st
 from jengine.base.errors import InvalidArgument
 from jengine.core.config import EngineConfig
 from jengine.core.scheduling_options import SchedulingOptions
-from jengine.core.speculation import Speculation
-from jengine.core.suffix_decoding import AUTOMATIC
-from jengine.scheduling.drafters.choice import drafters_of
+from jengine.core.speculation import AUTOMATIC, Speculation
+from jengine.scheduling.drafters.choice import Forced, Ngrams, drafters_of
 from jengine.scheduling.drafters.drafter import Draft
-from jengine.scheduling.drafters.forced import Forced
-from jengine.scheduling.drafters.ngrams import Ngrams
 from jengine.scheduling.drafters.places import PLACES
+from jengine.scheduling.drafters.rates import BestDraft
 from jengine.scheduling.drafters.suffix import Suffix
-from jengine.scheduling.drafters.watched import Watched
 
 
 class Request(SimpleNamespace):
@@ -72,7 +69,7 @@ def test_as_a_search_finds_them(tokens: list[int], shortest: int, more: int, dat
 
 def test_forced_tokens_are_likelier() -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}
-    watched: Any = Watched(drafters_of(SchedulingOptions(speculative_config=ngram)))
+    watched: Any = BestDraft(drafters_of(SchedulingOptions(speculative_config=ngram)))
     mask = SimpleNamespace(forced=lambda: [8, 9, 10])
     request = Request(tokens=[1, 2, 1], request=SimpleNamespace(mask=mask))
     assert watched.draft(request) == Draft([8, 9], source="grammar")

@@ -25,7 +25,7 @@ class Run:
 
     def __init__(self, requests, max_num_seqs=SEQS, **options):
         self.engine = VirtualLoop(Linear(10.0, 0.0, 0.0, 0.0))
-        self.scheduler = Scheduler(
+        self.scheduler = Scheduler.of(
             TABLE,
             page_size=4,
             num_pages=400,

@@ -36,7 +36,7 @@ class Linear(StepCosts):
 
 def serve(costs, requests, lengths, options, num_pages=400, ahead=1, budget=SEQS + 8 * TILE):
     engine = VirtualLoop(costs, ahead, lengths)
-    scheduler = Scheduler(
+    scheduler = Scheduler.of(
         TABLE,
         page_size=PAGE,
         num_pages=num_pages,

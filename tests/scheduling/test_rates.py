@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from jengine.scheduling.drafters.drafter import Draft
-from jengine.scheduling.drafters.rates import TEXT, Rates
-from jengine.scheduling.drafters.watched import Watched
+from jengine.scheduling.drafters.rates import TEXT, BestDraft, Rates
 
 
 class Request(SimpleNamespace):
@@ -58,7 +57,7 @@ def test_shares_follow_what_comes() -> None:
 
 def test_drafts_are_compared_whether_or_not_they_were_verified() -> None:
     drafter, sequence = Fixed(), Request(tokens=[1, 2])
-    watched: Any = Watched([drafter])
+    watched: Any = BestDraft([drafter])
     noted: list[tuple[str, int, bool]] = []
     watched.rates.note = lambda *what: noted.append(what)
     drafter.next = Draft([3, 4, 5, 6], 2, "ngram")
@@ -81,7 +80,7 @@ def test_drafts_are_compared_whether_or_not_they_were_verified() -> None:
 
 def test_the_draft_of_which_most_tokens_should_be_right_is_taken_and_all_are_compared() -> None:
     short, long, sequence = Fixed(), Fixed(), Request(tokens=[1])
-    watched: Any = Watched([short, long])
+    watched: Any = BestDraft([short, long])
     short.next, long.next = Draft([3, 4], 20, "suffix"), Draft([3, 4, 5, 6], 20, "ngram")
     assert watched.draft(sequence) is long.next
     for _ in range(100):

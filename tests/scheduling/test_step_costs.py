@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jengine.scheduling.costs.drift import STEPS
-from jengine.scheduling.costs.step_costs import FIRST, Slopes, StepCosts
+from jengine.scheduling.costs.step_costs import FIRST, STEPS, Slopes, StepCosts
 from jengine.scheduling.work import Work
 from jengine.table.program_table import VARIANTS, ProgramTable, SamplerKey, TrunkKey
 

@@ -8,12 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.scheduling.admission.auto_strategy import HOLD, AutoState, LoadSigns, auto
-from jengine.scheduling.admission.page_forecast import Growth, peak_pages
-from jengine.scheduling.admission.strategies import Situation, batch_size, latency, throughput
+from jengine.scheduling.admission.admission import Growth, peak_pages
+from jengine.scheduling.admission.strategies import (
+    HOLD,
+    AutoState,
+    LoadSigns,
+    Situation,
+    auto,
+    batch_size,
+    latency,
+    throughput,
+)
 from jengine.scheduling.costs.step_costs import StepCosts
+from jengine.scheduling.promises.acceptance import FEWEST, OutputLengths
 from jengine.scheduling.promises.promises import Outlook, Prompt, Stream
-from jengine.scheduling.requests.output_lengths import FEWEST, OutputLengths
 from jengine.scheduling.work import NO_WORK, Work
 from jengine.table.program_table import ProgramTable
 

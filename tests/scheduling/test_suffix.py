@@ -14,14 +14,12 @@ from hypothesis import strategies as st
 from jengine.base.errors import InvalidArgument
 from jengine.core.config import EngineConfig
 from jengine.core.scheduling_options import SchedulingOptions
-from jengine.core.speculation import MOST_DRAFTS, Speculation
-from jengine.core.suffix_decoding import SHORTEST, SuffixDecoding
-from jengine.scheduling.drafters import earlier_outputs, places
-from jengine.scheduling.drafters.choice import drafters_of
+from jengine.core.speculation import MOST_DRAFTS, SHORTEST, Speculation, SuffixDecoding
+from jengine.scheduling.drafters import places
+from jengine.scheduling.drafters import suffix as suffix_module
+from jengine.scheduling.drafters.choice import Forced, drafters_of
 from jengine.scheduling.drafters.drafter import Draft
-from jengine.scheduling.drafters.earlier_outputs import PROBES, EarlierOutputs
-from jengine.scheduling.drafters.forced import Forced
-from jengine.scheduling.drafters.suffix import Suffix
+from jengine.scheduling.drafters.suffix import PROBES, EarlierOutputs, Suffix
 
 
 @dataclass(eq=False)
@@ -157,7 +155,7 @@ def test_another_client_or_salt_finds_nothing() -> None:
 
 
 def test_tenants_whose_hashes_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(earlier_outputs, "hash", lambda _: 5, raising=False)
+    monkeypatch.setattr(suffix_module, "hash", lambda _: 5, raising=False)
     outputs = EarlierOutputs(SHORTEST, 100, 100)
     for tenant in ("a", "b", "a"):
         outputs.extend(outputs.open(tenant), [1, 2, 3, 4])

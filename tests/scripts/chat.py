@@ -22,7 +22,7 @@ llm = LLM(
 tokenizer = llm.get_tokenizer()
 prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 print(prompt.splitlines()[-1])
-token_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+token_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 assert token_ids == tokenizer(prompt, add_special_tokens=False).input_ids
 sampling_params = SamplingParams(
     temperature=0, max_tokens=8, stop_token_ids=[tokenizer.eos_token_id, *range(2000, 2400)]

@@ -16,7 +16,8 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from jengine import AsyncLLM, EngineThread, SamplingParams, Tokenizer
+from jengine import AsyncLLM, SamplingParams, Tokenizer
+from jengine.api.backend import EngineThread
 from jengine.serving.calls.model_provider import NO_PAGES, FixedModel, ModelInfo, PagesInfo
 from jengine.serving.config import ServerConfig
 from jengine.serving.grpc.server import AddedService, build_server

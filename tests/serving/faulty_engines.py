@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jengine
-from jengine import InvalidArgument, Request, Tokenizer
+from jengine import InvalidArgument, Tokenizer
 from jengine.serving.processes.engines import WarmEngine
 from jengine.serving.processes.wire import EngineInfo
+from jengine.spi import Request
 from tests.mocks.mock_engine import MockEngine, mock_engine
 
 FACTS = EngineInfo(tokenizer_folder=None, dtype="", devices="")

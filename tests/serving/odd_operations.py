@@ -6,8 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jengine import InvalidArgument, Operation
+from jengine import InvalidArgument
 from jengine.serving.processes.engines import WarmEngine
+from jengine.spi import Operation
 from tests.mocks.mock_engine import mock_engine
 
 

@@ -15,12 +15,12 @@ import pytest
 
 from benchmarks import attacks
 from benchmarks.image_attacks import IMAGES, asked
-from jengine import Ended
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc.stubs import GenerateServiceStub
 from jengine.serving.processes.engine_child import EngineChild
 from jengine.serving.processes.watchdog import Heartbeat
 from jengine.serving.processes.wire import Add, End, PromptSample
+from jengine.spi import Ended
 from tests.golden.images import picture, write_image_model
 from tests.mocks.mock_engine import MockEngine
 from tests.serving.processes import ServerProcess, mock_process

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
-from jengine import InvalidArgument, StructuredOutputs, Tokenizer, calls_or_text
+from jengine import InvalidArgument, StructuredOutputs, Tokenizer
 from jengine.serving.http.blocks import blocks_of
 from jengine.serving.http.tool_choice import ToolChoice
 from jengine.serving.parsers.events import OutputParser, joined
 from jengine.serving.parsers.formats import TOOL_PARSERS, AnswerFormat
 from jengine.serving.parsers.llama import LlamaJson
 from jengine.serving.parsers.marked import DEEPSEEK, KIMI
+from jengine.spi import calls_or_text
 from jengine.text.call_grammars import CALL_RULES
 from jengine.text.grammars import compile_structure
 from tests.serving.test_response_template import TEMPLATE

@@ -177,7 +177,7 @@ def test_flag_before_variable_before_file_before_default(
             "max_num_batched_tokens=512: must be at least max_num_seqs + tile_size = 1063 (command line)",
         ),
         ({}, {"JENGINE_DTYPE": "int4"}, "",
-            "dtype='int4': must be auto, float32, bfloat16, float16 (environment variable JENGINE_DTYPE)"),
+            "dtype='int4': must be one of auto, float32, bfloat16, float16 (environment variable "),
         ({"tls_cert": "c"}, {}, "", "tls_key=None: tls_cert and tls_key go together"),
         ({"tls_client_ca": "c"}, {}, "", "tls_client_ca='c': needs tls_cert and tls_key"),
     ],

@@ -15,11 +15,12 @@ import yaml
 from prometheus_client import generate_latest
 from prometheus_client.registry import CollectorRegistry
 
-from jengine import StepTotals, cli
+from jengine import cli
 from jengine.serving.config import ServerConfig, resolve_config
 from jengine.serving.metrics.metrics_server import pages_of
 from jengine.serving.metrics.model_metrics import ModelMetrics
 from jengine.serving.metrics.server_metrics import PrometheusMetrics
+from jengine.spi import StepTotals
 from tests.mocks.mock_engine import MockEngine
 from tests.serving.processes import longest_stop
 

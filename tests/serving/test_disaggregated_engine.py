@@ -16,7 +16,6 @@ import pytest
 from jengine import (
     LLM,
     AsyncLLM,
-    BackOff,
     EngineConfig,
     EngineDead,
     InvalidArgument,
@@ -28,6 +27,7 @@ from jengine.serving.config import ServerConfig
 from jengine.serving.processes.engine_fleet import EngineFleet
 from jengine.serving.processes.engine_process import EngineProcess
 from jengine.serving.processes.makers import maker
+from jengine.spi import BackOff
 from tests.compiling import quickly_compiled
 from tests.engine.running import SMALL
 from tests.serving.children import LONG, MOCK

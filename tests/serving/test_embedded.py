@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from jengine import AsyncLLM, EngineThread, InvalidArgument, Tokenizer
+from jengine import AsyncLLM, InvalidArgument, Tokenizer
+from jengine.api.backend import EngineThread
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.embedded import EmbeddedApi
 from tests.mocks.mock_engine import MockEngine

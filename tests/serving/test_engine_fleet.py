@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jengine import AsyncLLM, BackOff, EngineDead, InvalidArgument, SamplingParams, Tokenizer
+from jengine import AsyncLLM, EngineDead, InvalidArgument, SamplingParams, Tokenizer
 from jengine.core.config import EngineConfig
 from jengine.serving.config import ServerConfig
 from jengine.serving.processes import places
@@ -20,6 +20,7 @@ from jengine.serving.processes.engine_process import EngineProcess
 from jengine.serving.processes.makers import maker
 from jengine.serving.processes.places import Place
 from jengine.serving.processes.supervisor import OnEnd, Supervisor
+from jengine.spi import BackOff
 from tests.serving.children import LONG, MOCK, PROMPT, collect
 from tests.serving.leaks import alive, nothing_leaks, wait_until
 

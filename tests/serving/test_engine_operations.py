@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from jengine import AsyncLLM, EngineDead, EngineThread, InvalidArgument, JengineError, Tokenizer
+from jengine import AsyncLLM, EngineDead, InvalidArgument, JengineError, Tokenizer
+from jengine.api.backend import EngineThread
 from jengine.serving.processes.wire import MAX_FRAME
 from tests.mocks.mock_engine import MockEngine
 from tests.serving.children import LONG, PROMPT, started

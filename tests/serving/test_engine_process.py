@@ -18,17 +18,17 @@ from jengine import (
     AsyncLLM,
     EmbeddingRequestOutput,
     EngineDead,
-    EngineThread,
     InvalidArgument,
     ModelError,
     OutOfMemory,
-    Request,
     RequestOutput,
     SamplingParams,
     Tokenizer,
 )
+from jengine.api.backend import EngineThread
 from jengine.serving.processes import engine_process
 from jengine.serving.processes.engine_process import EngineProcess
+from jengine.spi import Request
 from tests.mocks.mock_engine import MockEngine
 from tests.serving.children import LONG, MOCK, PROMPT, collect, started
 from tests.serving.leaks import alive, nothing_leaks, wait_until

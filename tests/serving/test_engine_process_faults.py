@@ -16,15 +16,9 @@ from typing import Any
 
 import pytest
 
-from jengine import (
-    AsyncLLM,
-    EngineDead,
-    InvalidArgument,
-    Request,
-    SamplingParams,
-    Tokenizer,
-)
+from jengine import AsyncLLM, EngineDead, InvalidArgument, SamplingParams, Tokenizer
 from jengine.serving.processes.engine_process import EngineProcess
+from jengine.spi import Request
 from tests.serving.children import LONG, MOCK, PROMPT, collect, started
 from tests.serving.leaks import alive, nothing_leaks, wait_until
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from benchmarks.image_attacks import bomb
-from jengine import AsyncLLM, ImagePart, InvalidArgument, PromptImages, Request, SamplingParams
+from jengine import AsyncLLM, InvalidArgument, SamplingParams
 from jengine.client import AsyncClient
 from jengine.serving.calls.model_provider import FixedModel, ModelInfo
 from jengine.serving.config import ServerConfig
@@ -31,6 +31,7 @@ from jengine.serving.processes.wire import (
     picture_orders,
     requests_of,
 )
+from jengine.spi import ImagePart, PromptImages, Request
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 from tests.golden.images import picture, write_image_model

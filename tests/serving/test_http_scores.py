@@ -10,7 +10,8 @@ import httpx
 import numpy as np
 import pytest
 
-from jengine import Embedder, Limits, RequestOutput, Reranker, SequenceLimits, scoring_of
+from jengine import RequestOutput
+from jengine.spi import Embedder, Limits, Reranker, SequenceLimits, scoring_of
 from tests.golden.embedding_models import TEMPLATE
 from tests.serving.conftest import MockServer, serve_mock
 from tests.text.conftest import byte_level, write

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from benchmarks.image_attacks import bomb
-from jengine import MOST_IMAGE_BYTES, CutImage, ImageReader, InvalidArgument
+from jengine import InvalidArgument
 from jengine.serving.guards import image_worker
 from jengine.serving.guards.sandbox import Sandbox
+from jengine.spi import MOST_IMAGE_BYTES, CutImage, ImageReader
 from tests.golden.images import picture, write_image_model
 from tests.serving.sandboxes import within
 from tests.vision.test_images import ANIMATED, encoded

@@ -9,9 +9,10 @@ import httpx
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jengine import Load, LoraLoad
+from jengine import Load
 from jengine.serving.metrics.model_metrics import ModelMetrics
 from jengine.serving.metrics.server_metrics import PrometheusMetrics
+from jengine.spi import LoraLoad
 from tests.serving.conftest import MakeServer
 
 # of the model server protocol: name, labels beside the model's

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from jengine import MOST_IMAGE_BYTES, InvalidArgument
+from jengine import InvalidArgument
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards import media as media_module
 from jengine.serving.guards.media import Media, is_public
+from jengine.spi import MOST_IMAGE_BYTES
 
 IMAGE = b"\x89PNG of a test"
 

@@ -13,13 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from jengine import CompletionOutput, EngineDead, Load, RequestOutput, StepTotals, StoreLoad
+from jengine import CompletionOutput, EngineDead, Load, RequestOutput
+from jengine.core.updates import StoreLoad
 from jengine.serving.guards.authentication import Authenticator, KeyInterceptor
 from jengine.serving.guards.security import ApiKeys, hash_line
 from jengine.serving.metrics.metric_families import Histogram
 from jengine.serving.metrics.metrics_server import pages_of
 from jengine.serving.metrics.model_metrics import ModelMetrics
 from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
+from jengine.spi import StepTotals
 
 LOAD = Load(
     running=3, waiting=2, free_pages=30, pages=40, preemptions=5, compiles_since_start=1, cached_pages=12,

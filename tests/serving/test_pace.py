@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jengine import AsyncLLM, CompletionOutput, EngineThread, RequestOutput, SamplingParams, Tokenizer
+from jengine import AsyncLLM, CompletionOutput, RequestOutput, SamplingParams, Tokenizer
+from jengine.api.backend import EngineThread
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.requests.answers import Answer
 from jengine.serving.requests.pace import CORES_SHARE, LONGEST, LOOP_SHARE, MESSAGE_SECONDS, Pace

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from jengine import InvalidArgument, Readers
+from jengine import InvalidArgument
 from jengine.serving.calls.call import Busy
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.security import hash_line
@@ -32,6 +32,7 @@ from jengine.serving.playground.live import (
     Viewer,
     percentiles,
 )
+from jengine.spi import Readers
 from tests.mocks.mock_engine import MockEngine
 from tests.observe.virtual import TILE, make_virtual
 from tests.serving.certificates import Authority

@@ -11,11 +11,12 @@ from typing import Any
 import grpc
 import pytest
 
-from jengine import InvalidArgument, Request
+from jengine import InvalidArgument
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc.client import AsyncClient, Client, Retries, ServerError
 from jengine.serving.guards.bounds import is_loopback
 from jengine.serving.guards.security import Key, current_key, hash_line, salted
+from jengine.spi import Request
 from tests.serving.conftest import MakeServer, MockServer
 from tests.serving.leaks import wait_until
 from tests.serving.test_refusals import refused

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from jengine import AsyncLLM, EngineDead, EngineThread, SamplingParams, Tokenizer
+from jengine import AsyncLLM, EngineDead, SamplingParams, Tokenizer
+from jengine.api.backend import EngineThread
 from jengine.serving.processes import engine_process
 from tests.mocks.mock_engine import MockEngine
 from tests.serving.children import LONG, started

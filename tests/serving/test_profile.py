@@ -16,13 +16,14 @@ from typing import Any
 import grpc
 import pytest
 
-from jengine import InvalidArgument, Profile, ProfileOptions, SamplingParams, cli, read_profiles
+from jengine import InvalidArgument, Profile, ProfileOptions, SamplingParams, cli
 from jengine.engine.operations import WriteProfile
 from jengine.insight.profiling.findings import findings
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc.client import AsyncClient, Client, Retries, ServerError
 from jengine.serving.grpc.stubs import GenerateServiceStub
 from jengine.serving.guards.security import hash_line
+from jengine.spi import read_profiles
 from tests.serving.children import started
 from tests.serving.conftest import MakeServer, MockServer
 from tests.serving.leaks import wait_until

@@ -12,13 +12,13 @@ import pytest
 from jengine import (
     AsyncLLM,
     EngineDead,
-    EngineThread,
     InvalidArgument,
     JengineError,
     SamplingParams,
     Tokenizer,
     chat_prompt,
 )
+from jengine.api.backend import EngineThread
 from jengine.text import stop_strings
 from tests.mocks.mock_engine import MockEngine
 from tests.serving.leaks import wait_until
@@ -143,7 +143,7 @@ def test_samples_share_one_stop_automaton(run: Callable[..., None], monkeypatch:
 
 
 def test_ids_are_checked_once_a_prompt(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    from jengine import Limits
+    from jengine.spi import Limits
 
     checked, validate = [], Limits.validate
     monkeypatch.setattr(

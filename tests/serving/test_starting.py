@@ -16,11 +16,12 @@ import grpc
 import httpx
 import pytest
 
-from jengine import EngineDead, Load, StepTotals
+from jengine import EngineDead, Load
 from jengine.serving.grpc.client import Client, Retries, ServerError
 from jengine.serving.logs.status_log import StatusSample, line, write_status
 from jengine.serving.processes.starting import StartProgress
 from jengine.serving.processes.wire import Starting
+from jengine.spi import StepTotals
 from tests.serving.leaks import wait_until
 from tests.serving.processes import free_port, mock_process
 

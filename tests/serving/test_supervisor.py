@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from jengine import BackOff, EngineDead, InvalidArgument, Load, RequestOutput, SamplingParams
+from jengine import EngineDead, InvalidArgument, Load, RequestOutput, SamplingParams
 from jengine.serving.processes.engine_process import EngineProcess
 from jengine.serving.processes.supervisor import OnEnd, Supervisor
+from jengine.spi import BackOff
 from tests.serving.leaks import nothing_leaks, wait_until
 
 MOCK, FAULTY = "tests.mocks.mock_engine:mock_engine", "tests.serving.faulty_engines:"

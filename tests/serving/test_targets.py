@@ -8,10 +8,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from jengine import InvalidArgument, Request
+from jengine import InvalidArgument
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc.client import AsyncClient, Client, Retries, ServerError
 from jengine.serving.guards.security import hash_line
+from jengine.spi import Request
 from tests.serving.conftest import MakeServer, MockServer
 from tests.serving.test_refusals import refused
 

@@ -14,7 +14,8 @@ import httpx
 import pytest
 from tokenizers import Regex, normalizers, pre_tokenizers
 
-from jengine import Tokenizer, unknown_patterns
+from jengine import Tokenizer
+from jengine.spi import unknown_patterns
 from jengine.text.chat_template import ChatTemplate
 from jengine.text.gguf_tokenizer import LLAMA3, QWEN2
 from tests.serving.adapters import load, options, write_adapter

@@ -18,11 +18,12 @@ from typing import Any
 import grpc
 import pytest
 
-from jengine import EngineDead, Request
+from jengine import EngineDead
 from jengine.serving.grpc.client import Client, ServerError
 from jengine.serving.processes import watchdog
 from jengine.serving.processes.engine_process import EngineProcess
 from jengine.serving.processes.watchdog import IDLE, STARTING, WORKING, Beat, Heartbeat, Patience
+from jengine.spi import Request
 from tests.serving.children import LONG, MOCK
 from tests.serving.leaks import alive, nothing_leaks, wait_until
 from tests.serving.processes import HealthWatch, ServerProcess, mock_process

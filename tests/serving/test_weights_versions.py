@@ -11,8 +11,8 @@ import httpx
 import msgspec
 import pytest
 
-from jengine import TokenUpdate
 from jengine.serving.grpc.client import Client
+from jengine.spi import TokenUpdate
 from tests.mocks.mock_engine import MockEngine
 from tests.serving.conftest import MockServer, serve_mock
 

@@ -13,30 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jengine import (
-    Beam,
     BeamSearchParams,
-    BeamsFound,
-    Ended,
     EngineDead,
-    GetTrace,
     InvalidArgument,
     JengineError,
     Load,
     ModelError,
-    Operation,
     OutOfMemory,
-    Pooled,
     PoolingParams,
     ProfileOptions,
-    PromptScores,
-    Request,
-    ResetPrefixCache,
     SamplingParams,
-    SetStrategy,
-    TokenLogprobs,
-    TokenUpdate,
-    decode_operation,
-    params_of_samples,
 )
 from jengine.core.updates import LoraLoad, ScoredToken, StoreLoad
 from jengine.engine.operations import WriteProfile
@@ -60,6 +46,22 @@ from jengine.serving.processes.wire import (
     failed,
     frame,
     requests_of,
+)
+from jengine.spi import (
+    Beam,
+    BeamsFound,
+    Ended,
+    GetTrace,
+    Operation,
+    Pooled,
+    PromptScores,
+    Request,
+    ResetPrefixCache,
+    SetStrategy,
+    TokenLogprobs,
+    TokenUpdate,
+    decode_operation,
+    params_of_samples,
 )
 
 WIDE = st.integers(0, 10**30)

@@ -13,7 +13,8 @@ import pytest
 from jengine.base.errors import InvalidArgument
 from jengine.capacity.simulation.formats import read_trace
 from jengine.core.request import Request, SamplingParams
-from jengine.engine.engine import Engine
+from jengine.engine.loop.engine import Engine
+from jengine.engine.loop.engine_parts import EngineParts
 from jengine.execution.runner import StepResult
 from jengine.insight.recording.recorder import BLOCK, TraceRecorder
 from jengine.scheduling.scheduler import Scheduler
@@ -46,7 +47,8 @@ def recorded(tmp_path):
             "max_num_batched_tokens": 36,
             "max_model_len": 512,
         }
-        engine = Engine(model, NoModel(), Scheduler(table, **limits), recorder=recorder)  # type: ignore[arg-type]
+        scheduler = Scheduler.of(table, **limits)
+        engine = Engine(model, NoModel(), scheduler, EngineParts(recorder=recorder))  # type: ignore[arg-type]
         engine.add(*requests[:1])
         for request in requests[1:]:
             engine.add(request)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from jengine import ModelError, Tokenizer, chat_prompt, find_lora, lora_tokenizer
+from jengine import ModelError, Tokenizer, chat_prompt
+from jengine.spi import find_lora, lora_tokenizer
 
 OWN = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 MODELS = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"

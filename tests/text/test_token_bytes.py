@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
-from jengine.text.token_bytes import NFC_SHRINKS, most_bytes_of_a_token
+from jengine.text.tokenizer import NFC_SHRINKS, most_bytes_of_a_token
 from tests.text.conftest import byte_fallback, byte_level
 
 

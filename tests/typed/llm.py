@@ -17,6 +17,6 @@ def misspelt(llm: LLM, async_llm: AsyncLLM) -> None:
 
 
 def right(llm: LLM) -> str:
-    LLM("demo", max_num_seqs=8, dtype="float32", enforce_eager=True, block_size=16)
+    LLM("demo", max_num_seqs=8, dtype="float32", page_size=16)
     AsyncLLM("demo", progress=False, swap_space=1.0)
     return llm.generate("x", SamplingParams(temperature=1.0))[0].outputs[0].text

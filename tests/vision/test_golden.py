@@ -21,7 +21,7 @@ from jengine.checkpoints.stored import Tensor
 from jengine.checkpoints.weights import assemble
 from jengine.core.config import EngineConfig
 from jengine.core.image_positions import last_seen, mrope
-from jengine.engine.model_source import ModelSource
+from jengine.engine.setup.model_source import ModelSource
 from jengine.models import build
 from jengine.models.recurrent import LinearAttention
 from jengine.models.whole_sequences import WholeSequences

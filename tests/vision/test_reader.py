@@ -72,7 +72,7 @@ def test_tiles(tmp_path: Path) -> None:
         ({"size": 5}, r"mm_processor_kwargs.size=5: must be an object with shortest_edge and longest_edge"),
         ({"size": {"height": 5}}, r"mm_processor_kwargs.size="),
         ({"do_image_splitting": 1}, r"mm_processor_kwargs.do_image_splitting=1: must be true or false"),
-        ("max", r"mm_processor_kwargs='max': must be an object such as"),
+        ("max", r"mm_processor_kwargs='max': must be a JSON object such as"),
     ],
 )
 def test_options(wrong: Any, limit: str) -> None:

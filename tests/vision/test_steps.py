@@ -15,7 +15,7 @@ import pytest
 from jengine.checkpoints import load, read_config
 from jengine.core.config import EngineConfig
 from jengine.core.image_positions import last_seen, mrope
-from jengine.engine.shapes import describe
+from jengine.engine.setup.shapes import describe
 from jengine.execution.batch import BatchLayout
 from jengine.execution.trunk import make_trunk
 from jengine.models.cache import paged

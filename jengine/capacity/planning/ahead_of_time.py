@@ -21,9 +21,9 @@ from jengine.core.config import EngineConfig
 from jengine.devices.cpu_threads import limit_cpu_threads
 from jengine.devices.device_defaults import sizes
 from jengine.devices.device_spec import DeviceSpec, device_spec
-from jengine.engine.model_source import ModelSource
-from jengine.engine.pipeline_shapes import refuse_stages
-from jengine.engine.shapes import describe
+from jengine.engine.setup.model_source import ModelSource
+from jengine.engine.setup.pipeline_shapes import refuse_stages
+from jengine.engine.setup.shapes import describe
 from jengine.execution.cache_folders import cache_root
 from jengine.execution.kernel_objects import keep_lowered
 from jengine.execution.kinds import KINDS, Key

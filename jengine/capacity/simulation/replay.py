@@ -47,7 +47,7 @@ class EngineShape:
 
     def scheduler(self, **options: Any) -> Scheduler:
         """Creates a scheduler. options: replace these fields."""
-        return Scheduler(
+        return Scheduler.of(
             self.table,
             page_size=self.page_size,
             num_pages=self.num_pages,

@@ -11,11 +11,10 @@ from jengine.base.errors import InvalidArgument
 from jengine.capacity.simulation.drafts import AssumedDrafts
 from jengine.capacity.simulation.replay import EngineShape
 from jengine.core.config import EngineConfig
-from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.speculation import Speculation
 from jengine.devices.device_defaults import sizes
-from jengine.engine.program_set import saved_costs
-from jengine.engine.shapes import describe_engine, host_pages, make_table, page_buckets, states
+from jengine.engine.setup.program_set import saved_costs
+from jengine.engine.setup.shapes import describe_engine, host_pages, make_table, page_buckets, states
 from jengine.execution.memory import claim_gpu_memory, device_bytes, pages_that_fit
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.cache import paged
@@ -129,7 +128,7 @@ class Setup:
                 "max_loras": config.max_loras if config.enable_lora else 0,
                 # simulated tokens say nothing about drafts
                 **options,
-                "options": dataclasses.replace(SchedulingOptions.of(config), speculative_config=None),
+                "options": dataclasses.replace(config, speculative_config=None),
             },
             measured=own is not None or (alike and self._knows(table, known)),
         )

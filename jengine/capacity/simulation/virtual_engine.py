@@ -95,7 +95,7 @@ class VirtualEngine:
 
     def _load_adapters(self) -> None:
         """All adapters of the trace are loaded at its start; writing one to its place takes no time."""
-        adapters = self.scheduler.registry.adapters
+        adapters = self.scheduler.registry.loras
         names = sorted({name for name in self.trace.loras or () if name})
         if names and not adapters.places:
             raise InvalidArgument("trace", names[0], "is an adapter: simulate with enable_lora")

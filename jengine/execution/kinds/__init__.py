@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from jengine.execution.kinds.adapters import AllocateAdapters, WriteAdapter
 from jengine.execution.kinds.allocate import Allocate
 from jengine.execution.kinds.burst import Burst
 from jengine.execution.kinds.counts import AllocateCounts, Count, Forget
 from jengine.execution.kinds.draft import Draft
 from jengine.execution.kinds.encoder import AllocatePool, EncodeImages
 from jengine.execution.kinds.kind import CallKind, DeviceCall, Key, Kind, Program
+from jengine.execution.kinds.loras import AllocateLoras, WriteLora
 from jengine.execution.kinds.page_copies import PageCopies
 from jengine.execution.kinds.pool import Pool
 from jengine.execution.kinds.sampler import Sampler
@@ -28,8 +28,8 @@ AFTER: tuple[Kind[Any], ...] = (Score(), Pool())  # and after it, with results f
 KINDS: tuple[Kind[Any], ...] = (
     Allocate(),
     AllocateCounts(),
-    AllocateAdapters(),
-    WriteAdapter(),
+    AllocateLoras(),
+    WriteLora(),
     AllocatePool(),
     EncodeImages(),
     *BEFORE,

@@ -10,9 +10,9 @@ from jengine.execution.device_state import DeviceState, start_host_copy
 from jengine.execution.kinds.kind import (
     Kind,
     Program,
-    adapter_of,
-    head_adapter_of,
+    head_lora_of,
     ints,
+    lora_of,
     of_leaves,
     partitions,
 )
@@ -37,8 +37,8 @@ class Burst(Kind[BurstKey]):
             layout,
             spec.page_size,
             spec.mesh.devices.flat[0],
-            adapter_of(spec, key.trunk),
-            head_adapter_of(spec) if key.trunk.adapted else None,
+            lora_of(spec, key.trunk),
+            head_lora_of(spec) if key.trunk.adapted else None,
         )
         stacks = (spec.stacks,) if key.trunk.adapted else ()
         own = spec.cache, spec.slots, ints(spec, layout.size + key.trunk.rows)

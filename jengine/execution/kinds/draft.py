@@ -48,7 +48,7 @@ class Draft(Kind[DraftKey]):
         return max(self.keys(spec), key=lambda key: (key.rows, key.pages), default=None)
 
     def temporaries(self, spec: ExecutionSpec, key: DraftKey) -> int:
-        """Of a step of the draft model: its trunk and its sampler."""
+        """Bytes of a step of the draft model: its trunk and its sampler."""
         assert spec.drafting is not None
         trunk = trunk_temporaries(spec.drafting, TrunkKey(key.rows, 0, key.pages))
         return trunk + sampler_temporaries(spec.drafting, key.rows)

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jengine.execution.adapters import adapter
 from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import DeviceState
+from jengine.execution.loras import lora
 from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import Adapt, unchanged
 from jengine.models import Params
@@ -137,7 +137,7 @@ def partitions(tree: Any) -> Any:
 
 
 def of_leaves(spec: ExecutionSpec, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of the leaves of its first argument, the parameters, which then know the spec's forms
+    """A function as one of the leaves of its first argument, the parameters, which then know the spec's forms
     of products.
     """
     whole = _whole(spec)
@@ -150,8 +150,8 @@ def of_leaves(spec: ExecutionSpec, function: Callable[..., Any]) -> Callable[...
 
 
 def of_both_leaves(spec: ExecutionSpec, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same with a draft model: of the leaves of both models' parameters, which the function takes as a
-    pair.
+    """A function as one of the leaves, with a draft model: the leaves of both models' parameters, which the
+    function takes as a pair.
     """
     if spec.drafting is None:
         return of_leaves(spec, function)
@@ -164,17 +164,17 @@ def of_both_leaves(spec: ExecutionSpec, function: Callable[..., Any]) -> Callabl
     return of
 
 
-def adapter_of(spec: ExecutionSpec, key: TrunkKey) -> Adapt | None:
+def lora_of(spec: ExecutionSpec, key: TrunkKey) -> Adapt | None:
     """What puts adapted weights in the place of parameters, for trunks with adapters."""
     if spec.adapters is None or not key.adapted:
         return None
-    return adapter(spec.adapters, spec.product_forms, key.adapted, logits=False) or unchanged
+    return lora(spec.adapters, spec.product_forms, key.adapted, logits=False) or unchanged
 
 
-def head_adapter_of(spec: ExecutionSpec) -> Adapt | None:
+def head_lora_of(spec: ExecutionSpec) -> Adapt | None:
     """What puts an adapted output head in the place of the model's; None: adapters cannot change it."""
     shapes = spec.adapters
-    return None if shapes is None else adapter(shapes, spec.product_forms, shapes.places, logits=True)
+    return None if shapes is None else lora(shapes, spec.product_forms, shapes.places, logits=True)
 
 
 def _whole(spec: ExecutionSpec) -> Callable[[Sequence[jax.Array]], Params]:

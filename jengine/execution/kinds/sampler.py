@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jengine.execution.device_state import DeviceState, start_host_copy
-from jengine.execution.kinds.kind import Kind, Program, head_adapter_of, ints, of_leaves
+from jengine.execution.kinds.kind import Kind, Program, head_lora_of, ints, of_leaves
 from jengine.execution.logits import mask_words
 from jengine.execution.memory import sampler_temporaries
 from jengine.execution.sampler import Sampled, SampledLogprobs, make_sampler
@@ -28,7 +28,7 @@ class Sampler(Kind[SamplerKey]):
     each_step = True
 
     def program(self, spec: ExecutionSpec, key: SamplerKey) -> Program:
-        full, last, adapt = key.variant == "full", spec.slots.last, head_adapter_of(spec)
+        full, last, adapt = key.variant == "full", spec.slots.last, head_lora_of(spec)
         stacks = () if adapt is None else (spec.stacks,)
         args = (last, spec.counts) if full else last, spec.slots.sampling, to_sample(spec, key)
         sampler = make_sampler(spec.model, key.variant, processed=spec.processed_logprobs, adapt=adapt)

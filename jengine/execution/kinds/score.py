@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import DeviceState, start_host_copy
-from jengine.execution.kinds.kind import DeviceCall, Kind, Program, head_adapter_of, ints, of_leaves
+from jengine.execution.kinds.kind import DeviceCall, Kind, Program, head_lora_of, ints, of_leaves
 from jengine.execution.memory import sampler_temporaries
 from jengine.execution.sampler import SampledLogprobs, make_scorer
 from jengine.execution.spec import ExecutionSpec
@@ -27,7 +27,7 @@ class Score(Kind[ScoreKey]):
     everywhere = False
 
     def program(self, spec: ExecutionSpec, key: ScoreKey) -> Program:
-        adapt = head_adapter_of(spec)
+        adapt = head_lora_of(spec)
         stacks = () if adapt is None else (spec.stacks,)
         scorer = of_leaves(spec, make_scorer(spec.model, spec.table.tile_size, adapt))
         packed = ints(spec, key.tiles * (spec.table.tile_size + 1))

@@ -31,7 +31,7 @@ class MoveWeights(CallKind[str]):
 
     def run(self, state: DeviceState, key: str, array: np.ndarray) -> None:
         away, keep = array.tolist()
-        spec, leaves, draft = state.spec, state.leaves if keep else (), state.own_of_draft
+        spec, leaves, draft = state.spec, state.leaves if keep else (), state.draft_only_leaves
         if spec.mesh.local_devices[0].platform == "gpu":
             leaves = _moved(leaves, spec.leaves, away)
             like = () if spec.drafting is None else spec.drafting.leaves

@@ -6,11 +6,10 @@ import numpy as np
 
 from jengine.execution.device_state import DeviceState
 from jengine.execution.draft import make_follow
-from jengine.execution.kinds.kind import Kind, Program, adapter_of, of_both_leaves, of_leaves, partitions
+from jengine.execution.kinds.kind import Kind, Program, lora_of, of_both_leaves, of_leaves, partitions
 from jengine.execution.memory import trunk_temporaries
 from jengine.execution.spec import ExecutionSpec
-from jengine.execution.stage_trunk import make_stage_trunk
-from jengine.execution.trunk import make_trunk
+from jengine.execution.trunk import make_stage_trunk, make_trunk
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import MOST_STATES, TrunkKey
 from jengine.table.ready_programs import ReadyPrograms
@@ -40,7 +39,7 @@ class Trunk(Kind[TrunkKey]):
             if spec.draft is None
             else make_follow(spec.model, spec.draft, key, spec.page_size, device),
             reads=None if spec.draft is None else spec.draft.reads,
-            adapt=adapter_of(spec, key),
+            adapt=lora_of(spec, key),
             sees=spec.images is not None,
         )
         own = spec.cache, spec.slots, spec.packed(key), *(() if spec.images is None else (spec.images.pool,))

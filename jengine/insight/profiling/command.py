@@ -22,7 +22,7 @@ from jengine.insight.profiling.jax_capture import SECONDS, JaxCapture
 VARIABLE = "_JENGINE_PROFILE"  # passes options as JSON, and the folder, to the command's processes
 HOOK = Path(__file__).parent / "hook"
 SERVER = "jengine.serving.app"
-USES = ("jengine.engine.engine", SERVER)  # processes that import one of these are profiled
+USES = ("jengine.engine.loop.engine", SERVER)  # processes that import one of these are profiled
 LOOK_SECONDS = 0.1
 WARM_STEPS = 20  # number of steps before the jax.profiler capture
 

@@ -283,6 +283,6 @@ def request_record(sequence: Sequence, ended: float = 0.0, pages: int = 0) -> Re
         preemptions=sequence.num_preemptions,
         reason=sequence.finish_reason or "",
         pages=pages,
-        lora="" if sequence.adapter is None else sequence.adapter.name,
+        lora="" if sequence.lora is None else sequence.lora.name,
         queued=sequence.queued,
     )

@@ -17,9 +17,9 @@ from jengine import (
     RequestOutput,
     SamplingParams,
     StructuredOutputs,
-    check_entries,
 )
 from jengine.serving.calls.portions import Portioned, width_of
+from jengine.spi import check_entries
 
 Positions = Sequence[Mapping[int, Logprob] | None]
 

@@ -22,7 +22,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from jengine import InvalidArgument, OutputKind, RequestHandle, RequestOutput, SamplingParams, __version__
+from jengine import InvalidArgument, RequestHandle, RequestOutput, SamplingParams, __version__
 from jengine.integrations.smg import events, messages
 from jengine.serving.calls.errors import Refusal, reported
 from jengine.serving.calls.named_model import NamedModel, named_model
@@ -32,6 +32,7 @@ from jengine.serving.guards.bounds import check_admin, sees_all_clients
 from jengine.serving.guards.security import scoped
 from jengine.serving.requests.answers import Answer, PatientWriter, abandon
 from jengine.serving.requests.service import ParsedRequest, Service, Shared, check_ids
+from jengine.spi import OutputKind
 
 log = logging.getLogger("jengine.serving")
 DESCRIPTOR = pb.DESCRIPTOR.services_by_name["VllmEngine"]

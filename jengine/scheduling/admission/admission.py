@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as List
 from itertools import chain, islice
+from typing import NamedTuple
 
 from jengine.core.scheduling_options import StrategyName
-from jengine.scheduling.admission.auto_strategy import AutoState, LoadSigns, auto
-from jengine.scheduling.admission.page_forecast import Growth, peak_pages
-from jengine.scheduling.admission.strategies import Decision, Situation, batch_size, latency, throughput
+from jengine.scheduling.admission.strategies import (
+    AutoState,
+    Decision,
+    LoadSigns,
+    Situation,
+    auto,
+    batch_size,
+    latency,
+    throughput,
+)
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.costs.rows_or_tiles import RowsOrTiles
 from jengine.scheduling.promises.acceptance import Acceptance
@@ -62,7 +72,6 @@ class Admission:
         return self._auto is not None
 
     def wakes_at(self, now: float) -> float:
-        """See Scheduler."""
         registry = self._registry
         if registry.waiting and not registry.running and self._acceptance.unfinished:
             return now
@@ -73,7 +82,6 @@ class Admission:
         )
 
     def set_strategy(self, name: StrategyName) -> None:
-        """See Scheduler."""
         self._auto = AutoState(self.strategy) if name == "auto" else None
         self._use(self.strategy if name == "auto" else name)
 
@@ -222,3 +230,31 @@ class Admission:
             preempted=preempted,
             waiting=len(registry.waiting),
         )
+
+
+class Growth(NamedTuple):
+    """A sequence's current tokens, and the number expected until it ends and frees its pages."""
+
+    tokens: int
+    rest: int
+
+
+def peak_pages(sequences: Iterable[Growth], page_size: int, most: List[int | None] = (None,)) -> int:
+    """Upper bound on the pages held at once, if every sequence gets a token per step and ends at its expected
+    length.
+
+    The maximum occurs just before a sequence ends. At that moment every longer sequence has grown by the
+    tokens that the ending one had left. So only these moments are checked (as in the Past-Future scheduler,
+    Gong et al., 2025).
+
+    Args:
+        most: for each cache group, the maximum number of pages that a sequence holds; None: as many as its
+            tokens need.
+    """
+    tokens = peak = 0
+    for count, growth in enumerate(sorted(sequences, key=lambda growth: -growth.rest), 1):
+        tokens += growth.tokens
+        # the last page of each sequence may be nearly empty
+        pages = -(-(tokens + count * (growth.rest + page_size - 1)) // page_size)
+        peak = max(peak, sum([pages if limit is None else min(pages, count * limit) for limit in most]))
+    return peak

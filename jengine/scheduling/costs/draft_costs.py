@@ -123,7 +123,7 @@ class DraftCosts:
         return self._known[key]
 
     def offer_while_in_flight(self, rows: Rows) -> Offer:
-        """The same while a step is in flight, which must be read before the next one if that has drafts."""
+        """The offer while a step is in flight, which must be read before the next one if that has drafts."""
         wait = sum(self._predictor.costs.host_seconds(rows.rows))
         offer = self.offer(rows, 0, wait=wait)
         return offer._replace(seconds=max(offer.seconds, wait))

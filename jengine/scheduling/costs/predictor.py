@@ -68,7 +68,9 @@ class StepPredictor:
         return self.costs.seconds(trunk, self.ready.sampler(trunk, VARIANTS[rank]), work)
 
     def row_seconds(self, rows: int, tokens: int, rank: int = 0) -> float:
-        """The same for rows alone, without work; if they may run as a burst, seconds of one of its steps."""
+        """Seconds of a step of rows alone, without work; if they may run as a burst, seconds of one of its
+        steps.
+        """
         seconds, steps = self.seconds(rows, 0, NO_WORK, tokens, rank), self.ready.table.steps
         if steps == 1:
             return seconds

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
-from jengine.scheduling.costs.drift import Drift
 from jengine.scheduling.costs.host_costs import HostCosts, HostSeconds
 from jengine.scheduling.work import NO_WORK, Work
 from jengine.table.pages import SWAPS
@@ -39,6 +39,17 @@ EARLY = 0.5  # the gain is EARLY / steps while a trunk has few steps and this is
 LEAST = 0.01  # minimum share of a step attributed to each of its programs
 SETTLED = 0.1  # assumed relative error of a settled cost, where that of an estimate is 1
 DRAFT_SHARE = 0.2  # of a trunk's cost: that of one token of the draft model, before it is measured
+
+
+# window of the median: it follows a change within half as many steps, and tolerates up to half of them as
+# outliers
+STEPS = 15
+CLIP = 3.0  # larger deviations are clipped to this multiple of the spread
+SPREAD = 0.05  # initial value, before steps have been observed
+LEAST_SPREAD = 0.005
+FORGET = 0.02  # decay of the spread per step
+FORGET_MEAN = 0.002  # decay of the mean per step
+MOST = 1.4  # log of the most that a step may exceed its costs and count in the mean: 4 times
 
 
 class Slopes(NamedTuple):
@@ -172,7 +183,7 @@ class StepCosts:
         return self._drift.factor * self.base(key)
 
     def burst_seconds(self, key: BurstKey, work: Work = NO_WORK) -> float:
-        """The same for a whole burst."""
+        """Seconds of a whole burst."""
         return self._drift.factor * (self.base(key) + self.slopes.seconds(work))
 
     def base(self, key: TableKey) -> float:
@@ -233,11 +244,9 @@ class StepCosts:
         return self.host.seconds(rows + tiles)
 
     def observe_plan(self, rows: int, tiles: int, seconds: float) -> None:
-        """See HostSeconds.plan."""
         self.host.plan.observe(rows + tiles, seconds)
 
     def observe_collect(self, rows: int, tiles: int, seconds: float) -> None:
-        """See HostSeconds.collect."""
         self.host.collect.observe(rows + tiles, seconds)
 
     def for_table(self, table: ProgramTable) -> StepCosts:
@@ -338,7 +347,7 @@ class StepCosts:
         return self._greedy[trunk]
 
     def _estimated(self, key: TableKey) -> float:
-        """Of a burst that has not run: the sum of its steps. Of drafts: a share of so many trunks."""
+        """Seconds of a burst that has not run: the sum of its steps. Of drafts: a share of so many trunks."""
         if isinstance(key, BurstKey):
             return key.steps * (self.base(key.trunk) + self.base(key.sampler))
         if isinstance(key, DraftKey):
@@ -403,3 +412,35 @@ def _sampling(key: SamplerKey) -> float:
 
 def _on_line(first: tuple[int, float], second: tuple[int, float], tokens: int) -> float:
     return first[1] + (second[1] - first[1]) * (tokens - first[0]) / (second[0] - first[0])
+
+
+class Drift:
+    """
+    Attributes:
+        factor: current factor on costs.
+        spread: mean relative deviation of steps from their predictions.
+        mean: mean duration of steps relative to their costs, under all loads of the last hundreds of steps.
+    """
+
+    def __init__(self) -> None:
+        self.factor, self.spread, self.mean = 1.0, SPREAD, 1.0
+        self._log = 0.0  # log of the factor
+        self._bias = 0.0  # mean deviation from the median, which is not 0 if slow steps are rare and far away
+        self._recent = deque([0.0] * STEPS, STEPS)
+
+    def observe(self, ratio: float) -> float:
+        """Takes log(measured / usual) of a step. Returns the clipped deviation that the factor did not
+        predict, minus the mean of these deviations.
+
+        So the sum of what it returns is bounded. Otherwise costs that follow the deviations would grow or
+        shrink without end, and the factor would hide it.
+        """
+        clip = CLIP * self.spread
+        unexpected = min(max(ratio - self._log, -clip), clip)
+        self.spread = max(self.spread + FORGET * (abs(unexpected) - self.spread), LEAST_SPREAD)
+        self._recent.append(ratio)
+        self._log = sorted(self._recent)[STEPS // 2]
+        self.factor = math.exp(self._log)
+        self.mean += FORGET_MEAN * (math.exp(min(ratio, MOST)) - self.mean)
+        self._bias += FORGET * (unexpected - self._bias)
+        return unexpected - self._bias

@@ -44,7 +44,7 @@ def agreed(text: List[int], end: int, tokens: List[int], most: int) -> int:
 
 def continued(tokens: List[int], start: int, count: int) -> list[int]:
     """`count` tokens from a place in the text. A text that ends before goes on as it did from there."""
-    found = list(tokens[start : start + count])
-    while len(found) < count:
-        found.append(found[len(found) - (len(tokens) - start)])
-    return found
+    copied = list(tokens[start : start + count])
+    while len(copied) < count:
+        copied.append(copied[len(copied) - (len(tokens) - start)])
+    return copied

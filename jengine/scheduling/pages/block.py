@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class AdapterSalt(NamedTuple):
-    """Of a sequence with an adapter: the number of its loading, its name, and the request's own salt."""
+class LoraSalt(NamedTuple):
+    """The salt of a sequence with an adapter: the number of its loading, its name, and the request's own
+    salt.
+    """
 
     number: int
     name: str
     salt: str | None
 
 
-Salt = str | AdapterSalt | None  # of a sequence
+Salt = str | LoraSalt | None  # of a sequence
 
 
 class Block:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right, insort
+from collections import deque
 from collections.abc import Sequence as List
 from itertools import accumulate, islice, takewhile
 
 from jengine.scheduling.costs.predictor import StepPredictor
-from jengine.scheduling.promises.goodput import Goodput
-from jengine.scheduling.promises.promises import Outlook, Prompt, Stream, best_way
-from jengine.scheduling.requests.output_lengths import OutputLengths
+from jengine.scheduling.promises.promises import EPSILON, Outlook, Prompt, Stream, best_way
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
@@ -20,6 +20,13 @@ JUDGED = 32  # new requests judged per step, so that thousands of arrivals do no
 # iterations of judging new requests per step, and of judging the first in the queue; each may exceed it once
 EFFORT = 50_000
 REJECTED = "rejected"  # the stop_reason of a request whose targets cannot be met
+
+
+RECENT = 64  # number of recent requests that indicate the current load
+REMEMBERED = 512  # outputs
+# minimum number of longer outputs for a prediction; with fewer, a request is assumed to reach its limit
+FEWEST = 16
+QUANTILE = 0.9  # quantile of these lengths, high enough that most requests stay within the prediction
 
 
 class Acceptance:
@@ -245,3 +252,77 @@ def _can_be_met(stream: Stream, least: float) -> bool:
     """Whether a stream can still be in time if every further step takes the minimum time."""
     slack, tpot, length = stream
     return slack >= least if length is None else slack + (length - 1) * tpot >= length * least
+
+
+class Goodput:
+    """Counts of completed requests that had targets.
+
+    Attributes:
+        met: the first token came within ttft_ms, and the others tpot_ms apart on average.
+        missed: at least one of these targets was missed.
+        rejected: rejected before running, since their targets could not be met.
+    """
+
+    def __init__(self) -> None:
+        self.met = self.missed = self.rejected = 0
+        self._recent: deque[bool] = deque(maxlen=RECENT)  # whether each recent request was late
+
+    @property
+    def late(self) -> float:
+        """Share of recent requests that were late."""
+        return sum(self._recent) / len(self._recent) if self._recent else 0.0
+
+    def ended(self, sequence: Sequence, now: float) -> None:
+        """Records that a request with targets has received its last token."""
+        met = in_time(sequence, now)
+        self.met, self.missed = self.met + met, self.missed + (not met)
+        self._recent.append(not met)
+
+    def reject(self) -> None:
+        self.rejected += 1
+        self._recent.append(True)
+
+
+def in_time(sequence: Sequence, now: float) -> bool:
+    """Whether a sequence that has just received its last token met its targets."""
+    first, others = sequence.first_token, len(sequence.tokens) - sequence.prompt_len - 1
+    if first is None or first - sequence.arrival > sequence.ttft + EPSILON:
+        return False
+    return others < 1 or (now - first) / others <= sequence.tpot + EPSILON
+
+
+class OutputLengths:
+    """Output lengths, in tokens, of recent requests that stopped or reached their limit."""
+
+    def __init__(self) -> None:
+        self._latest: deque[int] = deque()
+        self._sorted: list[int] = []
+
+    def note(self, length: int) -> None:
+        if len(self._latest) == REMEMBERED:
+            del self._sorted[bisect_right(self._sorted, self._latest.popleft()) - 1]
+        self._latest.append(length)
+        insort(self._sorted, length)
+
+    def expected_rest(self, generated: int, limit: int, quantile: float = QUANTILE) -> int:
+        """Predicted number of further tokens of a request that has generated `generated`, at most up to its
+        limit.
+
+        Args:
+            quantile: of the lengths of longer outputs.
+        """
+        longer = self._longer(generated, quantile)
+        return limit - generated if longer is None else min(longer, limit) - generated
+
+    def least_rest(self, generated: int, most: int) -> int | None:
+        """Number of tokens, at most `most`, that a request will probably still generate at least; None:
+        unknown.
+        """
+        longer = self._longer(generated, 1.0 - QUANTILE)
+        return None if longer is None else min(longer - generated, most)
+
+    def _longer(self, generated: int, quantile: float) -> int | None:
+        """This quantile of the lengths above `generated`; None if there are too few."""
+        begin = bisect_right(self._sorted, generated)
+        longer = len(self._sorted) - begin
+        return None if longer < FEWEST else self._sorted[begin + int(quantile * (longer - 1))]

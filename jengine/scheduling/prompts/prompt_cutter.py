@@ -58,7 +58,6 @@ class PromptCutter:
         self._landed: dict[Sequence, None] = {}
 
     def forget(self, sequence: Sequence) -> None:
-        """See Rememberer."""
         self._landed.pop(sequence, None)
 
     def land(self) -> None:

@@ -10,12 +10,12 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.request import FinishReason, Request
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.pages.blocks import BlockManager
-from jengine.scheduling.requests.adapters import Adapter, Adapters
 from jengine.scheduling.requests.batching import Batches
 from jengine.scheduling.requests.beams import Beams
 from jengine.scheduling.requests.composition import Composition
 from jengine.scheduling.requests.fair_shares import FairQueue
 from jengine.scheduling.requests.images import Images
+from jengine.scheduling.requests.loras import Lora, LoraPlaces
 from jengine.scheduling.requests.policy import Waiting, WaitingQueue, order_of
 from jengine.scheduling.requests.sequence import Order, Sequence, State
 
@@ -56,7 +56,7 @@ class Registry:
         by_slack: whether the order depends on targets.
         may_preempt: whether `preempt` preempts; otherwise it raises PreemptionNeeded.
         rememberers: parts to notify of each release.
-        adapters: loaded adapters.
+        loras: loaded adapters.
         incoming: numbers of waiting sequences for which pages are being loaded from a store.
     """
 
@@ -75,7 +75,7 @@ class Registry:
         self.num_preemptions = self.releases = 0
         self.ended: list[Sequence] = []
         self.incoming = set[int]()
-        self.adapters, self.images = Adapters(places), images or Images(0, 0)
+        self.loras, self.images = LoraPlaces(places), images or Images(0, 0)
         self.by_slack, self.may_preempt = False, True
         self.rememberers: List[Rememberer] = ()
         self.fair = FairQueue() if options.policy == "fair" else None
@@ -124,7 +124,7 @@ class Registry:
         max_len: int,
         eos_token_ids: tuple[int, ...],
         family: int | None,
-        adapter: Adapter | None,
+        lora: Lora | None,
     ) -> Sequence:
         """Adds a sequence, which waits but is not queued yet. Arguments as in Scheduler.add.
 
@@ -144,9 +144,9 @@ class Registry:
             stop_token_ids=frozenset(params.stop_token_ids if params.ignore_eos else suppressed),
             suppressed_token_ids=suppressed,
             tokens=list(request.prompt_token_ids),
-            adapter=adapter,
+            lora=lora,
         )
-        self.adapters.came(adapter)
+        self.loras.came(lora)
         self.images.came(sequence)
         self._arrivals += 1
         self.stop_ids.update(sequence.stop_token_ids)
@@ -168,7 +168,7 @@ class Registry:
             state=State.HELD,
             accepted=leader.accepted,
             beams=beams,
-            adapter=leader.adapter,
+            lora=leader.lora,
         )
         beam.order = leader.order
         self._arrivals += 1
@@ -189,7 +189,7 @@ class Registry:
         return (
             sequence.number not in self.incoming
             and self.images.may_start(sequence)
-            and self.adapters.may_start(sequence.adapter)
+            and self.loras.may_start(sequence.lora)
         )
 
     def order(self, sequence: Sequence) -> Order:
@@ -207,7 +207,7 @@ class Registry:
     def start(self, members: list[Sequence]) -> None:
         """Starts to run a waiting sequence, the first of `members`. The others are its empty beams."""
         self.waiting.admit(members[0])
-        self.adapters.start(members[0].adapter)
+        self.loras.start(members[0].lora)
         for member in members:
             self.running[member] = None
             member.slot = self.free_slots.pop()
@@ -231,7 +231,6 @@ class Registry:
         self.waiting.push(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """See Scheduler.finish."""
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
         if sequence.state is State.FINISHED:
             return
@@ -241,7 +240,7 @@ class Registry:
             self.waiting.remove(sequence)
         sequence.state, sequence.in_flight, sequence.tentative = State.FINISHED, 0, 0
         self.ended.append(sequence)
-        self.adapters.ended(sequence.adapter)
+        self.loras.ended(sequence.lora)
         self.images.ended(sequence)
         self.incoming.discard(sequence.number)
         del self.by_id[sequence.request_id], self.by_number[sequence.number]
@@ -251,7 +250,7 @@ class Registry:
                 del self.stop_ids[token]
 
     def _release(self, sequence: Sequence) -> None:
-        self.adapters.stop(sequence.adapter)
+        self.loras.stop(sequence.lora)
         self.images.forget(sequence)
         for member in _members(sequence):
             del self.running[member]
@@ -272,7 +271,7 @@ class Registry:
     def check_integrity(self) -> None:
         """Raises AssertionError unless every page, slot and request is in exactly one place."""
         self.blocks.check_integrity()
-        self.adapters.check_integrity()
+        self.loras.check_integrity()
         self.images.check_integrity()
         running, waiting = list(self.running), [*self.waiting, *self.held]
         requests = {_leader(sequence) for sequence in running}

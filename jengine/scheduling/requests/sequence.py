@@ -10,10 +10,10 @@ from jengine.core.images import PromptImages
 from jengine.core.pooling import PooledStates
 from jengine.core.request import FinishReason, Request
 from jengine.core.updates import Beam
-from jengine.scheduling.pages.block import AdapterSalt, Salt
+from jengine.scheduling.pages.block import LoraSalt, Salt
 from jengine.scheduling.pages.whole import Ranges
-from jengine.scheduling.requests.adapters import Adapter
 from jengine.scheduling.requests.beams import Beams
+from jengine.scheduling.requests.loras import Lora
 from jengine.table.program_table import VARIANTS, sampler_variant
 
 Order = tuple[int, int, float, int]  # place in the order, see order_of; smaller comes first, no two are equal
@@ -73,7 +73,7 @@ class Sequence:
     stop_reason: int | str | None = None
     pooled: PooledStates | None = None  # of a request for an embedding
     beams: Beams[Sequence] | None = None  # the running beam search that it belongs to
-    adapter: Adapter | None = None  # that its request uses
+    lora: Lora | None = None  # that its request uses
     found: list[Beam] = field(default_factory=list)  # result of its finished beam search
 
     order: Order = field(init=False)  # set when it is queued
@@ -95,15 +95,15 @@ class Sequence:
         self.prompt_len = len(self.request.prompt_token_ids)
         self.last_position = self.max_len - 1
         self.searches = self.request.beams is not None
-        salt, adapter = self.request.cache_salt, self.adapter
-        self.salt = salt if adapter is None else AdapterSalt(adapter.number, adapter.name, salt)
+        salt, lora = self.request.cache_salt, self.lora
+        self.salt = salt if lora is None else LoraSalt(lora.number, lora.name, salt)
         full = self.searches or self.request.mask is not None
         self.variant_rank = VARIANTS.index("full" if full else sampler_variant(self.request.params))
 
     @property
     def place(self) -> int:
         """On the devices, of its adapter, from 1; 0: it has none."""
-        return 0 if self.adapter is None else self.adapter.place
+        return 0 if self.lora is None else self.lora.place
 
     @property
     def has_target(self) -> bool:

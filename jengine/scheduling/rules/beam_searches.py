@@ -86,11 +86,9 @@ class BeamSearches(Rule):
         return list(beams.items())
 
     def forget(self, sequence: Sequence) -> None:
-        """See Rememberer."""
         self._leaders.pop(sequence, None)
 
     def check_integrity(self) -> None:
-        """See Rule."""
         members = [member for beams in self._leaders.values() for member in beams.members]
         running = {sequence for sequence in self._registry.running if sequence.searches}
         assert {*members} == running and len({*members}) == len(members), "a beam is lost"

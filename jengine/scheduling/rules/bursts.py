@@ -33,7 +33,6 @@ class Bursts(Rule):
         self._steps, self._auto = predictor.ready.table.steps, registry.options.num_scheduler_steps == "auto"
 
     def lengthen(self, plan: PlanBuilder) -> None:
-        """See Rule."""
         rows, steps, blocks = plan.rows, self._steps, self._blocks
         if steps == 1 or plan.tiles or plan.more_rows:
             return

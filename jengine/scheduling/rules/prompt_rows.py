@@ -20,7 +20,6 @@ class PromptRows(Rule):
         self._costs, self._size = costs, tile_size
 
     def lengthen(self, plan: PlanBuilder) -> None:
-        """See Rule."""
         if not plan.tiles or not self._costs.most:
             return
         first = len(plan.rows)

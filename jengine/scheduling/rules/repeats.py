@@ -37,7 +37,6 @@ class Repeats(Rule):
         self._repeating[sequence] = None
 
     def lengthen(self, plan: PlanBuilder) -> None:
-        """See Rule."""
         if not self._repeating or not plan.rows:
             return
         rows, pages = len(plan.rows) + plan.more_rows, self._blocks.pages_of(plan.longest)
@@ -66,7 +65,6 @@ class Repeats(Rule):
         return end - start
 
     def planned(self, plan: PlanBuilder) -> None:
-        """See Rule."""
         if not self._repeating:
             return
         ended: dict[int, Sample] = {}  # by sequence, what follows its last known token
@@ -82,9 +80,7 @@ class Repeats(Rule):
         plan.sampled = [sequence for sequence in plan.sampled if sequence.number not in left]
 
     def forget(self, sequence: Sequence) -> None:
-        """See Rememberer."""
         self._repeating.pop(sequence, None)
 
     def check_integrity(self) -> None:
-        """See Rule."""
         assert {*self._repeating} <= {*self._registry.running}, "a sequence that does not run repeats tokens"

@@ -21,7 +21,7 @@ class Rule:
         """Programs are chosen, and the rows' sequences advanced. May hold sequences, or drop samples."""
 
     def forget(self, sequence: Sequence) -> None:
-        """See Rememberer."""
+        """The sequence gives back its slot and its pages."""
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the rule remembers something that is not so."""

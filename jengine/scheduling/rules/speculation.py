@@ -9,7 +9,7 @@ from jengine.scheduling.costs.draft_costs import DraftCosts, Likely, Rows
 from jengine.scheduling.costs.draft_count import HowMany, Offer
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.drafters.drafter import Drafter
-from jengine.scheduling.drafters.watched import Watched
+from jengine.scheduling.drafters.rates import BestDraft
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
@@ -55,7 +55,7 @@ class Speculation(Rule):
     ) -> None:
         self._registry, self._blocks, self._windows = registry, registry.blocks, limits.windows
         self._timeline, self._costs = timeline, DraftCosts(predictor, limits.windows, how_many)
-        self._drafter = Watched(drafters) if drafters else None
+        self._drafter = BestDraft(drafters) if drafters else None
         most = MOST_STATES if limits.recurrent else MOST_DRAFTS
         self.most = most if self._drafter is None else min(self._drafter.most, most)
         self.drafts = self.tokens = self.right = 0
@@ -63,7 +63,6 @@ class Speculation(Rule):
         self.gain = 1.0
 
     def forget(self, sequence: Sequence) -> None:
-        """See Rememberer."""
         if self._drafter is not None:
             self._drafter.forget(sequence)
 
@@ -97,7 +96,6 @@ class Speculation(Rule):
         return not sequence.searches and len(sequence.tokens) >= sequence.prompt_len
 
     def lengthen(self, plan: PlanBuilder) -> None:
-        """See Rule."""
         if self._drafter is not None and plan.rows:
             self._costs.expected = 1.0
             if not all([sequence.in_flight for sequence in plan.rows]):

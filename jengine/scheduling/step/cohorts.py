@@ -44,11 +44,10 @@ class Cohorts:
         self._last: dict[Sequence, int] = {}  # number of the step in which it had a row or a sample
 
     def forget(self, sequence: Sequence) -> None:
-        """See Rememberer."""
         self._last.pop(sequence, None)
 
     def take(self, decoding: list[Sequence], *, prompts: bool) -> list[Sequence]:
-        """Those of all decoding sequences that get a row now, in the same order.
+        """The decoding sequences that get a row now, in the same order.
 
         Args:
             prompts: whether there are prompts to compute.
@@ -63,7 +62,7 @@ class Cohorts:
         return [sequence for sequence in ready if sequence in chosen]
 
     def ready(self, decoding: list[Sequence]) -> list[Sequence]:
-        """Those of these sequences whose step need not wait for another one."""
+        """The sequences whose step need not wait for another one."""
         last, until = self._last, self._collected
         if not self.through_host:
             until = max(until, self._planned + 1 - self.stages)

@@ -35,12 +35,12 @@ class Collected:
         return zip(self.samples, self.sequences, self.tokens, strict=True)
 
 
-def given(plan: StepPlan, tokens: Tokens) -> Iterator[tuple[int, Sample, list[int]]]:
+def by_sample(plan: StepPlan, tokens: Tokens) -> Iterator[tuple[int, Sample, list[int]]]:
     """The tokens that each sequence gets, with the first of its samples and that sample's index."""
     samples, i = plan.samples, 0
     while i < len(samples):
-        own, span = tokens[i], plan.spans[samples[i].span]
-        got = [own] if isinstance(own, int) else own
+        sampled, span = tokens[i], plan.spans[samples[i].span]
+        got = [sampled] if isinstance(sampled, int) else sampled
         if span.guesses:
             for draft in span.following or ():
                 if draft != got[-1]:

@@ -33,7 +33,6 @@ class Rows:
         self._forked: dict[Sequence, None] = {}  # running; the device lacks part of their block tables
 
     def forget(self, sequence: Sequence) -> None:
-        """See Rememberer."""
         self.last = None
         self._sharing.pop(sequence, None)
         self._forked.pop(sequence, None)

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from jengine import AsyncLLM, EngineThread, Tokenizer
+from jengine import AsyncLLM, Tokenizer
+from jengine.api.backend import EngineThread
 from tests.batch_mocks import make_tokenizer
 from tests.extras import of_extra
 from tests.mocks.mock_engine import MockEngine

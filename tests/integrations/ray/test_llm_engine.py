@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from jengine import AsyncLLM, EngineThread, InvalidArgument, Tokenizer
+from jengine import AsyncLLM, InvalidArgument, Tokenizer
+from jengine.api.backend import EngineThread
 from tests.extras import of_extra
 from tests.integrations.ray import openai_types
 from tests.mocks.mock_engine import MockEngine

@@ -108,7 +108,8 @@ def test_options() -> None:
 
 def test_health(model: Path) -> None:
     """A replica reports the failure of its engine."""
-    from jengine import AsyncLLM, EngineDead, EngineThread, Tokenizer
+    from jengine import AsyncLLM, EngineDead, Tokenizer
+    from jengine.api.backend import EngineThread
     from jengine.integrations.ray.serve import QUEUED_TOKENS, EngineReplica, ServeConfig
     from tests.mocks.mock_engine import MockEngine
 

@@ -10,7 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from jengine import AsyncLLM, EngineThread, InvalidArgument, Tokenizer
+from jengine import AsyncLLM, InvalidArgument, Tokenizer
+from jengine.api.backend import EngineThread
 from jengine.integrations.ray.data import BatchWorker, ProcessorConfig
 from tests.mocks.mock_engine import MockEngine
 

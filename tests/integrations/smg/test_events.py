@@ -13,7 +13,7 @@ import pytest
 
 from jengine.core.images import CONTENT
 from jengine.engine.page_events import EventMaker, Group, KVEventBatch, hash_of
-from jengine.scheduling.pages.block import AdapterSalt
+from jengine.scheduling.pages.block import LoraSalt
 from jengine.scheduling.pages.page_change import CLEARED, HOST, PageChange
 from jengine.scheduling.pages.prefix_index import PrefixIndex
 from jengine.serving.calls.errors import Refusal
@@ -169,7 +169,7 @@ def test_messages() -> None:
     index = PrefixIndex(1, 4)
     index.changed = changes.append
     image = CONTENT + 7
-    parent = index.get(AdapterSalt(3, "french", "secret"), (1, 2, image, image + 1))
+    parent = index.get(LoraSalt(3, "french", "secret"), (1, 2, image, image + 1))
     child = index.get(parent, (3, 4, 5, 6))
     index.hold(parent, 0, 1)
     index.hold(child, 0, 2)

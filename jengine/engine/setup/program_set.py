@@ -1,0 +1,208 @@
+"""The programs of an engine: those that it starts with, those that follow, and what its steps cost."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from jengine.base.progress import Progress
+from jengine.core.config import EngineConfig
+from jengine.devices.device_defaults import sizes
+from jengine.engine.loop.first_use import RUNS
+from jengine.engine.setup.devices import process_root
+from jengine.engine.setup.early_compilation import EarlyCompilation
+from jengine.engine.setup.measure import measure
+from jengine.execution.background import BackgroundPrograms
+from jengine.execution.cache_folders import costs_file
+from jengine.execution.kinds import Key, kind_of
+from jengine.execution.memory import check_room
+from jengine.execution.pipeline import StagePrograms
+from jengine.execution.prebuilt_programs import PrebuiltPrograms
+from jengine.execution.program_folder import make_private, write_private
+from jengine.execution.programs import Programs, first_keys, open_cache, program_keys, running
+from jengine.execution.runner import Runner
+from jengine.execution.spec import ExecutionSpec
+from jengine.parallel.link import Link
+from jengine.scheduling.costs.step_costs import StepCosts
+from jengine.table.program_table import ProgramTable
+from jengine.table.ready_programs import ReadyPrograms
+
+log = logging.getLogger("jengine")
+
+
+class WarmedUp(NamedTuple):
+    """Programs that steps may use, the costs of these steps, and a function that saves the costs for the next
+    start.
+
+    Attributes:
+        used: keys of the programs, which have run unless this is a CPU.
+    """
+
+    used: list[Key]
+    ready: ReadyPrograms
+    costs: StepCosts
+    save_costs: Callable[[], None]
+
+
+class ProgramSet:
+    """All programs of a spec. Some are ready at the start, with warm_up="progressive"; the others may follow.
+
+    Args:
+        given: programs that the user gave; None: those of the cache, and others are compiled.
+        max_bytes: of the cache.
+        only: obtains these programs, all at the start; None: all of the table.
+        beside: sets with the others, for steps that run programs of several sets.
+        early: compiles in other processes; None: this process does. `close` ends it.
+
+    Attributes:
+        keys: of all programs, in the order in which they become ready.
+
+    Raises:
+        InvalidArgument: the given programs are for something else.
+        OutOfMemory: the device has no room for the given programs.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: ExecutionSpec,
+        given: PrebuiltPrograms | None,
+        max_bytes: int,
+        progress: Progress,
+        *,
+        only: Sequence[Key] | None = None,
+        beside: Sequence[ProgramSet] = (),
+        early: EarlyCompilation | None = None,
+    ) -> None:
+        self._root, self._early = process_root(config), early
+        self.keys = program_keys(spec)
+        if only is None and config.warm_up == "progressive" and given is None:
+            only = first_keys(spec)
+        stages = [
+            Programs(
+                stage,
+                given
+                or (early and early.cache_for(stage))
+                or open_cache(stage, self._root, max_bytes, wait=config.num_processes == 1),
+                threads=sizes(config, spec.mesh.devices.flat[0].platform).compile_threads,
+                progress=progress,
+                first=None if only is None else _of_stage(stage, only),
+                children=None if early is None else early.children,
+            )
+            for stage in spec.local_stages
+        ]
+        self.programs = StagePrograms(stages, only or self.keys) if spec.pipeline else stages[0]
+        self.compiled: int = self.programs.compiled + sum(one.compiled for one in beside)  # at the start
+        self.loaded: int = self.programs.loaded + sum(one.loaded for one in beside)
+        self._sets = [self.programs, *(one.programs for one in beside)]
+        if given is not None:
+            check_room(spec, running(self.programs.memory))
+
+    def obtain_others(self, link: Link) -> BackgroundPrograms | None:
+        """Obtains the programs that are not ready yet, in the background. None: all are."""
+        if all(map(self._has, self.keys)):
+            self.close()
+            return None
+        if self._early is not None:
+            self._early.children.step_aside()
+        return BackgroundPrograms(self.programs, self.keys, link, ended=self.close)
+
+    def close(self) -> None:
+        """Ends the processes that compile. May be called repeatedly."""
+        if self._early is not None:
+            self._early.close()
+
+    def _has(self, key: Key) -> bool:
+        return any(key in programs for programs in self._sets)
+
+    def warm_up(self, runner: Runner, progress: Progress) -> WarmedUp:
+        """Runs programs that were compiled, and measures steps whose cost is not known. Otherwise, checks
+        that programs run; on a GPU, all of them, since their first runs take long.
+        """
+        spec = runner.spec
+        used = [key for key in self.keys if self._has(key)]
+        ready = ReadyPrograms(spec.table, [key for key in used if not isinstance(key, str)])
+        saved = CostsFile(self._root, spec.fingerprint())
+        costs = saved.load(spec.table) or StepCosts(spec.table)
+        unmeasured = any(key not in costs.known for key in ready.trunks()) or (
+            spec.host_pages and costs.swaps is None
+        )
+        if self.compiled or unmeasured:
+            measured = measure(runner, ready, costs, progress=progress)
+            runner.warm_up(ready, progress=progress, ran=measured, times=1 if runner.on_host else RUNS)
+            saved.save(costs)
+        elif not runner.on_host:
+            runner.warm_up(ready, progress=progress, times=RUNS)
+        else:
+            runner.check(ready)
+        return WarmedUp(used, ready, costs, partial(saved.update, costs))
+
+
+def _of_stage(spec: ExecutionSpec, keys: Sequence[Key]) -> list[Key]:
+    """The keys whose programs a stage has."""
+    return [key for key in keys if spec.stage.last or kind_of(key).everywhere]
+
+
+def given_programs(config: EngineConfig) -> tuple[PrebuiltPrograms | None, EngineConfig]:
+    """The programs that an option names, and options completed with what they were compiled for.
+
+    Raises:
+        InvalidArgument: the folder cannot be read or is not trusted.
+    """
+    if config.programs is None:
+        return None, config
+    given = PrebuiltPrograms(Path(config.programs))
+    return given, given.complete(config)
+
+
+def saved_costs(config: EngineConfig, spec: ExecutionSpec) -> StepCosts | None:
+    """Step costs that engines with these options have measured on this machine; None if there are none.
+
+    Args:
+        config, spec: as returned by `describe_engine`.
+    """
+    return CostsFile(process_root(config), spec.fingerprint()).load(spec.table)
+
+
+class CostsFile:
+    """A file of costs, written atomically. If several engines run, the last writer wins.
+
+    Args:
+        root: the cache's root folder.
+        fingerprint: ExecutionSpec.fingerprint() of the programs.
+    """
+
+    def __init__(self, root: Path, fingerprint: str) -> None:
+        self.file = costs_file(root, fingerprint)
+        self._saved = b""
+
+    def load(self, table: ProgramTable) -> StepCosts | None:
+        """None if there are no readable costs of this table."""
+        with contextlib.suppress(OSError, ValueError):
+            data = self.file.read_bytes()
+            costs = StepCosts.from_json(data)
+            if costs.table == table:
+                self._saved = data
+                return costs
+        return None
+
+    def save(self, costs: StepCosts) -> None:
+        """Saves costs if they have changed. A write error is logged; the next start then measures again."""
+        data = costs.under_usual_load().to_json()
+        if data == self._saved:
+            return
+        try:
+            make_private(self.file.parent)
+            write_private(self.file, data)
+            self._saved = data
+        except OSError as error:
+            log.warning("step costs could not be saved: %s", error)
+
+    def update(self, costs: StepCosts) -> None:
+        """Saves what an engine has learned, unless the cache has been removed or cleared since it started."""
+        if self.file.exists() and costs.measured:
+            self.save(costs)
