@@ -3,7 +3,7 @@
     python -m benchmarks.host_cost [--sequences 256] [--steps 1000] [--against DIR] [--quick]
 
 The goal applies to the host's work: schedule, pack, collect, and observing the costs of steps. Recording
-steps has a separate goal (see records.py). Listed separately: the buffer's transfer with the calls of two
+steps has a separate goal. Listed separately: the buffer's transfer with the calls of two
 empty programs, the wait for tokens (none here), and text. Then the scheduler's cost for prompts' pages; see
 admission.py. With --against, this file also measures another checkout, in turn, and prints ratios.
 """

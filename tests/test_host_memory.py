@@ -10,10 +10,10 @@ import pytest
 from jengine import InvalidArgument
 from jengine.base import host_memory
 from jengine.base.host_memory import available_memory, total_memory
-from jengine.capacity.planning.need import need_of
+from jengine.capacity.planning.memory import fits, local_room
 from jengine.core.config import EngineConfig
 from jengine.execution.host_store import check_host_memory
-from jengine.insight.recording.memory import memory
+from jengine.insight.recording.machine import memory
 from jengine.serving.models.memory import HostMemory, MemoryNeed
 from tests.execution.specs import make_spec
 
@@ -64,8 +64,8 @@ def test_all_who_ask_get_the_containers(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(function, "__defaults__", (tmp_path,))
     with pytest.raises(InvalidArgument, match=r"swap_space=9: must be at most 0.0273 GiB for each device"):
         check_host_memory(9, make_spec(host_pages=1 << 16))
-    need = need_of(EngineConfig.of("demo", {}))
-    assert need.memory == 40 * MIB and not need.fits
+    _, needed, pages = local_room(EngineConfig.of("demo", {}))
+    assert needed.limit == 40 * MIB and pages > 0 and not fits(needed, pages)
     assert memory(0.0).available == 10 * MIB
     assert HostMemory().fits(MemoryNeed(bytes=10 * MIB), []) and not HostMemory().fits(
         MemoryNeed(bytes=10 * MIB + 1), []

@@ -74,20 +74,17 @@ def quantized_steps() -> str:
 
 
 def gpu() -> str:
-    """The engine on GPUs: steps and rates, with the estimates that were made without one."""
-    steps = _found("estimates")["models"]["8b"]["steps"]
+    """The engine on GPUs: steps and rates."""
     suites = {"H200": _found("gpu_suite")["engine"], "H100": _found("gpu_suite_h100")["engine"]}
     first, second = ({row["case"]: row for row in suite["rows"]} for suite in suites.values())
     rows = [
-        "| | H200: step, ms | Estimated, ms | Tokens/s | Of peak | H100: step, ms | Tokens/s | Of peak |",
-        "| --- |" + " ---: |" * 7,
+        "| | H200: step, ms | Tokens/s | Of peak | H100: step, ms | Tokens/s | Of peak |",
+        "| --- |" + " ---: |" * 6,
     ]
     for case, row in first.items():
         if "share" in row:
-            estimate = steps.get(_estimated(case), {}).get("ms")
-            shown = "" if estimate is None else f"{estimate:.2f}"
             other = second[case]
-            cells = f"{row['ms']:.2f} | {shown} | {_rates(row)} | {other['ms']:.2f} | {_rates(other)}"
+            cells = f"{row['ms']:.2f} | {_rates(row)} | {other['ms']:.2f} | {_rates(other)}"
             rows.append(f"| {case} | {cells} |")
     machines = [suite["machine"] for suite in suites.values()]
     where = "; ".join(f"{one['devices'][0]}, JAX {one['jax']}, {one['date'][:10]}" for one in machines)
@@ -113,13 +110,6 @@ def gpu_kernels() -> str:
 
 def _rates(row: dict[str, Any]) -> str:
     return f"{_number(row['tokens/s'])} | {row['share']:.0%}"
-
-
-def _estimated(case: str) -> str:
-    """The name among the estimates of a case of the suite's engine."""
-    if case.startswith("decode"):
-        return f"{case.split(', ')[1].removeprefix('batch ')} x 1024"
-    return f"prompt of {case.rpartition(' x ')[2]}" if " 1 x " in case else ""
 
 
 def start_time() -> str:

@@ -19,11 +19,13 @@ from benchmarks.gpu.llama import FULL, SMALL, Load
 from benchmarks.gpu.model import compiled, random_params
 from benchmarks.gpu.rows import Row, skipped
 from benchmarks.host_cost import Clock
-from jengine.capacity.planning.plan import formats_of
-from jengine.capacity.planning.roofline import decode, prefill
+from jengine.capacity.planning.links import Cluster
+from jengine.capacity.planning.memory import formats_of
+from jengine.capacity.planning.roofline import Batch, Roofline
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.request import Request, SamplingParams
 from jengine.core.updates import TokenUpdate
+from jengine.devices.device_spec import device_spec
 from jengine.engine.loop.engine import Engine
 from jengine.engine.setup.shapes import page_buckets
 from jengine.execution.kernels import kernels_refused
@@ -63,10 +65,13 @@ def measure(small: bool) -> Iterator[Row]:
     yield Row("weights drawn, programs compiled", {"s": time.perf_counter() - start})
     if refused is not None:
         yield skipped("attention's kernels, XLA's forms take their place", refused)
+    # operations and bytes; they do not depend on the device
+    roofline = Roofline.of(spec.model, formats_of(spec), Cluster.of(device_spec("h100"), 1))
     for prompt in (size.chunk, size.prompt):
         seconds = prefill_seconds(engine, size.chunk // prompt, prompt)
-        work = prefill(spec.model, formats_of(spec), size.chunk, prompt)
-        done = (work.products + work.attention) / seconds
+        done = (
+            sum(operations for _, operations, _ in roofline.parts(Batch(0, 0, size.chunk, prompt))) / seconds
+        )
         values = {
             "ms": 1e3 * seconds,
             "tokens/s": size.chunk / seconds,
@@ -78,7 +83,7 @@ def measure(small: bool) -> Iterator[Row]:
     clock.wrap(Runner, "read", "read")
     for batch in size.batches:
         seconds, host, context = decode_seconds(engine, batch, size, clock)
-        read = decode(spec.model, formats_of(spec), batch, round(context)).read
+        read = sum(moved for moved, _, _ in roofline.parts(Batch(batch, round(context))))
         values = {
             "ms": 1e3 * seconds,
             "tokens/s": batch / seconds,

@@ -35,7 +35,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     _add_throughput(kinds)
     _add_latency(kinds)
     _add_serve(kinds)
-    _add_sweep(kinds)
 
 
 # --- workload -------------------------------------------------------------------------------------
@@ -393,68 +392,6 @@ def _rank(text: str) -> float:
     if not 0.0 <= rank <= 100.0:
         raise InvalidArgument("metric_percentiles", text, "must be numbers from 0 to 100")
     return rank
-
-
-# --- sweeps -------------------------------------------------------------------------------------------
-
-
-def _add_sweep(kinds: Any) -> None:
-    text = "run bench serve for each set of server options and each set of benchmark options"
-    parser: argparse.ArgumentParser = kinds.add_parser("sweep", help=text, description=text)
-    parser.add_argument(
-        "--serve-cmd", metavar="COMMAND", required=True, help='such as "jengine serve demo --http-port 8000"'
-    )
-    parser.add_argument(
-        "--bench-cmd",
-        metavar="COMMAND",
-        default="jengine bench serve --json --disable-tqdm",
-        help="a command whose last line of output is a JSON object (default: jengine bench serve --json "
-        "--disable-tqdm)",
-    )
-    parser.add_argument(
-        "--serve-params", metavar="FILE", type=Path, help='JSON: [{"max_num_seqs": 8}, {"max_num_seqs": 32}]'
-    )
-    parser.add_argument(
-        "--bench-params", metavar="FILE", type=Path, help='JSON: [{"request_rate": 1}, {"request_rate": 4}]'
-    )
-    parser.add_argument(
-        "--num-runs", metavar="N", type=int, default=1, help="runs of each combination (default: 1)"
-    )
-    parser.add_argument(
-        "--ready-url",
-        metavar="URL",
-        default="http://127.0.0.1:8000/health",
-        help="a URL that responds when the server is ready (default: http://127.0.0.1:8000/health)",
-    )
-    parser.add_argument(
-        "--output",
-        "-o",
-        metavar="FILE",
-        type=Path,
-        default=Path("sweep.jsonl"),
-        help="(default: sweep.jsonl)",
-    )
-    parser.set_defaults(run=_sweep)
-
-
-def _sweep(options: argparse.Namespace) -> None:
-    from jengine.capacity.bench.sweep import read_params, sweep
-
-    if options.num_runs < 1:
-        raise InvalidArgument("num_runs", options.num_runs, "must be at least 1")
-    sets = (
-        read_params("serve_params", options.serve_params),
-        read_params("bench_params", options.bench_params),
-    )
-    _check_file("output", options.output)
-    with options.output.open("a") as file:
-        for line in sweep(
-            options.serve_cmd, options.bench_cmd, *sets, runs=options.num_runs, ready_url=options.ready_url
-        ):
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            rate = line.get("output_throughput", 0.0)
-            note(f"{line['serve']} {line['bench']}: {rate:.1f} output tokens/s")
 
 
 # --- files ------------------------------------------------------------------------------------------

@@ -1,51 +1,54 @@
-"""`jengine plan`: memory, number of sequences and speed bounds of a model on an absent GPU, or measured step
-costs here."""
+"""`jengine plan`: memory, number of sequences, speed and layouts of a model on GPUs that need not be present,
+or its
+memory and measured step costs on this machine."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from jengine import EngineConfig, InvalidArgument, JengineError
+from jengine import EngineConfig, InvalidArgument
 from jengine.commands.arguments import add_vllm_flags
 from jengine.commands.compile import SKIPS, add_target, config_for
 from jengine.commands.flags import add_fields, add_model
-from jengine.commands.layout_flags import (
-    add_devices,
-    add_targets,
-    cluster_from_flags,
-    given_layout,
-    traffic_from_flags,
-)
 from jengine.commands.terminal import note, write
 from jengine.vllm.engine_settings import ENGINE
 
+if TYPE_CHECKING:
+    from jengine.capacity.planning.links import Cluster
+    from jengine.capacity.planning.traffic import Traffic
+    from jengine.devices.device_spec import DeviceSpec
+    from jengine.parallel.layout import Layout
+
 TRAFFIC = "1024/1024"
-# flags that need --devices
-OF_LAYOUTS = ("hosts", "link", "network", "traffic", "target_ttft_ms", "target_tpot_ms", "json", "plot")
+MOST_DEVICES = 1024
+OF_LAYOUTS = ("hosts", "link", "network", "traffic", "target_ttft_ms", "target_tpot_ms")  # need --devices
+FIGURES = ("memory", "bandwidth", "compute")
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "plan",
-        help="memory, sequences and speed bounds of a model on a GPU; or what its steps cost here",
+        help="memory, sequences, speed and layouts of a model on GPUs, or what its steps cost here",
         description=(
-            "Print a model's use of a GPU's memory, the number of sequences that fit, and bounds on its"
-            " speed:\nfrom config.json and the device's data sheet alone. The exit code is 1 if it does not"
-            " fit. With --devices, compare\nlayouts of several devices. With --costs, print step costs that"
-            " engines with the same options have measured on\nthis machine; the exit code is 1 if there are"
-            " none."
+            "Print a model's use of a GPU's memory, the number of sequences that fit, and its speed: from"
+            " config.json, the device's data\nsheet, and measured shares of it. With --devices, compare the"
+            " layouts"
+            " of several devices. Without --target, print the memory\non this machine, and the step costs"
+            " that"
+            " engines with the same options have measured here. The exit code is 1 if the model\ndoes not"
+            " fit, or"
+            " no layout meets the targets."
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
-    add_target(
-        parser,
-        "such as h100, l4 or rtx4090; an unknown name prints all (required without --costs or the following"
-        " three)",
-    )
+    add_target(parser, "such as h100, l4 or rtx4090; an unknown name prints all (default: this machine)")
     figures = parser.add_argument_group(
         "device", "Figures of another device, or instead of those of --target."
     )
@@ -53,107 +56,156 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     figures.add_argument("--bandwidth", metavar="RATE", help="of the memory, such as 1.0TB/s")
     figures.add_argument("--compute", metavar="RATE", help="of products of 16 bits, dense, such as 165TFLOPS")
     parser.add_argument(
-        "--costs",
-        action="store_true",
-        help="print measured costs of steps on this machine, instead of a plan",
-    )
-    parser.add_argument(
         "--exact",
         action="store_true",
         help="compile the largest programs to get their exact memory (needs the extra aot)",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    add_devices(
-        parser,
-        "With --devices, print what each layout of these devices serves at most, and which is best: pipeline"
-        " stages, data-parallel attention, experts that lie whole, tensor parallelism, replicas. The exit"
-        " code is 1 if none meets the targets. With --tensor-parallel-size, only that layout.",
-    )
-    parser.add_argument(
-        "--traffic",
-        metavar="PROMPT/OUTPUT",
-        help="with --devices: tokens of prompts and outputs, or a trace (default: 1024/1024)",
-    )
-    add_targets(parser)
-    parser.add_argument("--json", action="store_true", help="with --devices: print one JSON object")
-    parser.add_argument(
-        "--plot",
-        metavar="FILE",
-        type=Path,
-        help="with --devices: plot throughput against time per token (needs the extra bench)",
-    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_layouts(parser)
     add_fields(parser.add_argument_group("engine"), EngineConfig, skip=SKIPS)
     add_vllm_flags(parser, ENGINE, note)
     parser.set_defaults(run=_plan)
 
 
+def _add_layouts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "layouts",
+        "With --devices, compare the ways to spread the model over these devices for this traffic: pipeline"
+        " stages,"
+        " data-parallel attention, experts that lie whole, tensor parallelism, replicas. With"
+        " --tensor-parallel-size"
+        " or other sizes, only that layout is computed.",
+    )
+    group.add_argument("--devices", metavar="N", type=int, help="number of devices")
+    group.add_argument(
+        "--hosts", metavar="N", type=int, help="machines that have these devices (default: one for each 8)"
+    )
+    group.add_argument(
+        "--link", metavar="RATE", help="at which a device sends to others of its host, such as 450GB/s"
+    )
+    group.add_argument(
+        "--network",
+        metavar="RATE",
+        help="at which a device sends to other hosts, such as 50GB/s (default: as in NVIDIA's DGX)",
+    )
+    group.add_argument(
+        "--traffic",
+        metavar="PROMPT/OUTPUT",
+        help=f"tokens of prompts and outputs, or a trace, whose means count (default: {TRAFFIC})",
+    )
+    group.add_argument(
+        "--target-ttft-ms", metavar="NUMBER", type=float, help="most milliseconds to the first token"
+    )
+    group.add_argument(
+        "--target-tpot-ms", metavar="NUMBER", type=float, help="most milliseconds for each further token"
+    )
+
+
 def _plan(options: argparse.Namespace) -> int:
-    if options.costs:
-        return _costs(options)
-    figures = [options.memory, options.bandwidth, options.compute]
-    if options.devices is not None:
-        return _layouts(options, figures)
-    for name in OF_LAYOUTS:
-        if getattr(options, name):
-            raise InvalidArgument(name, getattr(options, name), "needs --devices")
+    figures = [getattr(options, name) for name in FIGURES]
     if options.target is None and not any(figures):
-        raise JengineError(
-            "plan needs --target NAME, such as --target h100; or --memory, --bandwidth and --compute; or"
-            " --devices; or --costs"
-        )
+        return _local(options)
+    if options.devices is None:
+        _refuse(options, OF_LAYOUTS, "needs --devices")
     config = config_for(options)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a plan needs no local GPU
-    from jengine.capacity.planning.plan import make_plan
-    from jengine.capacity.planning.report import report
+    from jengine.capacity.planning.plan import make_plan, plan_layouts
+    from jengine.capacity.planning.report import plain, report
     from jengine.devices.device_spec import custom_device
 
-    plan = make_plan(
-        config, custom_device(options.target, *figures), exact=options.exact, progress=not options.quiet
+    device = custom_device(options.target, *figures)
+    if options.devices is None:
+        plan = make_plan(config, device, exact=options.exact, progress=not options.quiet)
+    else:
+        _refuse(options, ("exact",), "cannot be combined with --devices")
+        from jengine.capacity.planning.layouts import choose
+
+        only = _chosen_layout(config, vars(options))
+        plan = plan_layouts(choose(config, _cluster(options, device), _traffic(options), only=only))
+    write(
+        (json.dumps({"model": options.model, **plain(plan)}) if options.json else report(options.model, plan))
+        + "\n"
     )
-    write(report(options.model, plan) + "\n")
     return 0 if plan.fits else 1
 
 
-def _layouts(options: argparse.Namespace, figures: list[str | None]) -> int:
-    for name in ("target", "exact"):
-        if getattr(options, name):
-            raise InvalidArgument(name, getattr(options, name), "cannot be combined with --devices")
-    config = config_for(options)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from jengine.capacity.layouts.choice import choose
-    from jengine.capacity.layouts.report import plain, report, save_plot
-
-    cluster = cluster_from_flags(options, *figures)
-    options.traffic = options.traffic or TRAFFIC
-    only = given_layout(config, vars(options))
-    choice = choose(config, options.model, cluster, traffic_from_flags(options), only=only)
-    write((json.dumps(plain(choice)) if options.json else report(choice)) + "\n")
-    if options.plot is not None:
-        save_plot(options.plot, choice)
-    return 0 if choice.best else 1
-
-
-def _costs(options: argparse.Namespace) -> int:
-    for name in ("target", "exact", "memory", "bandwidth", "compute", "devices", *OF_LAYOUTS):
-        if getattr(options, name):
-            raise InvalidArgument(
-                name,
-                getattr(options, name),
-                "cannot be combined with --costs, which are measured on this machine",
-            )
+def _local(options: argparse.Namespace) -> int:
+    """The memory that an engine takes on this machine, and the costs that engines have measured on it."""
+    _refuse(options, ("exact", "devices", *OF_LAYOUTS), "needs --target NAME, such as --target h100")
     config = config_for(options)
     # the GPU's memory may belong to an engine
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from jengine.capacity.planning.memory import fits, local_room
+    from jengine.capacity.planning.report import local_report
     from jengine.engine.setup.program_set import saved_costs
     from jengine.engine.setup.shapes import describe_engine
-    from jengine.insight.recording.cost_report import cost_report
 
+    spec, memory, pages = local_room(config)
     costs = saved_costs(*describe_engine(config))
-    if costs is None:
-        write(
-            f"{options.model}: nothing has been measured with these options on this machine. An engine does"
-            " so at its first start.\n"
-        )
-        return 1
-    write(f"{cost_report(costs)}\n")
-    return 0
+    enough = fits(memory, pages)
+    if options.json:
+        values: dict[str, Any] = {"fits": enough, "pages": pages, "memory": dataclasses.asdict(memory)}
+        measured = None if costs is None else json.loads(costs.to_json())
+        write(json.dumps({"model": options.model, **values, "costs": measured}) + "\n")
+    else:
+        write(local_report(options.model, spec, memory, pages, costs) + "\n")
+    return 0 if enough else 1
+
+
+def _refuse(options: argparse.Namespace, names: Iterable[str], limit: str) -> None:
+    for name in names:
+        if getattr(options, name):
+            raise InvalidArgument(name, getattr(options, name), limit)
+
+
+def _cluster(options: argparse.Namespace, device: DeviceSpec) -> Cluster:
+    """The devices.
+
+    Raises:
+        InvalidArgument: a value out of range.
+    """
+    from jengine.capacity.planning.links import Cluster
+    from jengine.devices.device_spec import parse_rate
+
+    if not 1 <= options.devices <= MOST_DEVICES:
+        raise InvalidArgument("devices", options.devices, f"must be from 1 to {MOST_DEVICES}")
+    link, network = (parse_rate(name, getattr(options, name), "B/s") for name in ("link", "network"))
+    if link is not None:
+        device = dataclasses.replace(device, link=link, link_name=f"{device.link_name}, given")
+    if network is not None:
+        device = dataclasses.replace(device, network=network, network_name="given")
+    return Cluster.of(device, options.devices, options.hosts)
+
+
+def _chosen_layout(config: EngineConfig, options: Iterable[str]) -> Layout | None:
+    """The layout of the engine's options, if any of them is among these."""
+    from jengine.capacity.planning.layouts import EXPERTS
+    from jengine.parallel.layout import OPTIONS
+
+    return config.layout if {*OPTIONS.values(), EXPERTS}.intersection(options) else None
+
+
+def _traffic(options: argparse.Namespace) -> Traffic:
+    """The traffic of --traffic, and the targets: PROMPT/OUTPUT tokens, or the means of a trace.
+
+    Raises:
+        InvalidArgument: it is neither.
+    """
+    from jengine.capacity.planning.traffic import Traffic
+
+    text = options.traffic or TRAFFIC
+    prompt, _, output = text.partition("/")
+    if prompt.isdecimal() and output.isdecimal():
+        lengths = int(prompt), int(output)
+    elif Path(text).is_file():
+        from jengine.capacity.simulation.formats import read_trace
+
+        trace = read_trace(text)
+        lengths = round(trace.prompts.mean()), round(trace.outputs.mean())
+    else:
+        limit = "must be tokens of prompts and outputs, such as 1024/256, or the file of a trace"
+        raise InvalidArgument("traffic", text, limit)
+    return Traffic(
+        prompt=lengths[0], output=lengths[1], ttft_ms=options.target_ttft_ms, tpot_ms=options.target_tpot_ms
+    )

@@ -88,19 +88,21 @@ def _disk(repository: Repository) -> list[str]:
 
 def _memory(config: EngineConfig, quiet: bool) -> list[str]:
     """What keeps an engine from running the model here, after a line about its memory."""
-    from jengine.capacity.planning.need import need_of
+    from jengine.capacity.planning.memory import fits, local_room
 
     try:
-        need = need_of(config)
+        spec, memory, pages = local_room(config)
     except JengineError as unsupported:
         return [f"an engine cannot load it: {unsupported}"]
-    total = need.weights + need.cache + need.beside
+    cache = pages * memory.page + memory.states
+    total = memory.beside + pages * memory.page
     note_unless(
         quiet,
-        f"An engine takes {size_text(total)} of {size_text(need.memory)} ({need.device}):"
-        f" {size_text(need.weights)} of weights, {size_text(need.cache)} of KV cache,"
-        f" {size_text(need.beside)} for programs",
+        f"An engine takes {size_text(total)} of {size_text(memory.limit)}"
+        f" ({spec.mesh.local_devices[0].device_kind}):"
+        f" {size_text(memory.weights)} of weights, {size_text(cache)} of KV cache,"
+        f" {size_text(total - memory.weights - cache)} for programs",
     )
-    if need.fits:
+    if fits(memory, pages):
         return []
-    return [f"an engine needs {size_text(total)} of memory, and this machine has {size_text(need.memory)}"]
+    return [f"an engine needs {size_text(total)} of memory, and this machine has {size_text(memory.limit)}"]

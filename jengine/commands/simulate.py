@@ -7,19 +7,13 @@ import argparse
 import dataclasses
 import json
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jengine import EngineConfig, InvalidArgument
 from jengine.base.display import counted
 from jengine.commands.flags import add_engine, add_model, engine_fields
-from jengine.commands.layout_flags import add_devices
-from jengine.commands.simulate_layouts import OF_LAYOUTS, simulate_layouts
 from jengine.commands.terminal import note, write
 from jengine.commands.trace_flags import TRACES, add_trace, params, targets_from_flags, trace_from_flags
-
-if TYPE_CHECKING:
-    pass
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,21 +33,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--replicas",
         metavar="N",
-        help="engines that take turns; auto: the fewest that meet the targets (default: 1; with --devices: as"
-        " many as they are enough for)",
-    )
-    add_devices(
-        parser,
-        "With --devices, steps cost what `jengine plan --devices` says, at best, instead of what was"
-        " measured. Without --layouts, the engine's options say how the model is spread.",
-    )
-    parser.add_argument(
-        "--layouts",
-        metavar="N",
-        help="with --devices: compare the N best layouts of `jengine plan`; auto: 3",
-    )
-    parser.add_argument(
-        "--plot", metavar="FILE", type=Path, help="save a plot, such as a PNG (needs the extra bench)"
+        default="1",
+        help="engines that take turns; auto: the fewest that meet the targets (default: 1)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -62,12 +43,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    if options.devices is not None:
-        return simulate_layouts(options)
-    for name in OF_LAYOUTS:
-        if getattr(options, name) is not None:
-            raise InvalidArgument(name, getattr(options, name), "needs --devices")
-    options.replicas = options.replicas or "1"
     if options.replicas != "auto" and not (options.replicas.isdecimal() and int(options.replicas) > 0):
         raise InvalidArgument("replicas", options.replicas, "must be auto or a whole number, at least 1")
     config = EngineConfig.of(options.model, engine_fields(options))
@@ -81,9 +56,8 @@ def _simulate(options: argparse.Namespace) -> int:
     from jengine.capacity.simulation.setup import Setup
 
     shape = Setup.of(config, options.costs, options.drafts_right).shape()
-    from jengine.capacity.simulation.replay import replay
-    from jengine.capacity.simulation.replicas import replicas_needed
-    from jengine.capacity.simulation.report import report, save_plot
+    from jengine.capacity.simulation.replay import replay, replicas_needed
+    from jengine.capacity.simulation.report import report
     from jengine.capacity.simulation.summary import summarize
 
     how: dict[str, Any] = {"params": params(options), "progress": not options.quiet}
@@ -110,6 +84,4 @@ def _simulate(options: argparse.Namespace) -> int:
         )
     else:
         write(report(summary, trace, targets, outcome) + "\n")
-    if options.plot is not None:
-        save_plot(options.plot, outcome, trace)
     return 0

@@ -32,6 +32,9 @@ class DeviceSpec:
         cores: number of multiprocessors.
         network: bytes a second that it can send to other hosts; 0: unknown.
         target: the name under which programs can be compiled for it without one; "" if they cannot.
+        bandwidth_share, products_share: parts of `bandwidth` and `rates` that steps of an engine reach. The
+            defaults are the lowest that were measured on any device.
+        measured: where they were measured; "": not on this device.
     """
 
     name: str
@@ -45,6 +48,9 @@ class DeviceSpec:
     network: float = 0.0
     network_name: str = ""
     target: str = ""
+    bandwidth_share: float = 0.70
+    products_share: float = 0.585
+    measured: str = ""
 
 
 def known_devices() -> list[str]:
@@ -109,6 +115,7 @@ def custom_device(
         bandwidth=moved or known.bandwidth,
         rates={dtype: rate * faster for dtype, rate in known.rates.items()},
         target="",
+        measured="",
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from jengine import InvalidArgument, JengineError, cli
 from jengine.capacity.bench.drive import drive
 from jengine.capacity.bench.endpoints import JengineEndpoint, OpenAIEndpoint
 from jengine.capacity.bench.result import ClientRecord, Result
-from jengine.capacity.bench.sweep import command_with, read_params, sweep
 from jengine.capacity.bench.workload import (
     BenchRequest,
     random_requests,
@@ -289,8 +287,6 @@ def test_a_server_by_each_protocol(
         (["serve", "--save-result", "--result-dir", "/nowhere"], "result_filename="),
         (["latency", "--num-iters", "0"], "num_iters=0"),
         (["throughput", "--output-json", "/nowhere/x"], "output_json="),
-        (["sweep", "--serve-cmd", "x", "--num-runs", "0"], "num_runs=0"),
-        (["sweep", "--serve-cmd", "x", "--serve-params", "/nowhere"], "serve_params="),
     ],
 )
 def test_what_cannot_be_measured(
@@ -298,87 +294,3 @@ def test_what_cannot_be_measured(
 ) -> None:
     assert cli.main(["bench", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-# --- many of these ------------------------------------------------------------------------------------
-
-
-def test_commands_with_options() -> None:
-    words = command_with(
-        "serve 'a b'", {"max_num_seqs": 8, "overlap": False, "tls": True, "dtype": "float32"}
-    )
-    assert words == ["serve", "a b", "--max-num-seqs", "8", "--no-overlap", "--tls", "--dtype", "float32"]
-
-
-def test_sets_of_options(tmp_path: Path) -> None:
-    file = tmp_path / "params.json"
-    assert read_params("serve_params", None) == [{}]
-    for text in ('[{"a": 1}, {"a": 2}]', '{"one": {"a": 1}, "two": {"a": 2}}'):
-        file.write_text(text)
-        assert read_params("serve_params", file) == [{"a": 1}, {"a": 2}]
-    for text in ("[]", "3", "[1]", "{"):
-        file.write_text(text)
-        with pytest.raises(InvalidArgument, match="serve_params"):
-            read_params("serve_params", file)
-
-
-SERVER = """
-import http.server, sys
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-    def log_message(self, *_):
-        pass
-assert sys.argv[2] == "--places", sys.argv
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
-BENCH = (
-    'import sys, json; print("a table"); print(json.dumps({"given": sys.argv[1:], "output_throughput": 5.0}))'
-)
-
-
-def test_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.serving.processes import free_port
-
-    (tmp_path / "server.py").write_text(SERVER)
-    (tmp_path / "bench.py").write_text(BENCH)
-    (tmp_path / "serve.json").write_text('[{"places": 1}, {"places": 2}]')
-    (tmp_path / "client.json").write_text('[{"rate": 3}]')
-    port = free_port()
-    serve, bench = (f"{sys.executable} {tmp_path / name}" for name in ("server.py", "bench.py"))
-    arguments = [
-        "--serve-cmd",
-        f"{serve} {port}",
-        "--bench-cmd",
-        bench,
-        "--serve-params",
-        str(tmp_path / "serve.json"),
-    ]
-    arguments += [
-        "--bench-params",
-        str(tmp_path / "client.json"),
-        "--num-runs",
-        "2",
-        "--ready-url",
-        f"http://127.0.0.1:{port}/",
-    ]
-    assert cli.main(["bench", "sweep", *arguments, "--output", str(tmp_path / "out.jsonl")]) == 0
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [(line["serve"]["places"], line["bench"], line["run"]) for line in lines] == [
-        (places, {"rate": 3}, run) for places in (1, 2) for run in (0, 1)
-    ]
-    assert lines[0]["given"] == ["--rate", "3"] and "5.0 output tokens/s" in capsys.readouterr().err
-    with pytest.raises(JengineError, match="has ended with"):
-        list(
-            sweep(
-                f"{sys.executable} -c 1/0", bench, [{}], [{}], runs=1, ready_url=f"http://127.0.0.1:{port}/"
-            )
-        )
-    for commands in (
-        (f"{serve} {port}", f"{sys.executable} -c 1/0"),
-        (f"{serve} {port}", "/nowhere"),
-        ("/nowhere", bench),
-    ):
-        with pytest.raises(JengineError, match=r"has failed|cannot be started"):
-            list(sweep(*commands, [{"places": 1}], [{}], runs=1, ready_url=f"http://127.0.0.1:{port}/"))

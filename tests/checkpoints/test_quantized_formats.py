@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jengine.base.errors import ModelError
-from jengine.capacity.planning.plan import described
+from jengine.capacity.planning.memory import described
 from jengine.checkpoints import load, read_config
 from jengine.checkpoints.hugging_face import model_config
 from jengine.checkpoints.quantized_formats import stored_weights

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jengine.base.errors import InvalidArgument
-from jengine.capacity.planning.plan import TargetDevice
+from jengine.capacity.planning.memory import TargetDevice
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
 from jengine.core.request import SamplingParams

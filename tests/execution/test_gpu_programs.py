@@ -15,8 +15,6 @@ from typing import Any
 import jax
 import pytest
 
-from jengine.capacity.planning.compiled import compiled
-from jengine.capacity.planning.hlo import parse
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
 from jengine.core.speculation import Speculation
@@ -34,6 +32,7 @@ from pallas_kernels.products.four_bits import FourBits
 from pallas_kernels.products.groups import GRID
 from pallas_kernels.products.weights import is_weight
 from tests.compiling import compiled_with_thunks
+from tests.execution.hlo import parse
 from tests.execution.specs import draft_config, partial_sums, temporaries_bound
 from tests.extras import compiler_for_gpus
 from tests.golden.weights import VARIANTS
@@ -244,13 +243,9 @@ HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "m
 
 
 def check_launches(devices: int) -> None:
-    [program] = compiled(
-        described("h200", devices, {**MODEL, **HEADS}, max_model_len=8192),
-        [TrunkKey(8, 1)],
-        threads=1,
-        progress=False,
-    )
-    assert program.launches == 1
+    spec = described("h200", devices, {**MODEL, **HEADS}, max_model_len=8192)
+    _, thunks = compiled_with_thunks(lower(spec, TrunkKey(8, 1)), {**gpu_options(spec), **UNTUNED})
+    assert len(thunks) == 1
 
 
 @pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.full)])
@@ -271,15 +266,17 @@ def check_layer(model: dict[str, Any], keys: list[TrunkKey], more: int) -> None:
         {**model, **HEADS, "hidden_size": 256, "num_hidden_layers": 3, "dtype": "bfloat16"},
         max_model_len=8192,
     )
-    for program in compiled(spec, keys, threads=1, progress=False):
-        kernels = [f"{one.name}: {one.source}" for one, _, _ in program.program.kernels()]
+    for key in keys:
+        compiled, thunks = compiled_with_thunks(lower(spec, key), {**gpu_options(spec), **UNTUNED})
+        instructions = parse(compiled.as_text()).kernels()
+        kernels = [f"{instruction.name}: {instruction.source}" for instruction in instructions]
         _, second, third = (i for i, kernel in enumerate(kernels) if "/kv_write/" in kernel)
-        assert program.launches == 1
+        assert len(thunks) == 1
         # rows of a sequence read its pages together: a part that ends at a border has eight rows' results
-        slots = {one.results[1].shape[0] for one, _, _ in program.program.kernels() if DECODE in one.source}
+        slots = {call.results[1].shape[0] for call in instructions if DECODE in call.source}
         borders = work_list.decode_blocks("bfloat16", HEADS["head_dim"], None) - 1
         assert slots == {8 * borders + 8 * HEADS["num_key_value_heads"]}
-        assert third - second <= KERNELS[program.key] + more, kernels[second:third]
+        assert third - second <= KERNELS[key] + more, kernels[second:third]
 
 
 @pytest.mark.parametrize(
@@ -336,8 +333,8 @@ def check_latent_on_hopper() -> None:
         assert key.tiles or (len(thunks) == 1 and not re.search(r"\bwhile\(", text)), (
             "all of it in a command buffer"
         )
-    [program] = compiled(spec, [TrunkKey(8, 0)], threads=1, progress=False)
-    kernels = [f"{one.name}: {one.source}" for one, _, _ in program.program.kernels()]
+    compiled, _ = compiled_with_thunks(lower(spec, TrunkKey(8, 0)), {**gpu_options(spec), **UNTUNED})
+    kernels = [f"{one.name}: {one.source}" for one in parse(compiled.as_text()).kernels()]
     _, second, third = (i for i, kernel in enumerate(kernels) if "/latent_attention_decode/" in kernel)
     assert third - second <= LATENT_KERNELS, kernels[second:third]
 
@@ -365,7 +362,7 @@ def check_eight_bit_layer(keys: list[TrunkKey], more: int, quantization: str | N
         compiled, thunks = compiled_with_thunks(lower(spec, key), UNTUNED)
         text, memory = compiled.as_text(), compiled.memory_analysis()
         assert text is not None and memory is not None
-        kernels = [f"{one.name}: {one.source}" for one, _, _ in parse(text).kernels()]
+        kernels = [f"{one.name}: {one.source}" for one in parse(text).kernels()]
         _, second, third = (i for i, kernel in enumerate(kernels) if "/kv_write/" in kernel)
         shared = partial_sums(weights[:4], spec.table.tokens(key))
         assert third - second <= KERNELS[key] + more + len(shared), kernels[second:third]

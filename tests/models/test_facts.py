@@ -10,7 +10,7 @@ from typing import cast
 import jax
 import pytest
 
-from jengine.capacity.planning.plan import TargetDevice
+from jengine.capacity.planning.memory import TargetDevice
 from jengine.checkpoints.hugging_face import model_config
 from jengine.models import Model, build
 from jengine.models.adapters import bare

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jengine.insight.recording import step_recorder
-from jengine.insight.recording.memory import memory
+from jengine.insight.recording.machine import memory
 from jengine.insight.recording.pauses import GarbagePauses, garbage_pauses
 from jengine.insight.recording.records import STAGES, Memory
 from jengine.insight.recording.step_recorder import StepRecorder
@@ -155,12 +155,13 @@ def test_pauses_of_the_garbage_collector() -> None:
         gc.collect()
     finally:
         gc.callbacks.remove(own)
-    assert own.counts[2] == 1 and own.seconds > 0.0
+    count, seconds = own.by_generation[2]
+    assert count == 1 and own.seconds == seconds > 0.0
     pauses = garbage_pauses()
     assert pauses is garbage_pauses() and gc.callbacks.count(pauses) == 1
-    before = pauses.counts[2]
+    before = pauses.by_generation[2]
     gc.collect()
-    assert pauses.counts[2] > before
+    assert pauses.by_generation[2] > before
 
 
 def test_memory() -> None:

@@ -67,5 +67,5 @@ def test_deepseek_v3_on_eight_h200s_by_hand() -> None:
     assert plan.memory.weights == weights(None, 129280 // 8 * (7168 + 4)) == 85_476_961_792
     assert published.memory.weights == weights(128, 129280 // 8 * 7168 * 2) and published.fits
     assert plan.memory.page == 64 * 61 * (512 + 64) * 2, "each device has all of it"
-    assert plan.formats.kv_bytes == 70_272 and plan.fits
+    assert plan.roofline.formats.kv_bytes == 70_272 and plan.fits
     assert [(group.kind, len(group.layers)) for group in plan.spec.groups] == [("latent", 61)]

@@ -105,8 +105,9 @@ def test_targets_that_do_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     known = "a100, b200, h100, h200, l4, rtx5090"
     compiled = f"must be one of {known}, for which programs can be compiled without the device"
     assert capsys.readouterr().err == f"jengine: error: target='rtx4090': {compiled}\n"
-    assert cli.main(["plan", model]) == 2
-    assert "plan needs --target NAME" in capsys.readouterr().err
+    for flag in ("--exact", "--devices=2", "--traffic=1/1"):
+        assert cli.main(["plan", model, flag]) == 2
+        assert "needs --target NAME" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -5,22 +5,22 @@ declare.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import re
 from pathlib import Path
 
 import jax
 import pytest
 
+from jengine.capacity.planning.links import Cluster
 from jengine.capacity.planning.roofline import (
-    Bound,
+    Batch,
     Formats,
-    StepWork,
-    bound,
-    decode,
+    Roofline,
     experts_met,
     kv_token_bytes,
     mean_seen,
-    prefill,
     seen,
 )
 from jengine.checkpoints import read_config
@@ -89,61 +89,51 @@ def test_a_tokens_keys_and_values() -> None:
     assert kv_token_bytes(llama("70b", devices=16), 2) == 40_960, "a head is not divided"
 
 
-def test_a_decode_step_of_8b_by_hand() -> None:
-    """64 sequences of 1000 tokens on an H200: 7,504,658,432 elements are multiplied and read."""
-    work = decode(llama("8b"), BF16, 64, 1000)
-    assert work == StepWork(
-        products=2 * 64 * 7_504_658_432,
-        attention=4 * 64 * 32 * 128 * 1000 * 32,
-        read=2 * 7_504_658_432 + 64 * 1000 * 131_072,
-        sent=0,
-    )
-    step = bound(work, BF16, device_spec("h200"))
-    # 4.87 ms
-    assert step.resource == "memory" and step.seconds == pytest.approx(
-        (15_009_316_864 + 8_388_608_000) / 4.8e12
-    )
-
-
-def test_a_prefill_step_of_8b_by_hand() -> None:
-    """8192 tokens of prompts of 2048: 4 rows of logits, and a token sees 1024 tokens on average."""
-    work = prefill(llama("8b"), BF16, 8192, 2048)
-    assert work == StepWork(
-        products=2 * (8192 * 6_979_321_856 + 4 * 525_336_576),
-        attention=4 * 8192 * 32 * 128 * 1024 * 32,
-        read=2 * 7_504_658_432 + 4 * 1024 * 131_072,
-        sent=0,
-    )
-    step = bound(work, BF16, device_spec("h200"))
-    # 0.12 s
-    assert step.resource == "products" and step.seconds == pytest.approx(
-        (work.products + work.attention) / 989.5e12
-    )
-
-
-def test_eight_devices_share_70b() -> None:
-    """Each reads an eighth of 69,501,714,432 elements; two all-reduces a layer send 2 x 7/8 of 512 x 8192 x 2
-    bytes each.
-    """
-    formats = Formats(
-        weight_bytes=2, product="bfloat16", dtype="bfloat16", activation_bytes=2, kv_bytes=40_960, devices=8
-    )
-    work = decode(llama("70b"), formats, 512, 100)
-    assert work.read == 2 * 69_501_714_432 / 8 + 512 * 100 * 40_960
-    assert work.products == 2 * 512 * 69_501_714_432 / 8
-    assert work.sent == 2 * 80 * 2 * 7 / 8 * 512 * 8192 * 2 == 2_348_810_240
-    assert bound(work, formats, device_spec("h200")).resource == "products"
-    slow = dataclasses.replace(device_spec("h200"), link=32e9)  # as PCIe
-    assert bound(work, formats, slow) == Bound(2_348_810_240 / 32e9, "links")
-
-
 def test_eight_bit_products_take_their_own_rate() -> None:
-    device = DeviceSpec("D", "9.0", 1, 1e12, {"bfloat16": 100.0, "int8": 200.0}, 1.0, "link", 1)
-    work = StepWork(products=400.0, attention=100.0, read=0, sent=0)
-    w8a8, fp8 = (Formats(1, kind, "bfloat16", 2, 1) for kind in ("int8", "float8_e4m3fn"))
-    assert bound(work, BF16, device).seconds == 5.0
-    assert bound(work, w8a8, device).seconds == 3.0
-    assert bound(work, fp8, device).seconds == 5.0, "emulated where the device has no such products"
+    """Attention does not."""
+    sheet = DeviceSpec("D", "9.0", 1, 1e30, {"bfloat16": 100.0, "int8": 200.0}, 1.0, "link", 1)
+    cluster = Cluster.of(dataclasses.replace(sheet, bandwidth_share=1.0, products_share=1.0), 1)
+    model = llama("8b")
+    products, attention = 2 * 7_504_658_432, 4 * 32 * 128 * 1000 * 32  # of a row that attends to 1000 tokens
+
+    def seconds(product: str) -> float:
+        formats = dataclasses.replace(BF16, product=product)
+        return Roofline.of(model, formats, cluster).seconds(Batch(1, 1000))
+
+    assert seconds("bfloat16") == pytest.approx((products + attention) / 100)
+    assert seconds("int8") == pytest.approx(products / 200 + attention / 100)
+    assert seconds("float8_e4m3fn") == seconds("bfloat16"), "emulated where the device has no such products"
+
+
+SUITES = {"h200": "gpu_suite.json", "h100": "gpu_suite_h100.json"}
+
+
+@pytest.mark.parametrize("target", SUITES)
+def test_shares_give_the_steps_that_were_measured(target: str) -> None:
+    """Decode and prefill of an 8B in bfloat16. The data sheet alone would give two thirds of the seconds."""
+    device = device_spec(target)
+    file = Path(__file__).parent.parent.parent / device.measured
+    assert file.name == SUITES[target]
+    roofline, checked = Roofline.of(llama("8b"), BF16, Cluster.of(device, 1)), 0
+    for row in json.loads(file.read_text())["engine"]["rows"]:
+        numbers = [int(number) for number in re.findall(r"\d+", row["case"])]
+        if row["case"].startswith("decode"):
+            batch = Batch(*numbers)
+        elif row["case"].startswith("prefill"):
+            batch = Batch(0, 0, numbers[0] * numbers[1], numbers[1])
+        else:
+            continue
+        checked += 1
+        assert roofline.seconds(batch) == pytest.approx(row["ms"] / 1e3, rel=0.04), row["case"]
+    assert checked == 5
+
+
+def test_devices_without_a_measurement_take_the_lowest_shares() -> None:
+    measured = [device_spec(target) for target in SUITES]
+    other = device_spec("a100")
+    assert not other.measured
+    assert other.bandwidth_share == min(device.bandwidth_share for device in measured)
+    assert other.products_share == min(device.products_share for device in measured)
 
 
 def test_windows_bound_what_is_seen() -> None:

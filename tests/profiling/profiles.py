@@ -23,7 +23,6 @@ def process(**fields: Any) -> ProcessProfile:
         "command": "serve",
         "begun": BEGIN,
         "ended": end,
-        "busy": (BEGIN, end),
         "samples": 1000,
     }
     return ProcessProfile(**{**plain, "important": ["loop", "MainThread"], **fields})

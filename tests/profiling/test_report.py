@@ -9,8 +9,9 @@ import pytest
 
 from jengine import InvalidArgument
 from jengine.insight.profiling.data import Flame, Profile, ProfileOptions
+from jengine.insight.profiling.jax_capture import longest_operations
 from jengine.insight.profiling.report import report_html, summary
-from tests.profiling.profiles import BEGIN, process, stepping
+from tests.profiling.profiles import process, stepping
 from tests.profiling.test_findings import HELD, LEAK, LOG, STORM
 
 VOID = {"meta", "rect", "line", "tr", "td", "th", "li", "p"}
@@ -47,11 +48,9 @@ def profile(monkeypatch: pytest.MonkeyPatch) -> Profile:
     engine = process(
         trace=virtual.engine.trace().to_json(),
         ended=end,
-        busy=(BEGIN, end),
         collections=STORM,
         lock_waits=HELD,
         calls=LOG,
-        calls_by="perf trace",
         growth=LEAK,
         heap_seconds=5.0,
         memory={"weights": 7 << 20, "<other>": 1 << 20},
@@ -60,7 +59,7 @@ def profile(monkeypatch: pytest.MonkeyPatch) -> Profile:
             Flame("unseen", {}),
         ],
         operations=[("dot", 3, 0.5)],
-        missing={"hardware counters": "this machine has <none>"},
+        missing={"jax.profiler": "this machine has <none>"},
     )
     return Profile(target="demo at 127.0.0.1:50051", processes=[engine, process(name="server", pid=8)])
 
@@ -119,3 +118,15 @@ def test_it_crosses_processes(profile: Profile) -> None:
 def test_options_out_of_range(field: str, value: object) -> None:
     with pytest.raises(InvalidArgument, match=rf"^{field}="):
         ProfileOptions(**{field: value})  # type: ignore[arg-type]
+
+
+def test_operations_of_jax() -> None:
+    events = [
+        {"ph": "X", "name": "dot", "dur": 1000.0},
+        {"ph": "X", "name": "dot", "dur": 500.0},
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert longest_operations({"traceEvents": [*events, {"ph": "X", "name": "add", "dur": 1.0}]}) == [
+        ("dot", 2, pytest.approx(0.0015)),
+        ("add", 1, pytest.approx(1e-6)),
+    ]

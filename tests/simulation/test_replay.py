@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from jengine.base.errors import InvalidArgument
-from jengine.capacity.simulation.replay import replay
-from jengine.capacity.simulation.replicas import replicas_needed
-from jengine.capacity.simulation.report import bars, report, save_plot
+from jengine.capacity.simulation.replay import replay, replicas_needed
+from jengine.capacity.simulation.report import bars, report
 from jengine.capacity.simulation.summary import Targets, in_target, summarize
 from jengine.capacity.simulation.trace import make_trace
 from jengine.core.request import SamplingParams
@@ -140,15 +139,6 @@ def test_a_summary_says_what_the_columns_say():
 
 def test_bars_show_where_values_are():
     assert bars("load", np.arange(100.0), [0.0] * 50 + [8.0] * 50)[16:76] == " " * 30 + "█" * 30
-
-
-def test_a_plot_is_a_picture(tmp_path):
-    trace = poisson(4, 10, rate=10.0)
-    outcome = replay(make_shape(), trace)
-    save_plot(tmp_path / "plot.png", outcome, trace)
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(InvalidArgument, match="plot"):
-        save_plot(tmp_path / "plot.nothing", outcome, trace)
 
 
 def test_costlier_samplers_take_longer():

@@ -1,26 +1,42 @@
-"""Lower bounds on a step's cost: operations, memory traffic, link traffic, and the time they take. Pure
-arithmetic.
+"""What an engine's step costs on devices that need not be present: a roofline for each part of a layer, at
+the shares of the data sheet's rates that steps reach (Williams, Waterman and Patterson, "Roofline", 2009).
 
-These are bounds, not predictions (Williams, Waterman and Patterson, "Roofline", 2009): all resources are
-fully used at the same time, and the slowest one decides. Norms, activations, sampling, launches and link
-latency are left out, because they are small or overlap.
+Parts of a layer run one after the other. Each takes the longer of its bytes and its operations; collectives
+come in between and are not overlapped. Norms, activations and launches have no parts of their own: the
+shares, which were measured over whole steps, include them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
-from jengine.devices.device_spec import DeviceSpec
+import jax
+
+from jengine.capacity.planning.links import Cluster, Seconds
+from jengine.capacity.planning.routing import most_met, most_routed
 from jengine.models import Model
+from jengine.parallel.layout import Layout
 
-Resource = Literal["memory", "products", "links"]
-ALL_REDUCES = 2  # per layer: after attention, and after the MLP
+Cause = Literal["memory", "products", "links", "network", "latency", "bubble"]
+NAMES: dict[Cause, str] = {
+    "memory": "memory bandwidth",
+    "products": "matrix rate",
+    "links": "links in a host",
+    "network": "links between hosts",
+    "latency": "starting collectives",
+    "bubble": "waiting for other stages",
+}
+CAUSES: tuple[Cause, ...] = tuple(NAMES)
+LOGIT_BYTES = 4  # float32
+Causes = dict[Cause, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """Number formats of a model at run time, and the number of devices that share it.
+    """Number formats of a model at run time.
 
     Attributes:
         weight_bytes: bytes of an element of a weight matrix.
@@ -35,33 +51,7 @@ class Formats:
     dtype: str
     activation_bytes: int
     kv_bytes: float
-    devices: int = 1
     state_bytes: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class StepWork:
-    """Work of a step, on each device.
-
-    Attributes:
-        products: operations on weights, two for each element and token.
-        attention: operations on keys and values, and on recurrent states.
-        read: bytes of weights, keys and values. States are read and written, so they count twice.
-        sent: bytes sent to other devices.
-    """
-
-    products: float
-    attention: float
-    read: float
-    sent: float
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """The minimum time of a step, and the resource that determines it."""
-
-    seconds: float
-    resource: Resource
 
 
 def experts_met(model: Model, tokens: int) -> float:
@@ -98,58 +88,235 @@ def cached_bytes(model: Model, formats: Formats, attended: dict[int, float]) -> 
     return formats.kv_bytes * sum(tokens * sizes[layer] for layer, tokens in attended.items()) / kept
 
 
-def decode(model: Model, formats: Formats, batch: int, context: int) -> StepWork:
-    """One token for each of `batch` sequences of `context` tokens."""
-    elements, attended = model.elements, seen(model, context)
-    layers, met = (
-        elements.used(elements.experts_per_token),
-        elements.used(experts_met(model, batch)) + elements.head,
-    )
-    return StepWork(
-        products=2 * batch * (layers + elements.head) / formats.devices,
-        attention=batch * cached_operations(model, attended) / formats.devices,
-        read=met * formats.weight_bytes / formats.devices
-        + batch * (cached_bytes(model, formats, attended) + 2 * formats.state_bytes),
-        sent=_sent(model, formats, batch),
-    )
+class Batch(NamedTuple):
+    """What an engine computes in a step, on all of its devices together.
 
-
-def prefill(model: Model, formats: Formats, tokens: int, prompt: int) -> StepWork:
-    """An average step with `tokens` tokens of prompts of `prompt` tokens each: part of one prompt, or several
-    prompts.
-
-    The cached tokens of a prompt are read once for all of its tokens in the step. Each prompt needs one row
-    of logits.
+    Attributes:
+        rows: decoding sequences.
+        context: cached tokens of each.
+        tokens: of prompts.
+        prompt: tokens of each of these prompts; the mean token attends to half of them.
     """
-    elements, attended = model.elements, mean_seen(model, prompt)
-    layers, met = (
-        elements.used(elements.experts_per_token),
-        elements.used(experts_met(model, tokens)) + elements.head,
-    )
-    return StepWork(
-        products=2 * (tokens * layers + tokens / prompt * elements.head) / formats.devices,
-        attention=tokens * cached_operations(model, attended) / formats.devices,
-        read=met * formats.weight_bytes / formats.devices
-        + max(1.0, tokens / prompt) * (cached_bytes(model, formats, attended) + 2 * formats.state_bytes),
-        sent=_sent(model, formats, tokens),
-    )
+
+    rows: float
+    context: float = 0.0
+    tokens: float = 0.0
+    prompt: float = 1.0
 
 
-def _sent(model: Model, formats: Formats, tokens: int) -> float:
-    """Bytes sent by a step's all-reduces. In a ring, each device sends its share to every other one, and then
-    the sum.
+class _Attention(NamedTuple):
+    """Bytes that are read, and operations on them, for one token over all layers: bytes on one device,
+    operations on all devices together.
     """
-    size = tokens * model.config.hidden_size * formats.activation_bytes
-    return ALL_REDUCES * model.config.num_layers * 2 * size * (formats.devices - 1) / formats.devices
+
+    read: float
+    operations: float
 
 
-def bound(work: StepWork, formats: Formats, device: DeviceSpec) -> Bound:
-    """Minimum time on a device."""
-    rate = device.rates[formats.dtype]
-    seconds: dict[Resource, float] = {
-        "memory": work.read / device.bandwidth,
-        "products": work.products / device.rates.get(formats.product, rate) + work.attention / rate,
-        "links": work.sent / device.link,
-    }
-    slowest = max(seconds, key=lambda name: seconds[name])
-    return Bound(seconds[slowest], slowest)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """What the steps of a layout cost.
+
+    Attributes:
+        model, formats: for `layout.tensor` devices.
+        layers: of each stage.
+        expert_layers: number of layers that have experts.
+        attending: by context, what was computed before.
+    """
+
+    model: Model
+    formats: Formats
+    layout: Layout
+    cluster: Cluster
+    layers: tuple[int, ...]
+    expert_layers: int
+    attending: dict[tuple[float, bool], _Attention] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        formats: Formats,
+        cluster: Cluster,
+        layout: Layout = Layout(),  # noqa: B008  frozen
+        layers: tuple[int, ...] | None = None,
+    ) -> Roofline:
+        """layers: of each stage; None: there is one stage, which has all."""
+        return cls(
+            model=model,
+            formats=formats,
+            layout=layout,
+            cluster=cluster,
+            layers=layers or (model.config.num_layers,),
+            expert_layers=_expert_layers(model),
+        )
+
+    def step(self, batch: Batch) -> Causes:
+        """Seconds in which each sequence gets one token: its cohort passes through all stages.
+
+        With stages, as many cohorts of sequences follow each other, and the slowest stage sets their pace;
+        the others wait (bubble).
+        """
+        stages = self.layout.stages
+        every = self._stages(Batch(batch.rows / stages, batch.context, batch.tokens / stages, batch.prompt))
+        slowest = max(sum(stage.values()) for stage in every)
+        causes: Causes = {cause: sum(stage[cause] for stage in every) for cause in CAUSES}
+        causes["bubble"] = max(0.0, stages * slowest - sum(causes.values()))
+        return causes
+
+    def seconds(self, batch: Batch) -> float:
+        """The sum of `step`."""
+        return sum(self.step(batch).values())
+
+    def _stages(self, cohort: Batch) -> list[Causes]:
+        last = len(self.layers) - 1
+        kinds = [(layers, stage == 0, stage == last) for stage, layers in enumerate(self.layers)]
+        costs = {kind: self._stage(cohort, *kind) for kind in dict.fromkeys(kinds)}
+        return [costs[kind] for kind in kinds]
+
+    def _stage(self, cohort: Batch, layers: int, begins: bool, ends: bool) -> Causes:
+        """Seconds of a stage of so many layers with one cohort.
+
+        Args:
+            begins, ends: whether it has the embedding, and the output head.
+        """
+        layout, hidden = self.layout, self.model.config.hidden_size
+        share = layers / self.model.config.num_layers
+        rows, tokens = -(-cohort.rows // layout.data), -(-cohort.tokens // layout.data)
+        local = Batch(rows, cohort.context, tokens, cohort.prompt)
+        causes: Causes = dict.fromkeys(CAUSES, 0.0)
+        for moved, operations, attending in self.parts(local, share, float(ends)):
+            reading, computing = moved / self._bandwidth, operations / self._rate(attending)
+            cause: Cause = "memory" if reading > computing else "products"
+            causes[cause] += max(reading, computing)
+        size = (rows + tokens) * hidden * self.formats.activation_bytes
+        sent = self._collectives(size, layers, share * self.expert_layers)
+        logits = _logits(local) * self.model.config.vocab_size * LOGIT_BYTES
+        tensor = self.cluster.tensor_group(layout)
+        if ends:  # the sampler's exchange of logits, each device's columns for all columns of its rows
+            sent = sent.plus(self.cluster.gather(logits / layout.tensor, tensor))
+        else:
+            sent = sent.plus(self._to_the_next_stage(size))
+        if begins:  # the embedding
+            sent = sent.plus(self.cluster.all_reduce(size, tensor))
+        causes["links"], causes["network"], causes["latency"] = sent
+        return causes
+
+    @property
+    def _bandwidth(self) -> float:
+        device = self.cluster.device
+        return device.bandwidth * device.bandwidth_share
+
+    def _rate(self, attending: bool) -> float:
+        device, formats = self.cluster.device, self.formats
+        rate = device.rates[formats.dtype]
+        return (rate if attending else device.rates.get(formats.product, rate)) * device.products_share
+
+    def parts(
+        self, batch: Batch, share: float = 1.0, head: float = 1.0
+    ) -> Iterator[tuple[float, float, bool]]:
+        """The work of one device: (bytes, operations, whether these are attention's) of matrices for each
+        token,
+        experts, cached tokens, and the output head.
+
+        Args:
+            batch: of one data rank.
+            share: of the layers that the device's stage has.
+            head: 1 if the stage has the output head, otherwise 0.
+        """
+        elements, formats, tensor = self.model.elements, self.formats, self.layout.tensor
+        tokens = batch.rows + batch.tokens
+        yield (
+            share * elements.layers * formats.weight_bytes / tensor,
+            2 * tokens * share * elements.layers / tensor,
+            False,
+        )
+        if elements.experts:
+            met, routed = self._experts(math.ceil(tokens))
+            size = share * elements.expert
+            yield met * size * formats.weight_bytes, 2 * routed * size, False
+        yield share * self._read(batch), share * self._attention(batch), True
+        yield (
+            head * elements.head * formats.weight_bytes / tensor,
+            2 * head * _logits(batch) * elements.head / tensor,
+            False,
+        )
+
+    def _experts(self, tokens: int) -> tuple[float, float]:
+        """Experts that the busiest device reads in each layer, and (token, expert) pairs that it computes, if
+        each data rank has so many tokens.
+        """
+        elements, layout = self.model.elements, self.layout
+        experts, chosen = elements.experts, elements.experts_per_token
+        if not layout.expert_parallel:  # a part of each
+            return experts_met(self.model, tokens) / layout.tensor, tokens * chosen / layout.tensor
+        every = tokens * layout.data
+        return (
+            most_met(experts, chosen, layout.stage_devices, every),
+            most_routed(experts, chosen, layout.stage_devices, every),
+        )
+
+    def _read(self, batch: Batch) -> float:
+        """Bytes of the cache on one device, over all layers."""
+        read = batch.rows * self._attending(batch.context).read
+        if batch.tokens:  # once for all tokens of a prompt in the step
+            read += max(1.0, batch.tokens / batch.prompt) * self._attending(batch.prompt, mean=True).read
+        return read
+
+    def _attention(self, batch: Batch) -> float:
+        """Operations on cached tokens and states, on one device, over all layers."""
+        operations = batch.rows * self._attending(batch.context).operations
+        if batch.tokens:
+            operations += batch.tokens * self._attending(batch.prompt, mean=True).operations
+        return operations / self.layout.tensor
+
+    def _attending(self, context: float, *, mean: bool = False) -> _Attention:
+        """What a token costs that attends to `context` tokens; with `mean`, on average over the tokens of a
+        prompt of this length.
+        """
+        known = self.attending.get((context, mean))
+        if known is None:
+            model = self.model
+            attended = mean_seen(model, math.ceil(context)) if mean else seen(model, context)
+            read = cached_bytes(model, self.formats, attended) if attended else 0.0
+            known = _Attention(read + 2 * self.formats.state_bytes, cached_operations(model, attended))
+            self.attending[context, mean] = known
+        return known
+
+    def _collectives(self, size: float, layers: int, with_experts: float) -> Seconds:
+        """Of so many layers, for `size` bytes of tokens on each data rank: one sum after attention and one
+        after the MLP; where data ranks share experts, tokens of all ranks are gathered, and the results are
+        summed over them.
+        """
+        cluster, layout = self.cluster, self.layout
+        tensor, data = cluster.tensor_group(layout), cluster.data_group(layout)
+        sums = cluster.all_reduce(size, tensor) * (2 * layers)
+        if layout.data == 1:
+            return sums
+        exchange = cluster.gather(size * layout.data, data) * 2
+        return sums.plus(exchange * with_experts)
+
+    def _to_the_next_stage(self, size: float) -> Seconds:
+        """On average over the borders, of which some lie between hosts."""
+        borders, between = self.layout.stages - 1, self.cluster.borders(self.layout)
+        inside = self.cluster.send(size, between_hosts=False) * ((borders - between) / borders)
+        if not between:
+            return inside
+        return inside.plus(self.cluster.send(size, between_hosts=True) * (between / borders))
+
+
+def _expert_layers(model: Model) -> int:
+    """Number of layers that have experts."""
+    layers = model.axes["layers"]
+    every = layers.values() if isinstance(layers, dict) else layers
+
+    def routed(layer: object) -> bool:
+        leaves = jax.tree.leaves(layer, is_leaf=lambda axes: isinstance(axes, tuple))
+        return any(axes and axes[0] == "experts" for axes in leaves)
+
+    return sum(map(routed, every))
+
+
+def _logits(batch: Batch) -> float:
+    """Rows of logits: of every sequence, and of every prompt's end."""
+    return batch.rows + batch.tokens / batch.prompt

@@ -1,14 +1,12 @@
-"""Shows a replay as text for the terminal, and as a plot."""
+"""Shows a replay as text for the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from jengine.base.display import counted
-from jengine.base.errors import InvalidArgument
 from jengine.capacity.simulation.outcome import Outcome
 from jengine.capacity.simulation.summary import RANKS, ReplaySummary, Targets
 from jengine.capacity.simulation.trace import RequestTrace
@@ -59,37 +57,6 @@ def _arrivals(trace: RequestTrace) -> str:
     if trace.seconds < 1.0:
         return f"all within {1e3 * trace.seconds:.2g} ms"
     return f"{len(trace) / trace.seconds:.3g} a second for {trace.seconds:.0f} s"
-
-
-def save_plot(path: Path, outcome: Outcome, trace: RequestTrace) -> None:
-    """Plots the distributions of times, and the numbers of running and waiting requests.
-
-    Raises:
-        InvalidArgument: matplotlib is missing, or cannot write this file.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InvalidArgument("plot", str(path), "needs matplotlib, which is in the extra bench") from None
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    shares, load = figure.subplots(1, 2)
-    for name, when in (("first token", outcome.first), ("last token", outcome.last)):
-        seconds = np.sort((when - trace.arrivals)[~np.isnan(when)])
-        shares.plot(seconds, np.linspace(0, 1, len(seconds)), label=name)
-    shares.set(xscale="log", xlabel="seconds after arrival", ylabel="share of requests")
-    at = [sample.seconds for sample in outcome.samples]
-    load.plot(at, [sample.running for sample in outcome.samples], label="running")
-    load.plot(at, [sample.waiting for sample in outcome.samples], label="waiting")
-    load.set(xlabel="seconds", ylabel="requests" + (" of the first engine" if outcome.engines > 1 else ""))
-    for axes in (shares, load):
-        axes.grid(alpha=0.3)
-        axes.legend()
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise InvalidArgument("plot", str(path), f"cannot be written: {error}") from None
 
 
 def _row(name: str, values: dict[int, float]) -> str:

@@ -1,4 +1,6 @@
-"""Rules about the contents of steps: prompts that delay decoding, small batches, padding."""
+"""Rules about the contents of steps: prompts that delay decoding, small batches, padding, places of adapters,
+drafts.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,8 @@ from jengine.insight.explanations.finding import Finding, ms, percent, times
 from jengine.insight.explanations.window import Window
 from jengine.insight.recording.records import RequestRecord, StepRecord
 
+COSTLY = 0.15  # share of the device's time that unused places of adapters take
+LOST = 0.05  # share of the time of steps with drafts, which wrong drafts cost
 INTERFERENCE = 0.4  # share of decoding time that prompts take
 LONGER = 1.5  # minimum factor by which these steps are longer than without prompts
 GAIN = 1.2  # minimum gain in tokens a second that justifies a larger batch
@@ -167,4 +171,67 @@ def padding(window: Window) -> Finding | None:
             else f"{max(size // 2, 16)}: a prompt's last tile is padded by less"
         ),
         times(gain) + ", at most",
+    )
+
+
+def places_of_adapters(window: Window) -> Finding | None:
+    """Steps compute more places of adapters than requests use."""
+    table = window.costs.table
+    steps = [step for step in window.steps if step.trunk.adapted]
+    used = {request.lora for request in window.trace.requests if request.lora}
+    if not window.enough or table.batch_invariant or not steps or not 0 < len(used) < table.adapters:
+        return None
+    costs = window.costs
+    extra = sum([(costs.base(s.trunk) - costs.base(replace(s.trunk, adapted=0))) * s.steps for s in steps])
+    if extra < COSTLY * window.device:
+        return None
+    longest = max(steps, key=lambda step: costs.base(step.trunk)).trunk
+    return Finding(
+        "places_of_adapters",
+        extra / window.device,
+        f"LoRA adapters take {percent(extra / window.device)} of the device's time, and there are places for"
+        f" more of them than are used",
+        {
+            "steps with adapters": percent(window.share(steps)),
+            "adapters in use, and places": f"{len(used)} and {table.adapters}",
+            f"the longest, {longest}": ms(costs.base(longest)),
+            "the same without adapters": ms(costs.base(replace(longest, adapted=0))),
+        },
+        "max_loras",
+        f"{len(used)}: steps compute all places, whichever are in use; a smaller max_lora_rank helps as well",
+        f"up to {percent(extra / window.device)} less time",
+    )
+
+
+def wrong_drafts(window: Window) -> Finding | None:
+    """Steps with drafts give fewer tokens a second than they would without."""
+    steps = [step for step in window.steps if step.drafts]
+    if not window.enough or not steps:
+        return None
+
+    def alone(step: StepRecord) -> float:
+        rows, share = step.rows - step.drafts, 1.0 - step.drafts / step.rows
+        work = step.work._replace(context=int(step.work.context * share))
+        return window.step_seconds(rows, step.tiles, work, adapted=step.trunk.adapted) * step.drift
+
+    drafts, accepted = sum([step.drafts for step in steps]), sum([step.accepted for step in steps])
+    with_drafts = sum([step.device or step.predicted for step in steps])
+    without = sum([alone(step) * step.generated / max(step.generated - step.accepted, 1) for step in steps])
+    lost = with_drafts - without  # seconds for the same tokens
+    if lost < LOST * with_drafts:
+        return None
+    return Finding(
+        "wrong_drafts",
+        lost / window.busy,
+        f"{percent(1 - accepted / drafts)} of the drafts are wrong, and verifying them takes longer than they"
+        " save",
+        {
+            "steps with drafts": percent(window.share(steps)),
+            "such a step": ms(with_drafts / len(steps)),
+            "without its drafts": ms(sum(map(alone, steps)) / len(steps)),
+            "tokens of such a step": f"{sum([step.generated for step in steps]) / len(steps):.1f}",
+        },
+        "speculative_config",
+        "auto lets the costs of steps decide; none leaves drafts out",
+        times(window.busy / (window.busy - lost)),
     )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from jengine.insight.explanations.adapters import places_of_adapters
-from jengine.insight.explanations.batches import batches_too_small, padding, prefill_interference
-from jengine.insight.explanations.drafts import wrong_drafts
+from jengine.insight.explanations.batches import (
+    batches_too_small,
+    padding,
+    places_of_adapters,
+    prefill_interference,
+    wrong_drafts,
+)
 from jengine.insight.explanations.finding import Explanation, Finding
 from jengine.insight.explanations.loop import compilation, garbage_collection, host, masks, slow_readers
 from jengine.insight.explanations.machine import busy_machine, compiling, memory_growth

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 import tempfile
 import threading
@@ -14,131 +15,26 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from jengine.base.errors import InvalidArgument
-from jengine.insight.profiling import heap
-from jengine.insight.profiling.counters import Counters
 from jengine.insight.profiling.data import ProcessProfile, Profile, ProfileOptions
-from jengine.insight.profiling.garbage import Collections
+from jengine.insight.profiling.heap import heap_growth
 from jengine.insight.profiling.jax_capture import SECONDS, JaxCapture
-from jengine.insight.profiling.py_spy import PySpy
 from jengine.insight.profiling.resident import resident_parts
 from jengine.insight.profiling.sampler import ThreadSampler
-from jengine.insight.profiling.system_calls import SystemCalls
+from jengine.insight.profiling.system_calls import add_calls, kernel_counts
 from jengine.insight.recording.engines import engines
+from jengine.insight.recording.pauses import garbage_pauses
+from jengine.insight.recording.trace import Trace
 
-if TYPE_CHECKING:  # a process that profiles itself from its start has imported little
-    from jengine.insight.recording.step_recorder import StepRecorder
+if TYPE_CHECKING:
     from jengine.insight.recording.trace import Readers
 
 PROFILE, JAX = "profile.json", "jax.zip"  # files that a capture writes
-PARTS_SECONDS = 2.0  # interval at which an engine's memory is sampled
 NOT_ASKED = "it was not requested"
-_one = threading.Lock()
+Wait = Callable[[float], object]
+_lock = threading.Lock()
 
 
-class Capture:
-    """Timings of this process from `start` until `stop`: stacks, waits, garbage collections, system calls,
-    counters.
-
-    Args:
-        name: see ProcessProfile.
-        folder: for output files of tools.
-
-    Attributes:
-        records: records of the engines that were seen.
-
-    Raises:
-        InvalidArgument: this process is already being profiled.
-    """
-
-    def __init__(self, name: str, options: ProfileOptions, folder: Path) -> None:
-        if not _one.acquire(blocking=False):
-            raise InvalidArgument("profile", name, "this process is already being profiled")
-        self.profile = ProcessProfile(name=name, pid=os.getpid(), command=" ".join(sys.argv)[:500], begun=0.0)
-        self.records: dict[int, StepRecorder] = {}
-        self._parts: dict[int, dict[str, int]] = {}
-        self._measured: dict[int, float] = {}  # time of the last memory sample
-        self._on_host = True
-        self._loops: dict[str, None] = {}
-        self._sampler = ThreadSampler(options.rate)
-        self._collections = Collections()
-        self._py_spy = PySpy(options.rate, folder)
-        self._calls = SystemCalls(options.system_calls, folder)
-        self._counters = Counters(folder)
-
-    def start(self) -> None:
-        """Starts, in a thread that belongs to the profiler and is left out of the profile."""
-        self._py_spy.start()
-        self._calls.start()
-        self._counters.start()
-        self.profile.begun, self.profile.unix = time.perf_counter(), time.time()
-        self._collections.start()
-        self._sampler.start()
-
-    def hide(self) -> None:
-        """Leaves this thread out of the profile."""
-        self._sampler.hide()
-
-    def look(self) -> None:
-        """Samples the current engines. Their data is kept after they end."""
-        names, now = {thread.ident: thread.name for thread in threading.enumerate()}, time.perf_counter()
-        for engine in engines():
-            self.records[id(engine.records)] = engine.records
-            if now >= self._measured.get(id(engine.records), 0.0) + PARTS_SECONDS:
-                self._measured[id(engine.records)], self._parts[id(engine.records)] = (
-                    now,
-                    engine.memory_parts(),
-                )
-            self._on_host = self._on_host and engine.on_host
-            if name := names.get(engine.records.thread):
-                self._loops[name] = None
-
-    def stop(self) -> ProcessProfile:
-        """Ends the capture. The result includes the step records of its period."""
-        profile, sampler = self.profile, self._sampler
-        profile.ended = time.perf_counter()
-        profile.busy = profile.begun, profile.ended
-        self._collections.stop()
-        sampler.stop()
-        self._counters.stop(profile)
-        self._calls.stop(profile, sampler, sampler.names())
-        profile.samples, profile.late = sampler.samples, sampler.late
-        profile.lock_waits, profile.interpreter_waits = [*sampler.lock_waits], [*sampler.interpreter_waits]
-        profile.collections, profile.pauses = self._collections.listed, self._collections.pauses
-        if not sampler.knows_run_queue:
-            profile.missing["waiting for a processor"] = (
-                "/proc/self/task/*/schedstat is missing: this time counts as waiting for the interpreter"
-            )
-        flames = self._py_spy.stop(sampler.own_names)
-        profile.sampler = "py-spy" if flames else "samples of sys._current_frames"
-        profile.flames = flames or sampler.flames()
-        if self._py_spy.why:
-            profile.missing["py-spy"] = self._py_spy.why
-        self.look()
-        self._of_engines(profile)
-        return profile
-
-    def close(self) -> None:
-        """Allows the next profile."""
-        _one.release()
-
-    def _of_engines(self, profile: ProcessProfile) -> None:
-        """Adds the steps of the engine that stepped last, its memory by part, and the stepping threads."""
-        profile.important = [*dict.fromkeys([*self._loops, threading.main_thread().name])]
-        parts: dict[str, int] = {}
-        for one in self._parts.values():
-            for part, size in one.items():
-                parts[part] = parts.get(part, 0) + size
-        profile.memory = resident_parts(parts, on_devices=not self._on_host)
-        profile.device = {} if self._on_host else parts
-        stepped = [records for records in self.records.values() if records.steps]
-        if stepped:
-            records = max(stepped, key=lambda records: records.steps[-1].ended)
-            profile.trace = records.trace(time.perf_counter() - profile.begun + 1.0).to_json()
-
-
-def capture_process(
-    name: str, options: ProfileOptions, folder: Path, wait: Callable[[float], object] = time.sleep
-) -> None:
+def capture_process(name: str, options: ProfileOptions, folder: Path, wait: Wait = time.sleep) -> None:
     """Profiles this process and writes the files PROFILE and JAX to the folder.
 
     Timings come first, then what would disturb them: jax.profiler's capture and the heap. Blocks, so requests
@@ -151,19 +47,20 @@ def capture_process(
         InvalidArgument: this process is already being profiled.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        capture = Capture(name, options, Path(scratch))
-        try:
-            capture.start()
-            wait(options.seconds)
-            profile = capture.stop()
-            _capture_jax(profile, options, folder, Path(scratch), wait)
-            if options.heap:
-                profile.growth, profile.heap_seconds = heap.measure(options.heap_seconds, wait)
-            else:
-                profile.missing["heap growth"] = NOT_ASKED
-        finally:
-            capture.close()
+    if not _lock.acquire(blocking=False):
+        raise InvalidArgument("profile", name, "this process is already being profiled")
+    try:
+        profile = _timings(name, options, wait)
+        if options.jax:
+            _capture_jax(profile, options, folder, wait)
+        else:
+            profile.missing["jax.profiler"] = NOT_ASKED
+        if options.heap:
+            profile.growth, profile.heap_seconds = heap_growth(options.heap_seconds, wait)
+        else:
+            profile.missing["heap growth"] = NOT_ASKED
+    finally:
+        _lock.release()
     (folder / PROFILE).write_bytes(msgspec.json.encode(profile))
 
 
@@ -182,8 +79,6 @@ def read_profiles(
             continue
         process = msgspec.json.decode((folder / PROFILE).read_bytes(), type=ProcessProfile)
         if process.trace and readers is not None:
-            from jengine.insight.recording.trace import Trace
-
             trace = Trace.from_json(process.trace)
             trace.readers = readers
             process.trace = trace.to_json()
@@ -193,22 +88,80 @@ def read_profiles(
     return Profile(target=target, processes=sorted(processes, key=lambda process: not process.trace)), jax
 
 
-def _capture_jax(
-    profile: ProcessProfile,
-    options: ProfileOptions,
-    folder: Path,
-    scratch: Path,
-    wait: Callable[[float], object],
-) -> None:
+def _timings(name: str, options: ProfileOptions, wait: Wait) -> ProcessProfile:
+    """Stacks, waits, garbage collections, system calls and counters, and the step records of that time."""
+    sampler, pauses, calls, usage = ThreadSampler(options.rate), garbage_pauses(), kernel_counts(), _usage()
+    profile = ProcessProfile(
+        name=name,
+        pid=os.getpid(),
+        command=" ".join(sys.argv)[:500],
+        begun=time.perf_counter(),
+        unix=time.time(),
+    )
+    collected = pauses.by_generation
+    sampler.start()
+    try:
+        wait(options.seconds)
+    finally:
+        profile.ended = time.perf_counter()
+        sampler.stop()
+    profile.samples, profile.late, profile.flames = sampler.samples, sampler.late, sampler.flames()
+    profile.lock_waits, profile.interpreter_waits = [*sampler.lock_waits], [*sampler.interpreter_waits]
+    profile.collections = [pause for pause in pauses.longest if pause.begun >= profile.begun]
+    profile.pauses = [
+        (count - before, seconds - earlier)
+        for (count, seconds), (before, earlier) in zip(pauses.by_generation, collected, strict=True)
+    ]
+    profile.counters = {counter: value - usage[counter] for counter, value in _usage().items()}
+    if options.system_calls == "off":
+        profile.missing["system calls"] = NOT_ASKED
+    else:
+        add_calls(profile, sampler, calls)
+    if not sampler.knows_run_queue:
+        profile.missing["waiting for a processor"] = (
+            "/proc/self/task/*/schedstat is missing: this time counts as waiting for the interpreter"
+        )
+    _add_engines(profile)
+    return profile
+
+
+def _usage() -> dict[str, float]:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "processor seconds, user": usage.ru_utime,
+        "processor seconds, system": usage.ru_stime,
+        "voluntary switches": float(usage.ru_nvcsw),
+        "involuntary switches": float(usage.ru_nivcsw),
+        "page faults": float(usage.ru_minflt + usage.ru_majflt),
+    }
+
+
+def _add_engines(profile: ProcessProfile) -> None:
+    """Adds the steps of the engine that stepped last, its memory by part, and the stepping threads."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    running, on_host = engines(), True
+    loops = [name for engine in running if (name := names.get(engine.records.thread))]
+    profile.important = [*dict.fromkeys([*loops, threading.main_thread().name])]
+    parts: dict[str, int] = {}
+    for engine in running:
+        on_host = on_host and engine.on_host
+        for part, size in engine.memory_parts().items():
+            parts[part] = parts.get(part, 0) + size
+    profile.memory = resident_parts(parts, on_devices=not on_host)
+    profile.device = {} if on_host else parts
+    if stepped := [engine.records for engine in running if engine.records.steps]:
+        records = max(stepped, key=lambda records: records.steps[-1].ended)
+        profile.trace = records.trace(time.perf_counter() - profile.begun + 1.0).to_json()
+
+
+def _capture_jax(profile: ProcessProfile, options: ProfileOptions, folder: Path, wait: Wait) -> None:
     """Captures with jax.profiler for some seconds, into the folder."""
-    if not options.jax:
-        profile.missing["jax.profiler"] = NOT_ASKED
-        return
-    capture = JaxCapture(scratch / "jax")
-    capture.start()
-    if not capture.why:
-        wait(min(options.seconds, SECONDS))
-    profile.operations = capture.stop()
-    capture.pack(folder / JAX)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        capture = JaxCapture(Path(scratch))
+        capture.start()
+        if not capture.why:
+            wait(min(options.seconds, SECONDS))
+        profile.operations = capture.stop()
+        capture.pack(folder / JAX)
     if capture.why:
         profile.missing["jax.profiler"] = capture.why

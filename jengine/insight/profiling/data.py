@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from jengine.base.errors import InvalidArgument
+from jengine.insight.recording.records import Pause
 
 if TYPE_CHECKING:
     from jengine.insight.recording.trace import Trace  # imports numpy
 
-SYSTEM_CALLS = ("auto", "perf", "strace", "proc", "off")  # how system calls are counted
+SYSTEM_CALLS = ("proc", "off")  # how system calls are counted
 MAX_SECONDS = 120.0
 
 
@@ -27,8 +28,8 @@ class ProfileOptions(msgspec.Struct, frozen=True):
         seconds: duration of the timings. The heap is measured afterwards, for up to five more seconds.
         heap: whether to compare two snapshots of tracemalloc, which slows allocations.
         jax: whether to capture with jax.profiler, in processes that use JAX.
-        system_calls: the tool to use. `auto` uses the first that is installed and allowed: `perf trace`,
-            `strace` (which slows the process), or /proc; `off` counts none.
+        system_calls: `proc` counts reads and writes by /proc and estimates times from samples; `off` counts
+            none.
         rate: samples of the threads' stacks a second.
 
     Raises:
@@ -38,7 +39,7 @@ class ProfileOptions(msgspec.Struct, frozen=True):
     seconds: float = 10.0
     heap: bool = True
     jax: bool = True
-    system_calls: str = "auto"
+    system_calls: str = "proc"
     rate: int = 100
 
     def __post_init__(self) -> None:
@@ -96,16 +97,6 @@ class InterpreterWait(msgspec.Struct, array_like=True):
     holder: str = ""
 
 
-class Collection(msgspec.Struct, array_like=True):
-    """A garbage collection. It stops all threads of a process."""
-
-    at: float
-    seconds: float
-    generation: int
-    collected: int
-    thread: str
-
-
 class SlowCall(msgspec.Struct, array_like=True):
     """A system call that took at least a millisecond, or that samples have seen.
 
@@ -147,19 +138,15 @@ class ProcessProfile(msgspec.Struct, kw_only=True):
     """The profile of one process.
 
     Attributes:
-        name: "engine", "server", or the program.
+        name: "engine" or "server", or what `capture_process` was called with.
         begun, ended: period of the timings.
-        busy: the part of it that findings cover: without a command's start before its first step.
         unix: seconds since 1970 at `begun`.
         important: names of threads that requests depend on: those that step an engine, and the main thread.
-        sampler: the source of the flames.
         samples: number of samples; late: total seconds by which samples were late without waiting for a
             processor.
-        collections: those of at least a tenth of a millisecond; pauses: (count, seconds) of all, by
+        collections: garbage collections of at least a millisecond; pauses: (count, seconds) of all, by
             generation.
-        calls_by: the source of system calls: "perf trace", "strace", "/proc"; empty: none.
-        counters: hardware and kernel counters, named as in `perf stat` or /proc.
-        disturbed: (begin, end) of periods disturbed by the profiler itself; steps in them are ignored.
+        counters: of the kernel, for this process.
         memory: resident bytes by part; device: bytes by part on devices with separate memory.
         heap_seconds: seconds between the two snapshots of `growth`.
         operations: (name, count, seconds) of JAX's most expensive operations, over all threads.
@@ -172,22 +159,18 @@ class ProcessProfile(msgspec.Struct, kw_only=True):
     command: str
     begun: float
     ended: float = 0.0
-    busy: tuple[float, float] = (0.0, 0.0)
     unix: float = 0.0
     important: list[str] = []
-    sampler: str = ""
     flames: list[Flame] = []
     samples: int = 0
     late: float = 0.0
     lock_waits: list[LockWait] = []
     interpreter_waits: list[InterpreterWait] = []
-    collections: list[Collection] = []
+    collections: list[Pause] = []
     pauses: list[tuple[int, float]] = []
-    calls_by: str = ""
     calls: list[CallCount] = []
     slow_calls: list[SlowCall] = []
     counters: dict[str, float] = {}
-    disturbed: list[tuple[float, float]] = []
     memory: dict[str, int] = {}
     device: dict[str, int] = {}
     growth: list[HeapGrowth] = []
@@ -199,10 +182,6 @@ class ProcessProfile(msgspec.Struct, kw_only=True):
     @property
     def seconds(self) -> float:
         return self.ended - self.begun
-
-    @property
-    def busy_seconds(self) -> float:
-        return max(self.busy[1] - self.busy[0], 1e-9)
 
     @property
     def steps(self) -> Trace | None:
@@ -220,7 +199,7 @@ class Profile(msgspec.Struct, kw_only=True):
     """The result of `jengine profile`.
 
     Attributes:
-        target: the server's address, or the command.
+        target: the server's model and address.
         processes: the engine's process comes first.
     """
 

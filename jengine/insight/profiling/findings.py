@@ -5,21 +5,12 @@ those of `jengine explain` take its step records.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from functools import partial
 
 from jengine.insight.explanations.explain import explain
-from jengine.insight.explanations.finding import Finding, percent
-from jengine.insight.profiling.data import (
-    Collection,
-    Flame,
-    InterpreterWait,
-    LockWait,
-    ProcessProfile,
-    Profile,
-)
+from jengine.insight.explanations.finding import Finding, duration, percent
+from jengine.insight.profiling.data import Flame, ProcessProfile, Profile
 from jengine.insight.profiling.proc import FILES
 from jengine.insight.profiling.slow_steps import slow_steps
-from jengine.insight.profiling.units import duration
 
 COLLECTING, LONG_COLLECTION = 0.05, 0.1  # share of time; seconds
 IN_CALLS, OTHERS_IN_CALLS = 0.05, 0.1  # shares of time, for threads that requests depend on, and for others
@@ -53,9 +44,9 @@ def _explained(profile: ProcessProfile) -> list[Finding]:
 
 def garbage_collection(profile: ProcessProfile) -> Finding | None:
     """Garbage collections take much time, or a single one does."""
-    listed = [one for one in profile.collections if _counts(profile, one)]
-    longest = max([one.seconds for one in listed], default=0.0)
-    share = sum(one.seconds for one in listed) / profile.busy_seconds
+    listed = profile.collections
+    longest = max([pause.seconds for pause in listed], default=0.0)
+    share = sum(pause.seconds for pause in listed) / profile.seconds
     if share < COLLECTING and longest < LONG_COLLECTION:
         return None
     by_generation = sorted(Counter(one.generation for one in listed).items())
@@ -69,7 +60,7 @@ def garbage_collection(profile: ProcessProfile) -> Finding | None:
         min(share, 1.0),
         f"Python's garbage collector stops the process {percent(share)} of the time",
         {
-            "collections of 0.1 ms or more": counts,
+            "collections of 1 ms or more": counts,
             "the longest": duration(longest),
             "most of it in thread": thread,
             **_slow(profile, "garbage_collection"),
@@ -118,7 +109,6 @@ def system_calls(profile: ProcessProfile) -> Finding | None:
                 )
                 for call in calls[:3]
             },
-            "measured by": profile.calls_by,
             **_slow(profile, "system_calls"),
         },
         "what writes",
@@ -132,16 +122,16 @@ def lock(profile: ProcessProfile) -> Finding | None:
     spent: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     holders: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
     for wait in profile.lock_waits:
-        if wait.thread in profile.important and _counts(profile, wait):
+        if wait.thread in profile.important:
             key = wait.thread, wait.lock, wait.where
             spent[key].append(wait.seconds)
             if wait.holder:
                 holders[key][wait.holder] += 1
     worst = max(spent, key=lambda key: sum(spent[key]), default=None)
-    if worst is None or (sum(spent[worst]) < LOCKED * profile.busy_seconds and max(spent[worst]) < LONG_LOCK):
+    if worst is None or (sum(spent[worst]) < LOCKED * profile.seconds and max(spent[worst]) < LONG_LOCK):
         return None
     thread, name, where = worst
-    share = sum(spent[worst]) / profile.busy_seconds
+    share = sum(spent[worst]) / profile.seconds
     by = [holder for holder, _ in holders[worst].most_common(1)]
     return Finding(
         "lock",
@@ -165,9 +155,9 @@ def lock(profile: ProcessProfile) -> Finding | None:
 
 def interpreter_lock(profile: ProcessProfile) -> Finding | None:
     """A thread computes in Python, and threads that requests depend on have to wait."""
-    paused = [(one.at, one.at + one.seconds) for one in profile.collections]
+    paused = [(pause.begun, pause.begun + pause.seconds) for pause in profile.collections]
     spent: dict[str, float] = defaultdict(float)
-    for wait in filter(partial(_counts, profile), profile.interpreter_waits):
+    for wait in profile.interpreter_waits:
         if (
             wait.holder
             and wait.holder not in profile.important
@@ -176,7 +166,7 @@ def interpreter_lock(profile: ProcessProfile) -> Finding | None:
             spent[wait.holder] += wait.seconds
     holder = max(spent, key=lambda name: spent[name], default="")
     seconds = spent[holder]
-    share = seconds / profile.busy_seconds
+    share = seconds / profile.seconds
     if share < INTERPRETER:
         return None
     each = duration(seconds / profile.samples)
@@ -215,12 +205,6 @@ def heap_growth(profile: ProcessProfile) -> Finding | None:
 
 
 RULES = (garbage_collection, system_calls, lock, interpreter_lock, heap_growth)
-
-
-def _counts(profile: ProcessProfile, one: Collection | LockWait | InterpreterWait) -> bool:
-    """Whether it happened in the period that findings cover."""
-    begin, end = profile.busy
-    return begin <= one.at < end
 
 
 def _slow(profile: ProcessProfile, kind: str) -> dict[str, str]:

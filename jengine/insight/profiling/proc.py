@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
-from functools import cache
 from pathlib import Path
 
 UNKNOWN, RUNS = -2, -1  # special values for a system call's number
-# System calls that wait for an event. An idle thread is in one of them.
-WAITS = frozenset([
-    "futex", "epoll_wait", "epoll_pwait", "poll", "ppoll", "select", "pselect6", "nanosleep",
-    "clock_nanosleep", "recvfrom", "recvmsg", "read", "accept", "accept4", "wait4", "waitid",
-    "rt_sigtimedwait", "io_getevents", "restart_syscall", "pause", "sched_yield", "readv",
-])  # fmt: skip
 # System calls on files, as made by logging, caching and saving.
 FILES = frozenset([
     "write", "pwrite64", "writev", "pwritev", "fsync", "fdatasync", "sync_file_range", "open", "openat",
@@ -86,15 +78,3 @@ def thread_ids() -> list[int]:
         return [int(name) for name in os.listdir("/proc/self/task")]
     except OSError:
         return []
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-def allow_tracing(pid: int) -> None:
-    """Allows a process to trace this one where Linux's Yama restricts that to parents; 0 revokes this."""
-    pr_set_ptracer = 0x59616D61
-    if os.path.exists("/proc/sys/kernel/yama/ptrace_scope"):
-        _libc().prctl(pr_set_ptracer, ctypes.c_ulong(pid), 0, 0, 0)

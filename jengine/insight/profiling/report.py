@@ -7,13 +7,12 @@ from datetime import datetime
 from html import escape
 
 from jengine.insight.explanations.explain import explain
-from jengine.insight.explanations.finding import Finding, percent
+from jengine.insight.explanations.finding import Finding, duration, percent
 from jengine.insight.profiling.data import Flame, ProcessProfile, Profile
 from jengine.insight.profiling.findings import findings
 from jengine.insight.profiling.report_style import STYLE
 from jengine.insight.profiling.slow_steps import Event, SlowStep, events, slow_steps, turns
 from jengine.insight.profiling.svg import Bar, Lane, flame, lanes
-from jengine.insight.profiling.units import duration
 from jengine.insight.recording.perfetto import stage_begins
 from jengine.insight.recording.records import STAGES
 
@@ -123,11 +122,6 @@ def _time_line(profile: ProcessProfile) -> str:
     every = [
         Lane(name, [_bar(event) for event in happened if event.kind == kind]) for kind, name in KINDS.items()
     ]
-    if profile.disturbed:
-        own = [
-            Bar(a, b - a, "ground2", "profile: jax.profiler writes its capture") for a, b in profile.disturbed
-        ]
-        every.append(Lane("the profile itself", own))
     tall = None
     if trace is not None and trace.steps:
         tall = Lane(
@@ -184,8 +178,7 @@ def _slow_step(profile: ProcessProfile, slow: SlowStep) -> str:
 
 
 def _flames(profile: ProcessProfile) -> str:
-    text = "threads that run" if profile.sampler == "py-spy" else "threads, running or waiting"
-    out = [f"<h3>Where {text} are</h3><p>By {escape(profile.sampler)}. Point at a frame for its share.</p>"]
+    out = ["<h3>Where threads are, running or waiting</h3><p>Point at a frame for its share.</p>"]
     chosen = sorted(profile.flames, key=lambda one: (one.thread not in profile.important, -one.samples))
     for number, one in enumerate(chosen[:FLAMES]):
         out.append(_flame(one, open=number < 2))
@@ -245,7 +238,7 @@ def _collections(profile: ProcessProfile) -> str:
             str(one.generation),
             str(one.collected),
             one.thread,
-            f"{one.at - profile.begun:.2f} s",
+            f"{one.begun - profile.begun:.2f} s",
         ]
         for one in longest
     ]
@@ -254,17 +247,16 @@ def _collections(profile: ProcessProfile) -> str:
 
 
 def _calls(profile: ProcessProfile) -> str:
-    if not profile.calls_by:
+    if not profile.calls:
         return ""
     calls = sorted(profile.calls, key=lambda call: -call.seconds)[:40]
     rows = [
         [c.thread, c.name, str(c.count) if c.count >= 0 else "not known", duration(c.seconds), c.where]
         for c in calls
     ]
-    note = " strace slows the process." if profile.calls_by == "strace" else ""
     return (
-        f"<h3>System calls</h3><p>By {escape(profile.calls_by)}.{note} futex, epoll_wait and others wait for"
-        " events.</p>" + _table(["thread", "call", "count", "in all", "most often in"], rows)
+        "<h3>System calls</h3><p>Reads and writes as the kernel counts them; other calls, and times, by"
+        " samples.</p>" + _table(["thread", "call", "count", "in all", "most often in"], rows)
     )
 
 
@@ -289,9 +281,6 @@ def _memory(profile: ProcessProfile) -> str:
 
 def _counters(profile: ProcessProfile) -> str:
     rows = [[name, f"{value:,.2f}".rstrip("0").rstrip(".")] for name, value in profile.counters.items()]
-    cycles, instructions = profile.counters.get("cycles"), profile.counters.get("instructions")
-    if cycles and instructions:
-        rows.append(["instructions a cycle", f"{instructions / cycles:.2f}"])
     return "<h3>Counters</h3>" + _table(["counter", "value"], rows)
 
 

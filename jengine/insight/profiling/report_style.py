@@ -19,7 +19,7 @@ pre, code { font-family: ui-monospace, monospace; font-size: 12.5px; } pre { bac
 .kind.interpreter_lock { background: #8440b8; } .kind.heap_growth { background: #58723a; }
 svg { display: block; margin: 4px 0; } svg text { font: 11px ui-monospace, monospace; fill: #14181f; pointer-events: none; }
 svg text.name, svg text.tick { fill: var(--text); } svg line { stroke: var(--line); stroke-width: .6; }
-.ground { fill: var(--soft); } .ground2 { fill: #9aa3b2; } .step { fill: var(--step); }
+.ground { fill: var(--soft); } .step { fill: var(--step); }
 .garbage_collection { fill: #e2655d; } .lock { fill: #e5a53a; } .system_calls { fill: #45b3ba; } .interpreter_lock { fill: #b184d9; }
 .f0 { fill: #f2b28c; } .f1 { fill: #f3c76f; } .f2 { fill: #e8a9a0; } .f3 { fill: #dfc59a; } .f4 { fill: #f0d48a; } .f5 { fill: #eab676; }
 .f6 { fill: #f6c2a6; } .f7 { fill: #e3b5b5; }

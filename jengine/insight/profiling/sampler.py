@@ -6,12 +6,10 @@ It also measures how late it wakes up, as an estimate of any thread's wait for t
 
 from __future__ import annotations
 
-import select
 import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import CodeType, FrameType
 
@@ -22,9 +20,6 @@ from jengine.insight.profiling.proc import FILES, RUNS, UNKNOWN, call_name, call
 SLACK = 1e-4  # typical seconds by which a timer is late
 NOTED = 1e-3  # minimum seconds of a listed wait for the interpreter's lock
 KEPT = 20_000
-# Duration in milliseconds of a poll call, and the interval of these calls in seconds. They mark the clock in
-# a tracer's output.
-MARK, MARK_SECONDS = 3, 0.5
 DEPTH = 100  # maximum frames of a stack
 
 
@@ -48,8 +43,8 @@ class ThreadSampler:
         rate: samples a second.
 
     Attributes:
-        native: the system's id of the sampler's thread; own: ids of all threads of the profiler.
-        marked: start times of its poll calls.
+        own: the system's ids of all threads of the profiler.
+        interval: seconds between two samples.
         samples: number of samples so far.
         late: total seconds by which samples were late without waiting for a processor, thus waiting for the
             interpreter's lock.
@@ -60,11 +55,8 @@ class ThreadSampler:
     """
 
     def __init__(self, rate: int) -> None:
-        self._interval = 1.0 / rate
+        self.interval = 1.0 / rate
         self._stop = threading.Event()
-        self._poll: Callable[[int], object] = (
-            select.poll().poll if hasattr(select, "poll") else lambda milliseconds: None
-        )
         self._thread = threading.Thread(target=self._run, name="profile-sampler", daemon=True)
         self._stacks: dict[str, Counter[tuple[tuple[CodeType, int], ...]]] = defaultdict(Counter)
         self._waiting: dict[int, _WaitingThread] = {}
@@ -73,8 +65,7 @@ class ThreadSampler:
         self._names: dict[int, tuple[str, int]] = {}  # name and the system's id of each thread
         self._seen: dict[str, int] = {}  # all names so far
         self._ran: dict[int, int] = {}
-        self.native, self.samples, self.late = 0, 0, 0.0
-        self.marked: list[float] = []
+        self.samples, self.late = 0, 0.0
         self.knows_run_queue = self.knows_calls = True
         self.lock_waits: deque[LockWait] = deque(maxlen=KEPT)
         self.interpreter_waits: deque[InterpreterWait] = deque(maxlen=KEPT)
@@ -82,7 +73,6 @@ class ThreadSampler:
         self.calls: Counter[tuple[str, str, str]] = Counter()
         self.calls_at: Counter[tuple[str, str, str]] = Counter()
         self.own: set[int] = set()
-        self.own_names: set[str] = set()
         self._hidden: set[threading.Thread] = set()
 
     def start(self) -> None:
@@ -94,15 +84,10 @@ class ThreadSampler:
         """Leaves this thread out of the profile."""
         self._hidden.add(threading.current_thread())
         self.own.add(threading.get_native_id())
-        self.own_names.add(threading.current_thread().name)
 
     def stop(self) -> None:
         self._stop.set()
         self._thread.join()
-
-    @property
-    def interval(self) -> float:
-        return self._interval
 
     def names(self) -> dict[int, str]:
         """Names of the threads seen so far, by the system's id."""
@@ -126,33 +111,24 @@ class ThreadSampler:
     # --- its thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        self.native = threading.get_native_id()
         self.hide()
+        native = threading.get_native_id()
+        self.knows_run_queue = processor(native)[1] >= 0
         while not self._stop.is_set():
-            self._mark()
-            before, planned = processor(self.native), time.perf_counter() + self._interval
-            time.sleep(self._interval)
+            before, planned = processor(native), time.perf_counter() + self.interval
+            time.sleep(self.interval)
             now = time.perf_counter()
-            self._note_late(now - planned, before, now)
+            self._note_late(now - planned, processor(native)[1] - before[1], now)
             self._sample(now)
         for waiting in self._waiting.values():
             self._end(waiting, time.perf_counter())
-        self.slow_calls.extend(call for call in self._in_call.values() if call.seconds > self._interval)
+        self.slow_calls.extend(call for call in self._in_call.values() if call.seconds > self.interval)
 
-    def _mark(self) -> None:
-        now = time.perf_counter()
-        if not self.marked or now >= self.marked[-1] + MARK_SECONDS:
-            self.marked.append(now)
-            self._poll(MARK)
-
-    def _note_late(self, late: float, before: tuple[int, int], now: float) -> None:
-        """Counts lateness beyond the kernel's delay as a wait for the interpreter's lock."""
-        _, queued = processor(self.native)
-        if queued < 0:
-            self.knows_run_queue = False
-        else:
-            late -= 1e-9 * (queued - before[1])
-        waited = late - SLACK
+    def _note_late(self, late: float, queued: int, now: float) -> None:
+        """Counts lateness as a wait for the interpreter's lock, without the nanoseconds for which the kernel
+        had no processor for this thread.
+        """
+        waited = late - 1e-9 * queued - SLACK
         if waited <= 0.0:
             return
         self.late += waited
@@ -251,12 +227,12 @@ class ThreadSampler:
         where = frame_name(top.f_code, top.f_lineno) if call else ""
         if known is not None:
             if known.name == call and known.where == where:
-                known.seconds = now - known.at + self._interval
+                known.seconds = now - known.at + self.interval
             else:
                 del self._in_call[ident]
-                if known.seconds > self._interval:
+                if known.seconds > self.interval:
                     self.slow_calls.append(known)
         if call:
             (self.calls if seen else self.calls_at)[name, call, where] += 1
             if ident not in self._in_call:
-                self._in_call[ident] = SlowCall(now, self._interval, name, call, where)
+                self._in_call[ident] = SlowCall(now, self.interval, name, call, where)

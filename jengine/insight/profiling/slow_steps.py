@@ -9,8 +9,8 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
+from jengine.insight.explanations.finding import duration
 from jengine.insight.profiling.data import ProcessProfile
-from jengine.insight.profiling.units import duration
 from jengine.insight.recording.perfetto import stage_begins
 from jengine.insight.recording.records import STAGES, StepRecord
 
@@ -97,7 +97,7 @@ def events(profile: ProcessProfile) -> list[Event]:
     important, found = {*profile.important}, list[Event]()
     for one in profile.collections:
         text = f"of garbage collection (generation {one.generation}, in thread {one.thread})"
-        found.append(Event("garbage_collection", one.at, one.seconds, text))
+        found.append(Event("garbage_collection", one.begun, one.seconds, text))
     for wait in profile.lock_waits:
         if wait.thread in important:
             by = f", held by {wait.holder}" if wait.holder else ""
@@ -126,7 +126,7 @@ def slow_steps(profile: ProcessProfile) -> list[SlowStep]:
     trace = profile.steps
     if trace is None:
         return []
-    every = [turn for turn in turns(trace.steps) if not _overlaps(turn, profile.disturbed)]
+    every = [*turns(trace.steps)]
     usual = usual_seconds(every)
     slow = [turn for turn in every if turn.seconds > max(FACTOR * usual(turn), usual(turn) + EXCESS)]
     slow = sorted(slow, key=lambda turn: usual(turn) - turn.seconds)[:MOST]
@@ -154,10 +154,6 @@ def _causes(turn: Turn, usual: float, happened: list[Event]) -> tuple[tuple[Even
     found = [(event, event.within(turn)) for event in happened]
     long = [(event, seconds) for event, seconds in found if seconds >= EXPLAINS * (turn.seconds - usual)]
     return tuple(sorted(long, key=lambda one: -one[1]))
-
-
-def _overlaps(turn: Turn, spans: list[tuple[float, float]]) -> bool:
-    return any(begin < turn.end and turn.begin < end for begin, end in spans)
 
 
 def _stages(turn: Turn, steps: list[StepRecord]) -> dict[str, float]:

@@ -1,14 +1,18 @@
-"""The kernel's figures about processors: who had one, and who waited for one. From Linux's /proc."""
+"""The kernel's figures about processors, who had one and who waited for one, and about memory. From Linux's
+/proc.
+"""
 
 from __future__ import annotations
 
 import os
 import resource
+import sys
 import threading
 from pathlib import Path
 
 from jengine.base.control_groups import ROOT, control_groups, field_of, text_of
-from jengine.insight.recording.records import Machine
+from jengine.base.host_memory import available_memory
+from jengine.insight.recording.records import Machine, Memory
 
 TICK = os.sysconf("SC_CLK_TCK")  # a second, as /proc/stat counts
 
@@ -94,3 +98,14 @@ class MachineClock:
         first = text_of(self._root / "proc/pressure/cpu").partition("\n")[0]
         total = first.rpartition("total=")[2]
         return int(total) / 1e6 if total.isdigit() else -1.0
+
+
+def memory(now: float) -> Memory:
+    """Current memory; takes less than a millisecond. Without /proc, resident is the maximum so far."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        resident = peak if sys.platform == "darwin" else peak * 1024
+    return Memory(now, resident, available_memory())

@@ -19,12 +19,13 @@ class GarbagePauses:
 
     Attributes:
         seconds: total of all collections.
-        counts: number of collections by generation.
+        by_generation: (number of collections, seconds) of each generation.
         longest: the most recent ones that took at least NOTED seconds.
     """
 
     def __init__(self) -> None:
-        self.seconds, self.counts = 0.0, [0, 0, 0]
+        self.seconds = 0.0
+        self.by_generation = ((0, 0.0),) * 3
         self.longest: deque[Pause] = deque(maxlen=KEPT)
         self._begun = 0.0
 
@@ -35,9 +36,12 @@ class GarbagePauses:
             return
         seconds, generation = time.perf_counter() - self._begun, info["generation"]
         self.seconds += seconds
-        self.counts[generation] += 1
+        totals = [*self.by_generation]
+        totals[generation] = totals[generation][0] + 1, totals[generation][1] + seconds
+        self.by_generation = (totals[0], totals[1], totals[2])
         if seconds >= NOTED:
-            self.longest.append(Pause(self._begun, seconds, generation, info["collected"]))
+            thread = threading.current_thread().name
+            self.longest.append(Pause(self._begun, seconds, generation, info["collected"], thread))
 
 
 _pauses = GarbagePauses()

@@ -181,12 +181,14 @@ class Pause(msgspec.Struct, array_like=True, gc=False):
 
     Attributes:
         collected: number of freed objects.
+        thread: name of the thread that it ran in.
     """
 
     begun: float
     seconds: float
     generation: int
     collected: int
+    thread: str = ""
 
 
 class Memory(msgspec.Struct, array_like=True, gc=False):

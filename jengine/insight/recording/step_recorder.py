@@ -10,8 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from jengine.base.compiles import compile_count, compile_seconds
-from jengine.insight.recording.machine import MachineClock
-from jengine.insight.recording.memory import memory
+from jengine.insight.recording.machine import MachineClock, memory
 from jengine.insight.recording.pauses import garbage_pauses
 from jengine.insight.recording.records import EngineFacts, Machine, Memory, RequestRecord, StepRecord
 from jengine.insight.recording.totals import StepTotals
@@ -241,7 +240,9 @@ class StepRecorder:
                 self._totals, self._totalled = self._totals.plus(new, self._tile_size), new[-1].number + 1
             resident = self.memories[-1].resident if self.memories else 0
             pauses = self._pauses
-            return self._totals.of_process(resident, pauses.seconds, [*pauses.counts])
+            return self._totals.of_process(
+                resident, pauses.seconds, [count for count, _ in pauses.by_generation]
+            )
 
     def _sample(self, now: float) -> Machine:
         return self._machine.sample(now, self._native, *self._programs())

@@ -114,15 +114,3 @@ class Cluster:
             return Seconds(network=size / self.device.network, latency=START + NETWORK_STEP)
         step = NVLINK_STEP if "NVLink" in self.device.link_name else PCIE_STEP
         return Seconds(links=size / self.device.link, latency=START + step)
-
-
-def parse_devices(text: str) -> tuple[int, str]:
-    """(8, "H200") of 8xH200.
-
-    Raises:
-        InvalidArgument: it is something else.
-    """
-    count, _, name = text.lower().partition("x")
-    if not count.isdecimal() or not name or not 1 <= int(count) <= 1024:
-        raise InvalidArgument("devices", text, "must be a number from 1 to 1024 and a name, such as 8xH200")
-    return int(count), name

@@ -5,15 +5,13 @@ sequences within targets.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 from jengine.base.errors import InvalidArgument
-from jengine.capacity.layouts.routing import most_arrived
-from jengine.capacity.layouts.step import CAUSES, Batch, Cause, Causes, LayoutCosts
-
-GROWTH = 1.25  # from a point of a frontier to the next
+from jengine.capacity.planning.roofline import CAUSES, Batch, Cause, Causes, Roofline
+from jengine.capacity.planning.routing import most_arrived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +88,7 @@ class Serving:
         budget: the most tokens of prompts in a step, on all data ranks together.
     """
 
-    costs: LayoutCosts
+    roofline: Roofline
     traffic: Traffic
     fits: int
     budget: int
@@ -100,7 +98,7 @@ class Serving:
         tokens = sequences * traffic.prompt / traffic.output  # of prompts, for each step
         piece = self._piece(sequences)
         # for each step: pieces in different cohorts delay the others only once
-        most = most_arrived(tokens / piece, self.costs.layout.stages)
+        most = most_arrived(tokens / piece, self.roofline.layout.stages)
         share = min(1.0, most)
         plain = self._pass(sequences)
         filled = self._pass(sequences, tokens / share, piece * max(1.0, most))
@@ -110,7 +108,7 @@ class Serving:
             sequences=sequences,
             ttft=self._first_token(sequences, tpot),
             tpot=tpot,
-            per_device=sequences / tpot / self.costs.layout.devices,
+            per_device=sequences / tpot / self.roofline.layout.devices,
             causes=causes,
         )
 
@@ -130,43 +128,34 @@ class Serving:
     @property
     def prefill(self) -> float:
         """Prompt tokens a second of an engine that only computes prompts."""
-        tokens = self.budget * self.costs.layout.stages
-        return tokens / self.costs.seconds(Batch(0, 0, tokens, self.traffic.prompt))
+        tokens = self.budget * self.roofline.layout.stages
+        return tokens / self.roofline.seconds(Batch(0, 0, tokens, self.traffic.prompt))
 
     def decode(self, sequences: int) -> float:
         """Seconds of a step that only decodes."""
-        return self.costs.seconds(Batch(sequences, self.traffic.context))
-
-    def points(self) -> Iterator[Point]:
-        """From one sequence to as many as fit, ever further apart."""
-        count = 1.0
-        while round(count) < self.fits:
-            yield self.at(round(count))
-            count = max(count + 1, count * GROWTH)
-        if self.fits:
-            yield self.at(self.fits)
+        return self.roofline.seconds(Batch(sequences, self.traffic.context))
 
     def _pass(self, rows: float, tokens: float = 0.0, fullest: float = 0.0) -> Causes:
         """Seconds of a step with so many tokens of prompts, all cohorts waiting for the fullest one, which
         has so many of them.
         """
-        traffic, stages = self.traffic, self.costs.layout.stages
+        traffic, stages = self.traffic, self.roofline.layout.stages
         batch = Batch(rows, traffic.context, tokens, traffic.prompt)
-        causes = self.costs.step(batch)
+        causes = self.roofline.step(batch)
         if fullest * stages > tokens:
-            longest = self.costs.seconds(batch._replace(tokens=fullest * stages))
+            longest = self.roofline.seconds(batch._replace(tokens=fullest * stages))
             causes["bubble"] += max(0.0, longest - sum(causes.values()))
         return causes
 
     def _piece(self, sequences: int) -> float:
         """The most tokens of a prompt that a step of one data rank has room for."""
-        layout = self.costs.layout
+        layout = self.roofline.layout
         room = self.budget / layout.data
         return min(self.traffic.prompt, max(1.0, room))
 
     def _first_token(self, sequences: int, tpot: float) -> float:
         """Waits for the stage's step in progress, and then passes in pieces."""
-        layout, piece = self.costs.layout, self._piece(sequences)
+        layout, piece = self.roofline.layout, self._piece(sequences)
         stage = sum(self._pass(sequences, piece * layout.data, piece * layout.data).values()) / layout.stages
         return tpot / layout.stages + (math.ceil(self.traffic.prompt / piece) + layout.stages - 1) * stage
 

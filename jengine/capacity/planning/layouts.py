@@ -1,36 +1,96 @@
-"""Compares the layouts of a model on given devices, and says why one is best and why others lose."""
+"""The ways to spread a model over devices: what each serves, why one is best, and why others lose."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from jengine.base.errors import InvalidArgument, JengineError
-from jengine.capacity.layouts.deployment import EXPERTS, Deployment, deployments, refused
-from jengine.capacity.layouts.links import Cluster
-from jengine.capacity.layouts.memory import LayoutMemory, TensorGroup, memory_of
-from jengine.capacity.layouts.serving import Point, Serving, Traffic
-from jengine.capacity.layouts.step import CAUSES, Cause, LayoutCosts, expert_layers
+from jengine.capacity.planning.links import Cluster
+from jengine.capacity.planning.memory import TensorGroup, layout_memory, listed
+from jengine.capacity.planning.roofline import CAUSES, NAMES, Cause, Roofline
+from jengine.capacity.planning.traffic import Point, Serving, Traffic
 from jengine.core.config import EngineConfig
 from jengine.devices.device_spec import DeviceSpec
+from jengine.execution.memory import DeviceMemory
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.stages import check_divisible, even_stages, layer_costs
 from jengine.parallel.layout import OPTIONS, Layout
 
+EXPERTS = "enable_expert_parallel"
 # the most sequences in a step, and the fewest that each data rank may have, unless max_num_seqs is given
 ROWS, FEWEST_ROWS = 1024, 256
 ALIKE = 0.99  # of the best throughput: from here on, the engine with fewer devices is the better one
-NAMES: dict[Cause, str] = {
-    "memory": "memory bandwidth",
-    "products": "matrix rate",
-    "links": "links in a host",
-    "network": "links between hosts",
-    "latency": "starting collectives",
-    "bubble": "waiting for other stages",
-}
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """Equal engines, each with 1 / replicas of the sequences, and how the devices of each share the model."""
+
+    layout: Layout
+    replicas: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.replicas * self.layout.devices
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """Options of an engine with this layout that differ from the defaults."""
+        sizes = {OPTIONS[axis]: getattr(self.layout, axis) for axis in OPTIONS}
+        whole: dict[str, int | bool] = {EXPERTS: True} if self.layout.expert_parallel else {}
+        return {name: size for name, size in sizes.items() if size > 1} | whole
+
+    def unavailable(self, per_host: int) -> str | None:
+        """The options that engines do not take together on hosts of so many devices, or None."""
+        if self.layout.data > 1 and self.layout.devices > per_host:
+            return "data_parallel_size with num_processes"
+        return None
+
+    def __str__(self) -> str:
+        """Such as 2 stages x tensor 4, 2 replicas."""
+        layout = self.layout
+        axes = [
+            f"{layout.stages} stages" if layout.stages > 1 else "",
+            f"data {layout.data}" if layout.data > 1 else "",
+            f"tensor {layout.tensor}" if layout.tensor > 1 else "",
+        ]
+        shared = " x ".join(filter(None, axes)) or "one device"
+        whole = ", experts whole" if layout.expert_parallel else ""
+        return f"{shared}{whole}" + (f", {self.replicas} replicas" if self.replicas > 1 else "")
+
+
+def deployments(devices: int, *, experts: bool) -> Iterator[Deployment]:
+    """All that use so many devices.
+
+    Without experts, data ranks share nothing, so they are replicas. With experts, they share these, which
+    then lie whole.
+    """
+    for engine in _divisors(devices):
+        for stages in _divisors(engine):
+            for data in _divisors(engine // stages) if experts else [1]:
+                tensor = engine // stages // data
+                for whole in (False, True):
+                    if whole == (data > 1) or (whole and experts and tensor > 1):
+                        yield Deployment(Layout(stages, data, tensor, whole), devices // engine)
+
+
+def refused(layout: Layout, *, experts: int, per_host: int) -> str | None:
+    """Why a model with so many experts cannot have this layout on hosts of so many devices, or None."""
+    if layout.expert_shards > max(experts, 1):
+        return f"more devices than the model has experts, {experts}"
+    for name, size in (("tensor", layout.tensor), ("data x tensor", layout.stage_devices)):
+        if size % per_host and per_host % size:
+            return f"{name} {size} does not divide hosts of {per_host} devices, nor do they divide it"
+    return None
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 @dataclass(frozen=True)
@@ -43,7 +103,7 @@ class Candidate:
     """
 
     deployment: Deployment
-    memory: LayoutMemory
+    memory: DeviceMemory
     serving: Serving
     spec: ExecutionSpec
     copies: float
@@ -60,7 +120,7 @@ class Candidate:
     def costs(self, cause: Cause) -> float:
         """Seconds of a device for each output token, for which it waits for this."""
         assert self.best is not None
-        return self.best.causes[cause] * self.serving.costs.layout.devices / self.best.sequences
+        return self.best.causes[cause] * self.serving.roofline.layout.devices / self.best.sequences
 
 
 @dataclass(frozen=True)
@@ -73,7 +133,6 @@ class Choice:
         refused: others, each with the reason.
     """
 
-    model: str
     cluster: Cluster
     traffic: Traffic
     group: TensorGroup
@@ -92,7 +151,7 @@ class Choice:
         if best is None:
             return "No layout serves this traffic within its targets."
         assert best.best is not None
-        point, others = best.best, [one for one in self.candidates[1:] if one.best]
+        point, others = best.best, [other for other in self.candidates[1:] if other.best]
         shares = ", ".join(f"{NAMES[cause]} {share:.0%}" for cause, share in _shares(point) if share >= 0.05)
         said = (
             f"Best: {best.deployment}, {point.per_device:,.0f} output tokens/s per device."
@@ -113,7 +172,10 @@ class Choice:
         traffic = self.traffic
         if other.best is None:
             if not other.serving.fits:
-                return f"the cache has no room for a sequence of {traffic.tokens:,} tokens: {other.memory}"
+                return (
+                    f"the cache has no room for a sequence of {traffic.tokens:,} tokens:"
+                    f" {listed(other.memory)}"
+                )
             alone = other.serving.alone
             return (
                 f"misses the targets even with one sequence: first token {1e3 * alone.ttft:,.0f} ms, then"
@@ -121,10 +183,10 @@ class Choice:
             )
         assert self.best is not None
         more = {cause: other.costs(cause) - self.best.costs(cause) for cause in CAUSES}
-        own: list[Cause] = ["memory", "products"]  # one of them hides the other, so they count together
-        computing = max(own, key=lambda one: more[one])
-        waiting = max((one for one in CAUSES if one not in own), key=lambda one: more[one])
-        cause = computing if sum(more[one] for one in own) > more[waiting] else waiting
+        overlapping: list[Cause] = ["memory", "products"]  # one hides the other, so they count together
+        computing = max(overlapping, key=lambda cause: more[cause])
+        waiting = max((cause for cause in CAUSES if cause not in overlapping), key=lambda cause: more[cause])
+        cause = computing if sum(more[cause] for cause in overlapping) > more[waiting] else waiting
         if more[cause] <= 0:
             return "as fast, with more devices in an engine"
         text = (
@@ -137,14 +199,11 @@ class Choice:
         return f"{text}; the cache is full with {other.serving.fits:,} sequences" if full else text
 
 
-def choose(
-    config: EngineConfig, name: str, cluster: Cluster, traffic: Traffic, *, only: Layout | None = None
-) -> Choice:
+def choose(config: EngineConfig, cluster: Cluster, traffic: Traffic, *, only: Layout | None = None) -> Choice:
     """Compares all layouts of a model on a cluster.
 
     Args:
         config: options of the engine; its layout does not count.
-        name: of the model.
         only: this layout alone, with as many replicas as there are devices for.
 
     Raises:
@@ -169,12 +228,12 @@ def choose(
             except JengineError as error:
                 why = str(error)
             else:
-                if candidate.memory.free >= 0:
+                if candidate.memory.beside + candidate.memory.margin <= candidate.memory.limit:
                     candidates.append(candidate)
                     continue
-                why = f"does not fit: {candidate.memory}"
+                why = f"does not fit: {listed(candidate.memory)}"
         without.append((deployment, why))
-    return Choice(name, cluster, traffic, whole, _ranked(candidates), without)
+    return Choice(cluster, traffic, whole, _ranked(candidates), without)
 
 
 def _defaults() -> dict[str, Any]:
@@ -197,32 +256,33 @@ def _candidate(groups: _Groups, deployment: Deployment, cluster: Cluster, traffi
     stage = groups.of(layout.stage_devices) if layout.expert_parallel else group
     spec, layers = group.spec, groups.layers(layout.stages)
     rows = groups.rows or max(ROWS // layout.data, FEWEST_ROWS)
-    memory = memory_of(group, layout, layers, stage, rows)
-    costs = LayoutCosts(
-        model=spec.model,
-        formats=group.formats,
-        layout=layout,
-        cluster=cluster,
-        layers=layers,
-        expert_layers=expert_layers(spec.model),
-    )
-    most = rows * layout.data * layout.stages
-    fits = min(most, memory.sequences(spec.most_pages(traffic.tokens)))
+    memory = layout_memory(group, layout, layers, stage, rows)
+    roofline = Roofline.of(spec.model, group.formats, cluster, layout, layers)
+    held = layout.data * (
+        max(memory.pages - 1, 0) // spec.most_pages(traffic.tokens)
+    )  # without the null page
+    fits = min(rows * layout.data * layout.stages, held)
     budget = spec.table.max_tiles * spec.table.tile_size
     copies = layout.tensor * group.formats.kv_bytes / groups.of(1).formats.kv_bytes
-    return Candidate(deployment, memory, Serving(costs, traffic, fits, budget), spec, copies)
+    return Candidate(
+        deployment,
+        memory,
+        Serving(roofline=roofline, traffic=traffic, fits=fits, budget=budget),
+        spec,
+        copies,
+    )
 
 
 def _ranked(candidates: list[Candidate]) -> list[Candidate]:
     """The best first; of those that are nearly as fast as the fastest, the one with the fewest devices in an
     engine, since its devices wait for the fewest others.
     """
-    ranked = sorted(candidates, key=lambda one: -one.throughput)
+    ranked = sorted(candidates, key=lambda candidate: -candidate.throughput)
     if not ranked or not ranked[0].throughput:
         return ranked
-    alike = [one for one in ranked if one.throughput >= ALIKE * ranked[0].throughput]
-    first = min(alike, key=lambda one: one.deployment.layout.devices)
-    return [first, *(one for one in ranked if one is not first)]
+    alike = [candidate for candidate in ranked if candidate.throughput >= ALIKE * ranked[0].throughput]
+    first = min(alike, key=lambda candidate: candidate.deployment.layout.devices)
+    return [first, *(candidate for candidate in ranked if candidate is not first)]
 
 
 class _Groups:
@@ -263,4 +323,4 @@ class _Groups:
 def _shares(point: Point) -> list[tuple[Cause, float]]:
     """The largest first."""
     total = sum(point.causes.values())
-    return sorted(((cause, point.causes[cause] / total) for cause in CAUSES), key=lambda one: -one[1])
+    return sorted(((cause, point.causes[cause] / total) for cause in CAUSES), key=lambda share: -share[1])

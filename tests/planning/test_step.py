@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jengine.capacity.layouts.links import Cluster
-from jengine.capacity.layouts.routing import most_met, most_routed
-from jengine.capacity.layouts.serving import Serving, Traffic
-from jengine.capacity.layouts.step import CAUSES, Batch, LayoutCosts, expert_layers
-from jengine.capacity.planning.roofline import Formats, kv_token_bytes
+from jengine.capacity.planning.links import Cluster
+from jengine.capacity.planning.roofline import CAUSES, Batch, Formats, Roofline, kv_token_bytes
+from jengine.capacity.planning.routing import most_met, most_routed
+from jengine.capacity.planning.traffic import Serving, Traffic
 from jengine.checkpoints.hugging_face import model_config
 from jengine.devices.device_spec import DeviceSpec, device_spec
 from jengine.models import Model, build
@@ -22,7 +21,8 @@ from tests.golden.weights import VARIANTS
 from tests.planning.test_roofline import llama
 
 H200 = device_spec("h200")
-BANDWIDTH, RATE, LINK = 4.8e12, 989.5e12, 450e9
+# what steps reach of them
+BANDWIDTH, RATE, LINK = 0.70 * 4.8e12, 0.64 * 989.5e12, 450e9
 LAYERS, HEAD = 68_451_041_280, 1_050_673_152  # elements of the 70B
 
 
@@ -33,18 +33,11 @@ def formats(kv_bytes: float) -> Formats:
 
 
 @functools.cache
-def costs_of_70b(layout: Layout) -> LayoutCosts:
+def costs_of_70b(layout: Layout) -> Roofline:
     model = llama("70b", layout.tensor)
     cluster = Cluster.of(H200, max(8, layout.devices))
-    own = formats(kv_token_bytes(model, 2))
-    return LayoutCosts(
-        model=model,
-        formats=own,
-        layout=layout,
-        cluster=cluster,
-        layers=(80 // layout.stages,) * layout.stages,
-        expert_layers=0,
-    )
+    layers = (80 // layout.stages,) * layout.stages
+    return Roofline.of(model, formats(kv_token_bytes(model, 2)), cluster, layout, layers)
 
 
 @functools.cache
@@ -53,17 +46,12 @@ def mixtral(tensor: int) -> Model:
     return build(config, "bfloat16", 4096, shards=tensor)
 
 
-def with_experts(layout: Layout, device: DeviceSpec = H200, hosts: int = 1) -> LayoutCosts:
+def with_experts(layout: Layout, device: DeviceSpec = H200, hosts: int = 1) -> Roofline:
     """Mixtral's shape: eight experts, of which a token uses two; four devices on each host."""
     model = mixtral(layout.tensor)
-    return LayoutCosts(
-        model=model,
-        formats=formats(kv_token_bytes(model, 2)),
-        layout=layout,
-        cluster=Cluster.of(device, 4 * hosts, hosts),
-        layers=(model.config.num_layers // layout.stages,) * layout.stages,
-        expert_layers=expert_layers(model),
-    )
+    layers = (model.config.num_layers // layout.stages,) * layout.stages
+    cluster = Cluster.of(device, 4 * hosts, hosts)
+    return Roofline.of(model, formats(kv_token_bytes(model, 2)), cluster, layout, layers)
 
 
 def test_tensor_parallelism_by_hand() -> None:
@@ -90,7 +78,7 @@ def test_prompts_by_hand() -> None:
 
 def test_rows_of_logits_by_hand() -> None:
     """One of each sequence, and one of each prompt's end."""
-    *_, (moved, operations, _) = costs_of_70b(Layout())._parts(Batch(3, 100, 8192, 2048), 1.0, 1.0)
+    *_, (moved, operations, _) = costs_of_70b(Layout()).parts(Batch(3, 100, 8192, 2048), 1.0, 1.0)
     assert (moved, operations) == (2 * HEAD, 2 * 7 * HEAD)
     step = costs_of_70b(Layout(tensor=8)).step(Batch(0, 0, 4, 1))
     sums, size, logits = 2 * 80 + 1, 4 * 8192 * 2, 4 * 128_256 * 4 / 8
@@ -119,7 +107,7 @@ def test_experts_over_devices_by_hand() -> None:
     """Whole experts on four data ranks: the busiest device decides. In parts, all have an equal share."""
     costs = with_experts(Layout(data=4, expert_parallel=True))
     elements, hidden, layers = costs.model.elements, costs.model.config.hidden_size, costs.expert_layers
-    parts = [*costs._parts(Batch(3, 0), 1.0, 1.0)]
+    parts = [*costs.parts(Batch(3, 0), 1.0, 1.0)]
     assert parts[1][:2] == (
         most_met(8, 2, 4, 12) * elements.expert * 2,
         2 * most_routed(8, 2, 4, 12) * elements.expert,
@@ -127,7 +115,7 @@ def test_experts_over_devices_by_hand() -> None:
     step, size = costs.step(Batch(12, 0)), 3 * hidden * 2
     assert step["links"] == pytest.approx(2 * layers * 4 * size * 3 / 4 / LINK), "gathered, and summed"
     assert step["latency"] == pytest.approx(2 * layers * 8.4e-6)
-    [_, (moved, operations, _), *_] = with_experts(Layout(tensor=4))._parts(Batch(12, 0), 1.0, 1.0)
+    [_, (moved, operations, _), *_] = with_experts(Layout(tensor=4)).parts(Batch(12, 0), 1.0, 1.0)
     assert moved == pytest.approx(8 * (1 - 0.75**12) / 4 * elements.expert * 2)
     assert operations == 2 * 12 * 2 / 4 * elements.expert
 
@@ -185,5 +173,3 @@ def test_the_most_sequences_within_targets() -> None:
     step = serving.at(100)  # 200 tokens of prompts a step: one step in five has one of 1000
     decode, filled = serving.decode(100), costs.seconds(Batch(100, 1250, 1000, 1000))
     assert step.tpot == pytest.approx(0.8 * decode + 0.2 * filled)
-    points = [point.sequences for point in serving.points()]
-    assert points == sorted({*points}) and points[0] == 1 and points[-1] == 5000

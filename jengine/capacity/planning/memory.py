@@ -1,0 +1,233 @@
+"""Bytes on each device of an engine that need not run: of one with tensor parallelism, of other layouts, and
+of this machine's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from jengine.base.errors import OutOfMemory
+from jengine.base.host_memory import total_memory
+from jengine.capacity.planning.ahead_of_time import describe_for, describe_on, device_limit, largest
+from jengine.capacity.planning.roofline import Formats, kv_token_bytes
+from jengine.checkpoints.weights import num_bytes
+from jengine.core.config import EngineConfig
+from jengine.core.quantization import FOUR_BITS
+from jengine.devices.device_spec import DeviceSpec
+from jengine.execution.kinds import Key, kind_of
+from jengine.execution.kv_cache import SHARED
+from jengine.execution.memory import (
+    DeviceMemory,
+    ProgramMemory,
+    device_bytes,
+    fixed_temporaries,
+    pages_beside,
+    pages_that_fit,
+)
+from jengine.execution.spec import ExecutionSpec
+from jengine.models.cache import places
+from jengine.parallel.collectives import DATA, TENSOR
+from jengine.parallel.layout import Layout
+from pallas_kernels.products.weights import is_weight
+
+GIB = 1 << 30
+WORKSPACE = 32 << 20  # maximum bytes that XLA gives cuBLAS beside a program's temporaries
+
+
+@dataclass(frozen=True, slots=True)
+class TargetDevice:
+    """Represents an absent GPU in a mesh. Suffices to describe programs for it, but not to compile them."""
+
+    id: int
+    device_kind: str
+    compute_capability: str
+    platform: str = "gpu"
+    process_index: int = 0
+
+
+def described(config: EngineConfig, device: DeviceSpec) -> ExecutionSpec:
+    """Everything except the number of pages, for devices of this kind.
+
+    Raises:
+        InvalidArgument: the model or device does not support an option.
+        ModelError: the model cannot be read, or is not supported.
+    """
+    layout = config.layout
+    axes = {DATA: layout.data, TENSOR: layout.tensor} if layout.data > 1 else {TENSOR: layout.tensor}
+    count, shape = layout.stage_devices, tuple(axes.values())
+    devices = np.array([TargetDevice(i, device.name, device.capability) for i in range(count)], object)
+    types = (AxisType.Auto,) * len(shape)
+    return describe_on(config, Mesh(devices.reshape(shape), tuple(axes), axis_types=types))
+
+
+def estimated(spec: ExecutionSpec) -> dict[Key, ProgramMemory]:
+    """Upper bounds on the memory of the programs that need most."""
+    return {
+        key: ProgramMemory(0, 0, 0, kind_of(key).temporaries(spec, key) + WORKSPACE) for key in largest(spec)
+    }
+
+
+def room(
+    config: EngineConfig, spec: ExecutionSpec, limit: int, programs: dict[Key, ProgramMemory] | None = None
+) -> tuple[DeviceMemory, int]:
+    """The use of a device's memory, and the number of pages that the engine wants; 0: none fits.
+
+    Args:
+        limit: bytes that jengine may use.
+        programs: memory of the programs that need most; None: upper bounds.
+    """
+    memory = DeviceMemory.of(limit, spec, (programs or estimated(spec)).values())
+    try:
+        on_host = spec.mesh.devices.flat[0].platform == "cpu"
+        pages = pages_that_fit(config, spec) if on_host else pages_beside(config, spec, memory)
+    except OutOfMemory:
+        pages = 0
+    return memory, pages
+
+
+def fits(memory: DeviceMemory, pages: int) -> bool:
+    """Whether a device has room for so many pages; a number that options ask for may be too large."""
+    return pages > 0 and pages * memory.page + memory.beside <= memory.limit
+
+
+def local_room(config: EngineConfig) -> tuple[ExecutionSpec, DeviceMemory, int]:
+    """`room` on this machine's device, and what it is of. Reads no weights and compiles nothing.
+
+    Raises:
+        ModelError: the model cannot be read, or is not supported.
+        InvalidArgument: the model or device does not support an option.
+    """
+    spec = describe_for(config, None)
+    device = spec.mesh.local_devices[0]
+    on_host = device.platform == "cpu"
+    limit = total_memory() if on_host else (device.memory_stats() or {}).get("bytes_limit", 0)
+    return spec, *room(config, spec, limit)
+
+
+def formats_of(spec: ExecutionSpec) -> Formats:
+    """Number formats of the spec's parameters and cache."""
+    model = spec.model
+    dtype = jnp.dtype(model.dtype)
+    matrices = [leaf for leaf in jax.tree.leaves(spec.params, is_leaf=is_weight) if len(leaf.shape) > 1]
+    width: float = model.format.bits // 8
+    # formats vary between weights, and scales count
+    if model.quantization in FOUR_BITS or model.config.stored is not None:
+        width = num_bytes(matrices) / sum(math.prod(matrix.shape) for matrix in matrices)
+    row = places(spec.groups, SHARED)[0][0].shape[-1]
+    scale = 4 / row if spec.kv_cache_dtype else 0.0  # float32, for each token and head
+    return Formats(
+        weight_bytes=width,
+        product=model.format.inputs or str(dtype),
+        dtype=str(dtype),
+        activation_bytes=dtype.itemsize,
+        kv_bytes=kv_token_bytes(model, spec.cache_dtype.itemsize + scale),
+        state_bytes=spec.state_bytes,
+    )
+
+
+def listed(memory: DeviceMemory) -> str:
+    """The parts without the cache in GiB, the largest first, without those that are nearly nothing."""
+    parts = {
+        "weights": memory.weights,
+        "temporaries": memory.working,
+        "recurrent states": memory.states,
+        "slots": memory.state,
+        "adapters": memory.adapters,
+        "staging": memory.staging,
+        "margin": memory.margin,
+    }
+    descending = sorted(parts.items(), key=lambda part: -part[1])
+    named = ", ".join(f"{name} {size / GIB:.1f}" for name, size in descending if size >= GIB // 20)
+    return f"{named} of {memory.limit / GIB:.1f} GiB"
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """An engine of some devices with tensor parallelism alone, from which layouts are put together.
+
+    Attributes:
+        memory: on each device.
+        experts, others: bytes on each device, of experts, and of matrices that are neither experts nor
+            embeddings or heads.
+        vocabulary: of each embedding and head.
+        converted: bytes of temporaries that do not depend on the step.
+        routed_bytes: results of `routed`.
+    """
+
+    spec: ExecutionSpec
+    formats: Formats
+    memory: DeviceMemory
+    experts: int
+    vocabulary: tuple[int, ...]
+    others: int
+    converted: int
+    routed_bytes: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, config: EngineConfig, tensor: int, device: DeviceSpec) -> TensorGroup:
+        """A group of `tensor` devices. Raises the errors of `described`."""
+        config = dataclasses.replace(config, tensor_parallel_size=tensor)
+        spec = described(config, device)
+        memory, _ = room(config, spec, device_limit(config, device))
+        kinds = defaultdict[str, list[int]](list)
+        parameters = jax.tree.leaves(spec.params, is_leaf=is_weight)
+        axes: list[Any] = jax.tree.leaves(spec.model.axes, is_leaf=lambda names: isinstance(names, tuple))
+        for parameter, names in zip(parameters, axes, strict=True):
+            kinds[names[0] if names else ""].append(device_bytes(parameter))
+        experts, vocabulary = sum(kinds["experts"]), tuple(kinds["vocab"])
+        others = memory.weights - experts - sum(vocabulary)
+        return cls(spec, formats_of(spec), memory, experts, vocabulary, others, fixed_temporaries(spec))
+
+    def routed(self, tokens: int) -> int:
+        """Bytes of an MLP's arrays for so many tokens."""
+        if tokens not in self.routed_bytes:
+            self.routed_bytes[tokens] = self.spec.model.working(tokens)[1].bytes
+        return self.routed_bytes[tokens]
+
+
+def layout_memory(
+    group: TensorGroup, layout: Layout, layers: tuple[int, ...], stage: TensorGroup, rows: int
+) -> DeviceMemory:
+    """The memory of a layout, on the device that needs most.
+
+    Args:
+        group: of `layout.tensor` devices.
+        layers: of each stage.
+        stage: of all devices of a stage, among which whole experts are divided; otherwise `group`.
+        rows: the most decoding sequences of a data rank in a step.
+    """
+    memory, share = group.memory, max(layers) / sum(layers)
+    experts = float(group.experts)
+    if layout.expert_parallel:
+        count, shards = group.spec.model.elements.experts, layout.expert_shards
+        experts = stage.experts * (-(-count // shards) * shards / count)  # with padding
+    ends = sum(group.vocabulary) if layout.stages == 1 else max(group.vocabulary, default=0)
+    return dataclasses.replace(
+        memory,
+        weights=math.ceil(share * group.others) + ends + math.ceil(share * experts),
+        adapters=math.ceil(share * memory.adapters),
+        working=memory.working - max(0, group.converted - stage.converted) + _gathered(group, layout, rows),
+        states=math.ceil(share * memory.states),
+        page=math.ceil(share * memory.page),
+    )
+
+
+def _gathered(group: TensorGroup, layout: Layout, rows: int) -> int:
+    """Bytes of an MLP with experts, for the rows of all data ranks and the prompts that they have
+    together."""
+    if layout.data == 1:
+        return 0
+    model, table = group.spec.model, group.spec.table
+    alone = table.max_rows + table.max_tiles * table.tile_size
+    together = layout.data * rows + table.max_tiles * table.tile_size
+    difference = max(0, group.routed(together) - group.routed(alone))
+    return difference + 2 * together * model.config.hidden_size * model.dtype.itemsize
