@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jengine.base.errors import InvalidArgument
 from jengine.core.structured_outputs import StructuredOutputs
 from jengine.text.constraints import (
     CALL_PARAMETERS,
@@ -37,8 +36,8 @@ PYTHON = (
 def calls_or_text(
     form: str, parameters: Parameters, parallel: bool, what: StructuredOutputs, inside: bool | None = None
 ) -> StructuredOutputs:
-    """Allows calls in a model's format, or text that follows a constraint. In the format harmony, both come
-    after reasoning.
+    """Allows calls in a model's format, or text that follows a constraint. In the format harmony, both may
+    follow reasoning.
 
     Args:
         form: the name of a parser of calls, as in the option tool_call_parser, or plain: a JSON array.
@@ -47,20 +46,38 @@ def calls_or_text(
         inside: see `after_thought`; None: the model does not think first.
 
     Raises:
-        InvalidArgument: the constraint is a Lark grammar, or its JSON schema is no JSON.
+        InvalidArgument: the constraint's JSON schema is no JSON.
     """
-    if what.grammar is not None:
-        limit = "a Lark grammar binds the whole answer, so no tool can be called; use tool_choice none"
-        raise InvalidArgument("structured_outputs", what.grammar, limit)
     calls = "calls | " if parameters else ""
     rules = [*(CALL_RULES[form](parameters, parallel) if parameters else ()), *text_rules(what)]
     if form != "harmony":
         return constrained([f"answer: {calls}text", *rules], inside)
+    final = f'final: {mark("<|channel|>")} "final" {mark("<|message|>")} text'
+    return _in_channels(f"({calls}final)", [final, *rules])
+
+
+def forced_in_channels(parameters: Parameters, what: StructuredOutputs | None = None) -> StructuredOutputs:
+    """Allows only a call in the format harmony, which may follow reasoning.
+
+    Args:
+        parameters: of the tools.
+        what: the constraint on the call's input, if there is only one tool.
+
+    Raises:
+        InvalidArgument: the constraint's JSON schema is no JSON.
+    """
+    if what is None:
+        return _in_channels("calls", _harmony(parameters, False))
+    [name] = parameters
+    return _in_channels("calls", [f"calls: {_to(json.dumps(name), 'text')}", *text_rules(what)])
+
+
+def _in_channels(end: str, rules: list[str]) -> StructuredOutputs:
+    """Reasoning, and the rule with which the answer ends."""
     channel, message = mark("<|channel|>"), mark("<|message|>")
     head = [
-        f"answer: analysis* ({calls}final) {mark('<|end|>')}?",
+        f"answer: analysis* {end} {mark('<|end|>')}?",
         f'analysis: {channel} "analysis" {message} thought {mark("<|start|>")} "assistant"',
-        f'final: {channel} "final" {message} text',
         *up_to("thought", "<|end|>"),
     ]
     return constrained([*head, *rules], None)
@@ -133,14 +150,15 @@ def _kimi(parameters: Parameters, parallel: bool) -> list[str]:
 
 def _harmony(parameters: Parameters, parallel: bool) -> list[str]:
     """One call, after which the model waits for its result."""
-    channel = f'{mark("<|channel|>")} ("commentary" | "analysis")'
+    each = _each(parameters, lambda name, i: _to(name, f"{CALL_PARAMETERS}{i}"))
+    return ["calls: each", *each, *parameter_rules(parameters), "begin:"]
+
+
+def _to(name: str, text: str) -> str:
+    """A message of harmony to a function. `name`, `text`: expressions of its name and its input."""
+    to, channel = f'" to=functions." {name}', f'{mark("<|channel|>")} ("commentary" | "analysis")'
     json_type = f'(" "? {mark("<|constrain|>")} "json" | " json")? {mark("<|message|>")}'
-
-    def body(name: str, i: int) -> str:
-        to = f'" to=functions." {name}'
-        return f"({to} {channel} | {channel} {to}) {json_type} {CALL_PARAMETERS}{i} {mark('<|call|>')}?"
-
-    return ["calls: each", *_each(parameters, body), *parameter_rules(parameters), "begin:"]
+    return f"({to} {channel} | {channel} {to}) {json_type} {text} {mark('<|call|>')}?"
 
 
 def _pythonic(parameters: Parameters, parallel: bool) -> list[str]:

@@ -1,5 +1,5 @@
 """Constraints that consist of parts, as text that `grammars` compiles: calls of tools, and answers after a
-thought. A schema in them is a root of its own, so that its references and options stay valid.
+thought. A schema or a Lark grammar in them is a root of its own, so that its names and options stay valid.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from jengine.core.structured_outputs import StructuredOutputs
 WHITESPACE = r"[ \t\n\r]{1,100}"  # the default; a schema's `x-guidance` overrides it
 CALL_PARAMETERS = "parameters_"  # with a number: the rule of a tool's parameters, on a line of its own
 ANSWER_JSON = "json"  # the rule of a schema
+NESTED = re.compile(r"^text: %lark \{\n(.*)\n\}$", re.DOTALL | re.MULTILINE)  # the rule of a Lark grammar
 TOKEN = "%token"  # before a marker that is a token, if the tokenizer has it
 MARKERS = re.compile(TOKEN + r' ("(?:[^"\\]|\\.)*")')
 
@@ -79,7 +80,7 @@ def with_tokens(grammar: str, ids: Mapping[str, int]) -> str:
 
 
 def after_thought(what: StructuredOutputs, inside: bool) -> StructuredOutputs:
-    """This constraint after `</think>`. It must not be a Lark grammar, which cannot be moved.
+    """The same constraint after `</think>`.
 
     Args:
         inside: whether the answer begins within the thought. Otherwise the model may begin it or leave it
@@ -130,11 +131,13 @@ def parameter_rules(parameters: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def text_rules(what: StructuredOutputs) -> list[str]:
-    """The rules of `text` that follows a constraint, which must not be a Lark grammar.
+    """The rules of `text` that follows a constraint.
 
     Raises:
         InvalidArgument: the JSON schema is no JSON.
     """
+    if what.grammar is not None:
+        return [f"text: %lark {{\n{what.grammar}\n}}"]
     if what.json is not None:
         return [f"text: {ANSWER_JSON}", f"{ANSWER_JSON}: %json {_one_line(schema_text(what.json))}"]
     if what.choice is not None:

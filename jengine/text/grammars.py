@@ -20,7 +20,7 @@ import llguidance
 
 from jengine.base.errors import InvalidArgument
 from jengine.core.structured_outputs import StructuredOutputs
-from jengine.text.constraints import ANSWER_JSON, CALL_PARAMETERS, schema_text, with_tokens
+from jengine.text.constraints import ANSWER_JSON, CALL_PARAMETERS, NESTED, schema_text, with_tokens
 from jengine.text.mask_thread import MASK_SECONDS
 from jengine.text.tokenizer import Tokenizer
 
@@ -88,6 +88,9 @@ def compile_structure(
         limit = f"must be valid JSON or text: {wrong}"
         raise InvalidArgument("structured_outputs", shown_value(what), limit) from None
     if matcher.is_error():
+        if (nested := NESTED.search(what.grammar or "")) is not None:
+            # an error in the client's grammar shows it alone, with its line numbers
+            compile_structure(StructuredOutputs(grammar=nested[1]), tokenizer, stack)
         raise _unread(what, error_of(matcher))
     return matcher
 

@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from jengine import (
-    AsyncLLM,
-    CompletionOutput,
-    InvalidArgument,
-    RequestOutput,
-    SamplingParams,
-    StructuredOutputs,
-    TokensPrompt,
-)
+from jengine import AsyncLLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputs, TokensPrompt
 from jengine.serving.calls.named_model import NamedModel
 from jengine.serving.calls.portions import Portioned
 from jengine.serving.http import parts, replies
@@ -24,9 +16,9 @@ from jengine.serving.http.parts import Parts
 from jengine.serving.http.tool_choice import ToolChoice
 from jengine.serving.parsers.events import Arguments, Event, OutputParser, Reasoning, ToolCallStart, joined
 from jengine.serving.parsers.formats import AnswerFormat
-from jengine.serving.parsers.thoughts import after_reasoning
 from jengine.serving.requests.answers import Aborts
 from jengine.serving.requests.tracking import new_id
+from jengine.spi import after_thought
 
 
 class Chat(NamedTuple):
@@ -60,17 +52,14 @@ class Chat(NamedTuple):
         structure, inside = self.params.structured_outputs, self.form.reasoning(text, self.continues)
         if not isinstance(structure, StructuredOutputs):
             return self._replace(prompt=text)
-        after = None
-        tools = self.tools
-        in_channels = self.form.channels and structure.grammar is None
-        if (tools.callable or in_channels) and tools.forced is None and not self.continues:
+        tools, channels = self.tools, self.form.channels and not self.continues
+        if channels and (calls := tools.in_channels()) is not None:
+            after = calls
+        elif tools.forced is None and not self.continues and (tools.callable or channels):
             after = tools.or_text(structure, self.form, inside)
         elif inside is not None:
-            after = tools.structure(inside) or after_reasoning(structure, inside)
-        if after is None:
-            if inside is not None and (budget := self.params.thinking_token_budget) is not None:
-                limit = "must not be given with a grammar, which applies from the first token on"
-                raise InvalidArgument("thinking_token_budget", budget, limit)
+            after = tools.structure(inside) or after_thought(structure, inside)
+        else:
             return self._replace(prompt=text, thinks=False)
         return self._replace(prompt=text, params=self.params.clone(structured_outputs=after))
 

@@ -93,7 +93,7 @@ class ChatService(HttpService):
         tools = read_tools(body, form, shows_tools(tokenizer, body.get("chat_template")))
         params = self._bounds.params(tools.constrain(chat_params(body, llm.get_default_sampling_params())))
         params = with_thinking_budget(params, body, form, tokenizer)
-        if form.shows_special_tokens and (tools.callable or form.channels) and tools.forced is None:
+        if form.shows_special_tokens and (form.channels or (tools.callable and tools.forced is None)):
             params = params.clone(skip_special_tokens=False)
         work, encode = partial(self._text_work.run, client_of(call)), tokenizer.encode
 

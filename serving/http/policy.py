@@ -44,7 +44,7 @@ RESPONSES: Policy = {
         "text.format": "`json_schema` and `json_object` constrain the answer",
         "tools: function": "",
         "tools: namespace": "the model sees each function as `NAMESPACE__NAME`; calls have both parts again",
-        "tools: custom": "text, a regular expression, or a Lark grammar",
+        "tools: custom": "text, a regular expression, or a Lark grammar; forced calls follow these",
         "tool_choice": "`none`, `auto`, `required`, or an object",
         "tool_choice: function": "",
         "tool_choice: custom": "",
@@ -162,6 +162,7 @@ CHAT: Policy = {
         "prediction": "[speculation](../guides/scheduling.md#speculative-decoding) drafts from the prompt",
     },
     "error": {
+        "tools.type": "must be function; /v1/responses has custom tools",
         "functions": "use tools",
         "function_call": "use tool_choice",
         "audio": "this server writes no audio",
@@ -188,6 +189,8 @@ MESSAGES: Policy = {
         "workspace_id": "",
     },
     "error": {
+        # unlike /v1/responses, an answer has no list of tools that could show that one was left out
+        "tools.type": "must be custom: this server has none of Anthropic's tools",
         "container": "this server runs no tools itself",
         "mcp_servers": "this server runs no tools itself",
         "n": "must be 1",

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 from jengine import InvalidArgument, SamplingParams, StructuredOutputs, Tokenizer
 from jengine.serving.http.bodies import TOOLS, Body, checked
 from jengine.serving.http.parameters import with_structure
+from jengine.serving.http.policy import CHAT
+from jengine.serving.http.turns import type_of
 from jengine.serving.parsers.events import OutputParser
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.parsers.json_calls import CallArray, NamedCall
-from jengine.spi import after_thought, calls_or_text, forced_calls, object_schema
+from jengine.spi import after_thought, calls_or_text, forced_calls, forced_in_channels, object_schema
 
 
 class ToolChoice(NamedTuple):
@@ -51,19 +53,31 @@ class ToolChoice(NamedTuple):
         """
         if self.forced is None:
             return None
-        if self.forced in self.grammars:  # which cannot be moved behind a thought
-            return self.grammars[self.forced] if inside is None else None
+        if self.forced == "required":
+            return forced_calls(self._schemas(), self.parallel, inside)
+        named = self._input(self.forced)
+        return named if inside is None else after_thought(named, inside)
+
+    def in_channels(self) -> StructuredOutputs | None:
+        """The constraint that allows only calls in the format harmony, after reasoning; None if none are
+        forced, or the prompt does not show the tools in this format.
+        """
+        if self.forced is None or self.plain:
+            return None
         schemas = self._schemas()
         if self.forced == "required":
-            return forced_calls(schemas, self.parallel, inside)
-        named = StructuredOutputs(json=schemas[self.forced])
-        return named if inside is None else after_thought(named, inside)
+            return forced_in_channels(schemas)
+        return forced_in_channels({self.forced: schemas[self.forced]}, self._input(self.forced))
+
+    def _input(self, name: str) -> StructuredOutputs:
+        """The constraint on the input of a tool."""
+        return self.grammars.get(name) or StructuredOutputs(json=self._schemas()[name])
 
     def or_text(self, what: StructuredOutputs, form: AnswerFormat, inside: bool | None) -> StructuredOutputs:
         """The constraint that allows calls, or text that follows another constraint.
 
         Raises:
-            InvalidArgument: there is no grammar of the model's calls, or the other constraint is one.
+            InvalidArgument: there is no grammar of the model's calls.
         """
         calls = "plain" if self.plain else form.calls
         if calls is None:
@@ -115,6 +129,9 @@ def read_tools(body: Body, form: AnswerFormat, shown: bool) -> ToolChoice:
         if choice not in (None, "none", "auto"):
             raise InvalidArgument("tool_choice", choice, "needs tools")
         return ToolChoice([], [], None, True)
+    for i, tool in enumerate(tools):
+        if (kind := type_of(tool)) not in (None, "function"):
+            raise InvalidArgument(f"tools[{i}].type", kind, CHAT["error"]["tools.type"])
     checked(TOOLS, tools, "tools")
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):

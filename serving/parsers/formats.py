@@ -116,7 +116,8 @@ class AnswerFormat:
             prompt: the prompt's text.
             tools: tools that may be called; empty: none.
             thinks: whether the model may reason; False if a grammar applies from the first token on.
-            forced: the parser for text after the reasoning, if a grammar forces calls.
+            forced: the parser for text after the reasoning, if a grammar forces calls. In channels, these
+                have the model's format, unless the model may not reason.
             continues: see `reasoning`.
             plain: whether calls may also be a JSON array, since the chat template has no tools.
         """
@@ -126,7 +127,7 @@ class AnswerFormat:
         schemas = {
             tool["function"]["name"]: parameter_types(tool["function"].get("parameters")) for tool in tools
         }
-        if self.channels and forced is None:
+        if self.channels and (forced is None or thinks):
             return Harmony(schemas)
         calls = self._tool_parser(schemas) if self._tool_parser is not None and schemas else PlainText()
         calls = LlamaJson(schemas, calls) if plain else calls

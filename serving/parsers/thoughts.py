@@ -1,12 +1,11 @@
-"""Thoughts of models that reason: whether a prompt leaves one open, and constraints after them."""
+"""Thoughts of models that reason: whether a prompt leaves one open."""
 
 from __future__ import annotations
 
 import re
 
-from jengine import StructuredOutputs, Tokenizer
+from jengine import Tokenizer
 from jengine.serving.parsers.events import Event, OutputParser, Reasoning, joined, split
-from jengine.spi import after_thought
 
 START, END = "<think>", "</think>"
 
@@ -31,15 +30,6 @@ def open_thought(turn: str) -> bool | None:
     """Whether the last turn of a prompt leaves a thought open; None: it has none."""
     start, end = turn.rfind(START), turn.rfind(END)
     return None if start == end else start > end
-
-
-def after_reasoning(what: StructuredOutputs, inside: bool) -> StructuredOutputs | None:
-    """The same constraint after `</think>`; None for a Lark grammar, which applies from the first token on.
-
-    Args:
-        inside: see `after_thought`.
-    """
-    return None if what.grammar is not None else after_thought(what, inside)
 
 
 class ThinkParser:

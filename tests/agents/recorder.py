@@ -55,7 +55,7 @@ def recording(server: str) -> Iterator[Recorder]:
         def _pass_on(self, body: bytes) -> None:
             exchange = Exchange(self.path, json.loads(body) if body else {})
             recorder.exchanges.append(exchange)
-            upstream = http.client.HTTPConnection(place.hostname or "", place.port, timeout=120)
+            upstream = http.client.HTTPConnection(place.hostname or "", place.port, timeout=600)
             headers = {name: value for name, value in self.headers.items() if name.lower() != "host"}
             # a server that ends leaves chunks without a length
             with contextlib.closing(upstream), contextlib.suppress(ConnectionError, ValueError):

@@ -87,7 +87,7 @@ MINI_SWE_AGENT: Body = {
     ],
     "tools": [_function("bash")],
 }
-# one system message with the tools' descriptions in words, results in the user's name
+# one system message with the tools' descriptions in words, results in the user's name, each answer a call
 SMOLAGENTS: Body = {
     "messages": [
         {"role": "system", "content": [{"type": "text", "text": "Solve the task. mark-sys"}]},
@@ -96,8 +96,18 @@ SMOLAGENTS: Body = {
         {"role": "user", "content": [{"type": "text", "text": "Observation:\nmark-out"}]},
     ],
     "stop": ["Observation:", "Calling tools:"],
-    "tools": [_function("look", parameters={"type": "object", "properties": {}, "required": []})],
-    "tool_choice": "auto",
+    "tools": [
+        _function("look", parameters={"type": "object", "properties": {}, "required": []}),
+        _function(
+            "final_answer",
+            parameters={
+                "type": "object",
+                "properties": {"answer": {"type": "string"}},
+                "required": ["answer"],
+            },
+        ),
+    ],
+    "tool_choice": "required",
     **STREAM,
 }
 # null and empty lists for what there is not

@@ -2,11 +2,12 @@
 
 The last turn of the prompt decides the answer:
 
-- `CALL {"name": ..., "arguments": ...}` of a user: this call, in the format of Hermes and Qwen, if the prompt
-  shows a tool of this name
+- `CALL {"name": ..., "arguments": ...}` of a user: this call, if the prompt shows a tool of this name
 - `ENDLESS` of a user: text without an end
 - else every mark of the conversation, a word such as mark-a1: what the model was shown. It is text, or a call
   of the tool `final_answer`
+
+Calls are in the format of Hermes and Qwen or, if the request's grammar forces one, JSON.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import json
 import re
 from typing import Any
 
+import numpy as np
+
 from jengine import Tokenizer
 from jengine.serving.processes.engines import WarmEngine
-from jengine.spi import Request, TokenUpdate, Update
+from jengine.spi import Request, TokenMask, TokenUpdate, Update
 from tests.mocks.mock_engine import MockEngine, mock_engine
 
 MARK = re.compile(r"\bmark-[a-z0-9]+\b")
@@ -36,8 +39,19 @@ class ScriptedEngine(MockEngine):
     def add(self, *requests: Request) -> None:
         for request in requests:
             prompt = self._tokenizer.decode(request.prompt_token_ids, False)
-            self._answers[request.request_id] = self._tokenizer.encode(answer(prompt), False)
+            before, *forms = (self._tokenizer.encode(text, False) for text in answers(prompt))
+            self._answers[request.request_id] = [*before, *self._allowed(request.mask, before, forms)]
         super().add(*requests)
+
+    def _allowed(self, mask: TokenMask | None, before: list[int], forms: list[list[int]]) -> list[int]:
+        """The first form that may begin after these tokens, or the first one."""
+        if mask is None:
+            return forms[0]
+        for token in before:
+            mask.accept(token)
+        words = np.full(-(-self.limits.vocab_size // 32), -1, np.int32).view(np.uint32)
+        mask.fill(words)
+        return next((form for form in forms if words[form[0] // 32] >> form[0] % 32 & 1), forms[0])
 
     def step(self) -> list[Update]:
         updates = super().step()
@@ -51,24 +65,27 @@ class ScriptedEngine(MockEngine):
         return tokens[place] if place < len(tokens) else self._eos
 
 
-def answer(prompt: str) -> str:
-    """What the model says, after a thought."""
+def answers(prompt: str) -> list[str]:
+    """A thought, which may be empty, and the forms in which the model can say what follows."""
     thought = "" if prompt.endswith("</think>\n\n") else "<think>\nHm.\n</think>\n\n"
-    return thought + _said(prompt)
-
-
-def _said(prompt: str) -> str:
     turns, tools = prompt.split(TURN), prompt.partition(f"{TURN}user\n")[0]
     asked = next((turn for turn in reversed(turns) if turn.startswith("user\n")), "")
     if RESULT not in asked:
         if "ENDLESS" in asked:
-            return "On and on. " * 20_000
+            return [thought, "On and on. " * 20_000]
         if (call := _call(asked)) is not None and f'"name": "{call["name"]}"' in tools:
-            return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+            return [thought, *_forms(call)]
     seen = "I have seen " + ", ".join(dict.fromkeys(MARK.findall(prompt))) + "."
     if f'"name": "{FINAL}"' not in tools:
-        return seen
-    return f"<tool_call>\n{json.dumps({'name': FINAL, 'arguments': {'answer': seen}})}\n</tool_call>"
+        return [thought, seen]
+    return [thought, *_forms({"name": FINAL, "arguments": {"answer": seen}})]
+
+
+def _forms(call: dict[str, Any]) -> list[str]:
+    """A call in the model's format, as `required` forces it, and as the tool's name does."""
+    required = [{"name": call["name"], "parameters": call["arguments"]}]
+    hermes = f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    return [hermes, json.dumps(required), json.dumps(call["arguments"])]
 
 
 def _call(text: str) -> dict[str, Any] | None:
@@ -77,10 +94,10 @@ def _call(text: str) -> dict[str, Any] | None:
     if place < 0:
         return None
     try:
-        found: dict[str, Any] = json.JSONDecoder().raw_decode(text[place + len("CALL ") :])[0]
+        call: dict[str, Any] = json.JSONDecoder().raw_decode(text[place + len("CALL ") :])[0]
     except ValueError:  # a summary that cuts it
         return None
-    return found
+    return call
 
 
 def scripted_engine(tokenizer_folder: str, **options: Any) -> WarmEngine:
@@ -91,4 +108,4 @@ def scripted_engine(tokenizer_folder: str, **options: Any) -> WarmEngine:
     [eos] = tokenizer.encode("</s>", False)
     vocab_size = max(tokenizer.encode("</s><tool>", False)) + 1
     engine = ScriptedEngine(tokenizer, eos, **{"vocab_size": max(vocab_size, 501), **options})
-    return WarmEngine(engine, None, made.info)
+    return made._replace(engine=engine)

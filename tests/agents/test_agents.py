@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.agents.clients import CLIENTS, Agent, interrupt
+from tests.agents.clients import CLIENTS, SECONDS, Agent, interrupt
 from tests.agents.installation import installed
 from tests.agents.recorder import Recorder, recording
 from tests.agents.templates import TEMPLATES
@@ -29,7 +29,6 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 CONTEXT, SMALL = 131_072, 2048  # tokens
 WORDY = ("codex", "opencode", "qwen-code")  # their instructions alone do not fit into SMALL
 RUNNING = re.compile(r"^jengine:num_requests_running\{.*\} (\d+)", re.MULTILINE)
-TOOLS = [name for name, client in CLIENTS.items() if client.tool]
 
 
 @pytest.fixture(scope="session")
@@ -80,9 +79,11 @@ def make_agent(folder: Path, tmp_path: Path) -> MakeAgent:
 
 
 def accepted(recorder: Recorder) -> None:
-    """The server has rejected nothing. Agents also ask for paths that no other server has."""
+    """The server has rejected nothing. Agents also ask for paths that no other server has, and may leave
+    before an answer.
+    """
     exchanges = [exchange for exchange in recorder.take() if exchange.body]
-    assert exchanges and all(exchange.status == 200 for exchange in exchanges), [
+    assert exchanges and all(exchange.status in (0, 200) for exchange in exchanges), [
         (exchange.path, exchange.status, exchange.text[:300]) for exchange in exchanges
     ]
     whole = [exchange for exchange in exchanges if not exchange.body.get("stream")]
@@ -91,27 +92,17 @@ def accepted(recorder: Recorder) -> None:
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_a_conversation(name: str, anywhere: Recorder, make_agent: MakeAgent) -> None:
-    """Two questions, of which the second shows what the first was."""
+    """A question, one that needs a tool, and a third one. Each answer shows all that came before."""
     agent = make_agent(name, anywhere)
+    tool = [f"CALL {json.dumps(agent.client.tool)}"] if agent.client.tool else []
+    asked, marks = ["mark-a1, please.", *tool, "mark-b2, too."], ["mark-a1", *["mark-42" for _ in tool]]
     if not agent.client.turns:
-        [shown] = agent.ask("mark-a1, please.")
-        assert "mark-a1" in shown, shown
+        asked = [" ".join(asked[:-1])]
     else:
-        shown = agent.ask("mark-a1, please.", "mark-b2, too.")[-1]
-        assert re.search("mark-a1.*mark-b2", shown, re.DOTALL), shown
-    accepted(anywhere)
-
-
-@pytest.mark.parametrize("name", TOOLS)
-def test_a_tool(name: str, anywhere: Recorder, make_agent: MakeAgent) -> None:
-    """A call, the turn after it, and a second question."""
-    agent = make_agent(name, anywhere)
-    call = f"CALL {json.dumps(agent.client.tool)}"
-    prompts = (call, "mark-b2, too.") if agent.client.turns else (call,)
-    shown = agent.ask(*prompts)
-    assert "seen mark-42" in shown[0], shown
-    if agent.client.turns:
-        assert re.search(r"seen .*mark-42, mark-b2", shown[-1]), shown
+        marks.append("mark-b2")
+    shown = agent.ask(*asked)
+    assert re.search(r"seen\s+mark-a1", shown[0]), shown
+    assert re.search(r"seen\s+" + r".*".join(marks), shown[-1], re.DOTALL), shown
     accepted(anywhere)
 
 
@@ -146,7 +137,7 @@ def test_an_interrupt_frees_the_engine(
 
 
 def wait_for(process: ServerProcess, running: int, agent: subprocess.Popen[str]) -> None:
-    until = time.monotonic() + 120
+    until = time.monotonic() + SECONDS
     while True:
         text = httpx.get(process.metrics).text
         if sum(map(int, RUNNING.findall(text))) == running:

@@ -18,7 +18,7 @@ from jengine.serving.parsers.events import OutputParser, joined
 from jengine.serving.parsers.formats import TOOL_PARSERS, AnswerFormat
 from jengine.serving.parsers.llama import LlamaJson
 from jengine.serving.parsers.marked import DEEPSEEK, KIMI
-from jengine.spi import calls_or_text
+from jengine.spi import calls_or_text, forced_in_channels
 from jengine.text.call_grammars import CALL_RULES
 from jengine.text.grammars import compile_structure
 from tests.serving.test_response_template import TEMPLATE
@@ -53,7 +53,8 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return Tokenizer(backend, {"eos_token": "</s>"})
 
 
-def accepts(what: StructuredOutputs, text: str, tokenizer: Tokenizer) -> bool:
+def accepts(what: StructuredOutputs | None, text: str, tokenizer: Tokenizer) -> bool:
+    assert what is not None
     matcher = compile_structure(what, tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -146,7 +147,14 @@ def test_reasoning_in_channels_without_tools(tokenizer: Tokenizer) -> None:
     assert not accepts(what, written("harmony", ONE), tokenizer)
 
 
-@pytest.mark.parametrize("what", [StructuredOutputs(regex="a/b+"), StructuredOutputs(choice=["a/b", "c"])])
+@pytest.mark.parametrize(
+    "what",
+    [
+        StructuredOutputs(regex="a/b+"),
+        StructuredOutputs(choice=["a/b", "c"]),
+        StructuredOutputs(grammar='start: "a" call\ncall: "/b"'),
+    ],
+)
 def test_other_constraints(what: StructuredOutputs, tokenizer: Tokenizer) -> None:
     either = calls_or_text("hermes", SCHEMAS, True, what)
     assert accepts(either, "a/b", tokenizer) and accepts(either, written("hermes", TWO), tokenizer)
@@ -165,6 +173,25 @@ def test_a_format_without_a_grammar_excludes_schemas(tmp_path: Path) -> None:
         ToolChoice(tools, tools, None, True).or_text(WHAT, form, None)
 
 
-def test_a_lark_grammar_excludes_calls() -> None:
-    with pytest.raises(InvalidArgument, match="so no tool can be called"):
-        calls_or_text("hermes", SCHEMAS, True, StructuredOutputs(grammar="start: /a/"))
+def test_an_error_in_a_lark_grammar_shows_it_alone(tokenizer: Tokenizer) -> None:
+    wrong = StructuredOutputs(grammar='start: "a"\nx: (')
+    with pytest.raises(InvalidArgument, match=r"='start: \"a\"\\nx: \(': .* 2\(5\)"):
+        compile_structure(calls_or_text("hermes", SCHEMAS, True, wrong, True), tokenizer)
+    tool = {"weather": {**PARAMETERS, "properties": {"n": {"$ref": "#/$defs/None"}}}}
+    with pytest.raises(InvalidArgument, match=r"tools\[0\]"):
+        compile_structure(
+            calls_or_text("hermes", tool, True, StructuredOutputs(grammar='start: "a"')), tokenizer
+        )
+
+
+@pytest.mark.parametrize("what", [None, StructuredOutputs(json=PARAMETERS)])
+def test_forced_calls_in_channels(what: StructuredOutputs | None, tokenizer: Tokenizer) -> None:
+    schemas = SCHEMAS if what is None else {"weather": PARAMETERS}
+    forced = forced_in_channels(schemas, what)
+    for before in ("", thought("harmony")):
+        assert accepts(forced, before + written("harmony", ONE), tokenizer)
+        assert not accepts(forced, before + final("harmony", "yes"), tokenizer)
+        assert not accepts(forced, before + json.dumps(ONE[0][1]), tokenizer)
+    news = written("harmony", [("news", {"days": 3})])
+    assert accepts(forced, news, tokenizer) is (what is None)
+    assert not accepts(forced, written("harmony", [("weather", {"days": "3"})]), tokenizer)

@@ -12,7 +12,7 @@ from jengine.serving.parsers.events import Arguments, Content, Reasoning, ToolCa
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.parsers.json_calls import NamedCall
 from jengine.serving.parsers.marked import KIMI
-from jengine.serving.parsers.thoughts import after_reasoning
+from jengine.spi import after_thought
 from jengine.text.grammars import compile_structure
 from tests.serving.test_parsers import BEGIN, CALL, CALL_END, END, FINAL, SEP, parsed
 from tests.text.conftest import byte_level, write
@@ -97,14 +97,14 @@ def matches(what: StructuredOutputs, tokenizer: Tokenizer, text: str) -> bool:
         ({"json": '{"type": "integer"}'}, "12", '"a"'),
         ({"regex": "a/b\\/c+"}, "a/b/cc", "a"),
         ({"choice": ["yes", 'n"o']}, 'n"o', "maybe"),
+        ({"grammar": 'start: "{" text "}"\ntext: /[a-c]{1,2}/'}, "{ab}", "{d}"),
     ],
 )
 def test_grammars_begin_after_the_reasoning(
     tokenizer_folder: Path, what: dict[str, Any], good: str, bad: str
 ) -> None:
     tokenizer = Tokenizer.load(tokenizer_folder)
-    inside, free = (after_reasoning(StructuredOutputs(**what), begins) for begins in (True, False))
-    assert inside is not None and free is not None
+    inside, free = (after_thought(StructuredOutputs(**what), begins) for begins in (True, False))
     for text, in_it, out_of_it in (
         ("hm { <x\n</think>\n\n", True, False),
         ("<think>hm</think>", True, True),
@@ -115,10 +115,6 @@ def test_grammars_begin_after_the_reasoning(
             and matches(free, tokenizer, text + good) is out_of_it
         )
         assert not matches(inside, tokenizer, text + bad) and not matches(free, tokenizer, text + bad)
-
-
-def test_a_lark_grammar_holds_from_the_first_token() -> None:
-    assert after_reasoning(StructuredOutputs(grammar="start: /a/"), True) is None
 
 
 def test_forced_calls_after_reasoning(tmp_path: Path) -> None:
@@ -140,7 +136,9 @@ def test_answers_in_channels_show_their_special_tokens(tmp_path: Path) -> None:
     )
     text = f"<|channel|>analysis<|message|>hm<|end|>{FINAL}4"
     assert parsed(form.parser("", [], True), text) == [Reasoning("hm"), Content("4")]
-    assert parsed(form.parser("", TOOLS, True, NamedCall("f")), '{"a": 1}') == [
-        ToolCallStart(0, "f"),
-        Arguments(0, '{"a": 1}'),
-    ]
+    called = [ToolCallStart(0, "f"), Arguments(0, '{"a": 1}')]
+    call = '<|start|>assistant to=functions.f<|channel|>commentary<|message|>{"a": 1}<|call|>'
+    thought = "<|channel|>analysis<|message|>hm<|end|>"
+    assert parsed(form.parser("", TOOLS, True, NamedCall("f")), thought + call) == [Reasoning("hm"), *called]
+    whole = parsed(form.parser("", TOOLS, False, NamedCall("f")), '{"a": 1}')
+    assert whole == called, "a message is continued"

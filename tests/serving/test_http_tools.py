@@ -160,7 +160,7 @@ def test_a_conversation_with_calls_and_results(client: OpenAI, server: MockServe
             },
             "tools[0]",
         ),
-        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].function"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools[0].type"),
     ],
 )
 def test_what_is_wrong(server: MockServer, options: dict[str, Any], param: str) -> None:
@@ -206,9 +206,9 @@ BAD: dict[str, Any] = {"properties": {"n": {"$ref": "#/$defs/None"}}}
         ({"schema": {}, "parameters": BAD}, "tools[0]", "'/$defs/None' does not exist"),
         ({"schema": {}, "parameters": {"type": "string"}}, "tools[0]", "must be object"),
         (
-            {"schema": None, "structured_outputs": {"grammar": "start: /a/"}},
-            "structured_outputs",
-            "so no tool can be called",
+            {"schema": None, "structured_outputs": {"grammar": "start: ("}},
+            "structured_outputs.grammar",
+            "='start: (': llguidance cannot",
         ),
     ],
 )
@@ -281,6 +281,33 @@ def test_calls_or_a_schema(
     assert len(constraints) == 3
     for grammar in constraints:
         assert all(rule in grammar for rule in rules), grammar
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_forced_calls_in_channels(choice: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the model's format, so that it can reason first."""
+    folder = write(byte_level(), tmp_path)
+    (folder / "chat_template.jinja").write_text(
+        f"{{# <|channel|>analysis #}}{{% if tools %}}{{% endif %}}{ECHO}"
+    )
+    said = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.weather"
+    said += '<|channel|>commentary json<|message|>{"city": "x"}<|call|>'
+    grammars = []
+    with serve_mock(folder, server={"http_port": 0}) as server:
+        prepare = server.llm.prepare
+
+        def prepared(prompt: Any, params: Any) -> Any:
+            grammars.append(params.structured_outputs.grammar)
+            return prepare(prompt, params)
+
+        monkeypatch.setattr(server.llm, "prepare", prepared)
+        body = asked(said, tool_choice=choice)
+        answer = httpx.post(f"{server.http}/chat/completions", json=body, timeout=60).json()["choices"][0]
+    assert "answer: analysis* calls" in grammars[0] and "to=functions." in grammars[0]
+    [call] = answer["message"]["tool_calls"]
+    assert (call["function"]["name"], call["function"]["arguments"]) == ("weather", '{"city": "x"}')
+    assert answer["message"]["reasoning_content"] == "Hm." and not answer["message"]["content"]
+    assert answer["finish_reason"] == "tool_calls"
 
 
 @pytest.mark.parametrize("kind", ["json_object", "json_schema"])

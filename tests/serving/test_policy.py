@@ -11,13 +11,16 @@ import pytest
 from anthropic.types.message_create_params import MessageCreateParamsBase
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
-from jengine import InvalidArgument, SamplingParams
+from jengine import InvalidArgument, SamplingParams, Tokenizer
 from jengine.serving.http import bodies
 from jengine.serving.http.chat_completions import ChatCompletions
 from jengine.serving.http.chat_request import ChatInput
 from jengine.serving.http.messages.reply import Messages
 from jengine.serving.http.messages.types import MessagesBody
 from jengine.serving.http.policy import CHAT, POLICIES, Outcome, Policy, _log_once, fields
+from jengine.serving.http.tool_choice import read_tools
+from jengine.serving.parsers.formats import AnswerFormat
+from tests.text.conftest import byte_level
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "service" / "http.md"
 HELLO = [{"role": "user", "content": "Hello."}]
@@ -77,12 +80,27 @@ def test_fields_without_effect_are_accepted_and_logged_once(
 
 
 @pytest.mark.parametrize(
-    "path, name, note", [(path, *rule) for path in READ for rule in POLICIES[path]["error"].items()]
+    "path, name, note",
+    [(path, *rule) for path in READ for rule in POLICIES[path]["error"].items() if rule[0].isidentifier()],
 )
 def test_other_fields_are_errors_that_say_what_to_do(path: str, name: str, note: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         READ[path]({**BASE[path], name: "x"})
     assert (caught.value.field, caught.value.limit) == (name, note)
+
+
+def test_tools_that_only_other_servers_have() -> None:
+    search = {"type": "web_search_20250305", "name": "web_search"}
+    with pytest.raises(InvalidArgument) as messages:
+        READ["/v1/messages"]({**BASE["/v1/messages"], "tools": [search]})
+    custom = bodies.Body({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, {})
+    with pytest.raises(InvalidArgument) as chat:
+        read_tools(custom, AnswerFormat(Tokenizer(byte_level(), {})), True)
+    for caught, path in ((messages, "/v1/messages"), (chat, "/v1/chat/completions")):
+        assert (caught.value.field, caught.value.limit) == (
+            "tools[0].type",
+            POLICIES[path]["error"]["tools.type"],
+        )
 
 
 ON, OFF = {"enable_thinking": True, "thinking": True}, {"enable_thinking": False, "thinking": False}

@@ -17,10 +17,9 @@ from jengine.serving.http.responses.body import COMPACTED, conversation
 from jengine.serving.http.responses.tools import INPUT, read_tools
 from jengine.serving.http.responses.types import ITEMS
 from jengine.serving.http.tool_choice import ToolChoice
-from jengine.serving.parsers.thoughts import after_reasoning
-from jengine.text.grammars import compile_structure
 from tests.serving.conftest import MockServer
 from tests.serving.echo import serve_echo
+from tests.serving.test_call_grammars import accepts
 from tests.serving.test_http_responses import EVENT, WEATHER, asked, events, post, raw
 from tests.serving.test_http_tools import END
 
@@ -160,27 +159,31 @@ def test_forced_custom_tools(server: MockServer) -> None:
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "tools", wrong.text
 
 
-def test_a_lark_grammar_applies_to_the_whole_answer() -> None:
-    """So the model cannot think before it: no constraint can follow a thought."""
+def test_a_lark_grammar_is_the_whole_input(tokenizer_folder: Path) -> None:
+    """Which may follow a thought."""
     tools = read_tools([{**PATCH, "format": LARK}, READ], {"type": "custom", "name": "patch"})
     choice = ToolChoice(tools.functions, tools.functions, "patch", True, grammars=tools.grammars)
-    structure = choice.structure(None)
-    assert structure is not None and structure.grammar == LARK["definition"]
-    assert choice.structure(True) is None and after_reasoning(structure, True) is None
-    assert choice._replace(forced="read").structure(True) is not None
+    tokenizer = Tokenizer.load(tokenizer_folder)
+    assert choice.structure(None) == StructuredOutputs(grammar=LARK["definition"])
+    thinks, channels, other = (
+        choice.structure(True),
+        choice.in_channels(),
+        choice._replace(forced="read").structure(True),
+    )
+    assert accepts(thinks, "hm</think>\n\nabc", tokenizer)
+    to = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant to=functions.patch<|channel|>commentary"
+    assert accepts(channels, f"{to}<|message|>abc<|call|>", tokenizer)
+    assert not accepts(thinks, "hm</think>\n\nabd", tokenizer)
+    assert not accepts(channels, f"{to}<|message|>abd<|call|>", tokenizer)
+    assert accepts(other, "hm</think>{}", tokenizer)
 
 
 def test_a_regular_expression_holds_within_the_arguments(tokenizer_folder: Path) -> None:
     tools = read_tools([{**PATCH, "format": REGEX}], {"type": "custom", "name": "patch"})
-    schema = tools.functions[0]["function"]["parameters"]
+    what = StructuredOutputs(json=tools.functions[0]["function"]["parameters"])
     tokenizer = Tokenizer.load(tokenizer_folder)
-
-    def fits(text: str) -> bool:
-        matcher = compile_structure(StructuredOutputs(json=schema), tokenizer)
-        return bool(matcher.consume_tokens(tokenizer.encode(text, False)) and matcher.is_accepting())
-
-    assert fits('{"input": "aaa"}') and fits('{"input": "b"}')
-    assert not fits('{"input": "ab"}') and not fits('{"input": "c"}')
+    assert accepts(what, '{"input": "aaa"}', tokenizer) and accepts(what, '{"input": "b"}', tokenizer)
+    assert not accepts(what, '{"input": "ab"}', tokenizer) and not accepts(what, '{"input": "c"}', tokenizer)
 
 
 def test_allowed_tools(server: MockServer) -> None:

@@ -88,7 +88,7 @@ def _tools(tools: list[dict[str, Any]], choice: dict[str, Any] | None) -> dict[s
 def _tool(where: str, tool_body: dict[str, Any]) -> dict[str, Any]:
     kind = tool_body.get("type")
     if kind not in (None, "custom"):
-        raise InvalidArgument(f"{where}.type", kind, "must be custom: this server runs no tools itself")
+        raise InvalidArgument(f"{where}.type", kind, policy.MESSAGES["error"]["tools.type"])
     tool = checked_by(TOOL, tool_body, where)
     function = {"name": tool["name"], "parameters": tool["input_schema"]}
     function |= {name: tool[name] for name in ("description", "strict") if name in tool}
