@@ -25,7 +25,7 @@ TEST_AVX2 = XLA_FLAGS=--xla_cpu_max_isa=AVX2 $(PYTHON) -m pytest $(DISTRIBUTED) 
 	tests/kernels/test_int4_product.py tests/kernels/test_quantize_rows.py tests/engine/test_batch_invariance.py tests/engine/test_golden.py
 TEST_LOWEST = PYTHONPATH=. .venv-lowest/bin/python -m pytest --numprocesses $(JOBS) -k "in_place and not int8 or fp8 and spills or a100 or rope_dynamic_beyond" \
 	tests/kernels/test_ahead_of_time.py tests/kernels/test_ampere.py tests/execution/test_gpu_programs.py tests/engine/test_golden.py
-# Each integration is tested with the packages that its extra installs, and with what its tests need besides.
+# Each integration is tested with the packages that its extra installs, and with what tests need besides: also the extra http.
 INTEGRATION = .cache/integrations/$(NAME)
 INTEGRATION_TESTS := httpx hypothesis pandas pytest pytest-timeout pyzmq
 PYTHONS := 3.12 3.13 3.14  # in order of preference; constraints.txt was resolved under the first
@@ -95,8 +95,8 @@ test-integrations: ## run the tests of one of jengine/integrations in an environ
 	@test -n "$(NAME)" || { echo "NAME must be one of $(notdir $(wildcard jengine/integrations/[a-z]*))"; exit 1; }
 	@test -e $(INTEGRATION)/.ready || { \
 	    python=$$(tools/find_python $(PYTHONS)) && "$$python" -m venv --clear $(INTEGRATION) \
-	    && $(INTEGRATION)/bin/python -m pip install --disable-pip-version-check --no-compile --quiet --constraint constraints.txt \
-	        --editable '.[$(NAME)]' $(INTEGRATION_TESTS) && touch $(INTEGRATION)/.ready; }
+	    && $(INTEGRATION)/bin/python -m pip install --disable-pip-version-check --no-compile --quiet \
+	        --editable '.[http,$(NAME)]' $(INTEGRATION_TESTS) && touch $(INTEGRATION)/.ready; }
 	TEST_EXTRAS=$(NAME) $(INTEGRATION)/bin/python tools/full_tests.py $(NAME) --timeout 1800
 
 lint: setup | $(if $(filter test%,$(MAKECMDGOALS)),$(TESTED)) ## ruff and mypy

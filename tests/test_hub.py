@@ -10,11 +10,14 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from jengine.base.errors import ModelError
+from jengine.hub.cached import bytes_on_disk, is_cached
 from jengine.hub.files import HubName, choose_gguf, model_files, quantization_of
 from jengine.hub.repository import Repository
 from tests.checkpoints.gguf_models import write_gguf
@@ -120,6 +123,31 @@ def test_a_gguf_file_by_its_quantization(hub: Hub, run: Run, tmp_path: Path) -> 
             [sys.executable, "-c", code, name], capture_output=True, text=True, env={**os.environ, **offline}
         )
         assert found.stdout == "tiny-Q4_K_M.gguf\n", found.stderr
+
+
+def test_what_the_cache_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scan = partial(huggingface_hub.scan_cache_dir, tmp_path)
+    monkeypatch.setattr(huggingface_hub, "scan_cache_dir", scan)
+    for repository, files in {
+        "some--demo": {"config.json": 2, "model.safetensors": 1000},
+        "some--ggufs": {"tiny-Q8_0.gguf": 50, "tiny-Q4_K_M.gguf": 30},
+    }.items():
+        snapshot = tmp_path / f"models--{repository}" / "snapshots" / COMMIT
+        snapshot.mkdir(parents=True)
+        (snapshot.parent.parent / "refs").mkdir()
+        (snapshot.parent.parent / "refs" / "main").write_text(COMMIT)
+        for file, size in files.items():
+            (snapshot / file).write_bytes(bytes(size))
+    for text, size in {
+        "some/demo": 1002,
+        "some/ggufs": 50,
+        "some/ggufs:q4_k_m": 30,
+        "some/ggufs:Q2_K": 0,
+    }.items():
+        name = HubName.of(text)
+        assert name is not None and is_cached(name) == is_cached(name, COMMIT[:7]) == (size > 0)
+        assert bytes_on_disk(text) == size and not is_cached(name, "other")
+    assert bytes_on_disk("some/other") == 0 and bytes_on_disk(str(tmp_path / "nowhere")) == 0
 
 
 def test_what_does_not_fit_is_refused_before_its_download(hub: Hub, run: Run) -> None:

@@ -173,7 +173,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerConfig, EngineCo
 
         def quit(self) -> None: ...
 
-    def run(server: ServerConfig, models: Any) -> None:
+    def run(server: ServerConfig, models: Any, services: Any) -> None:
         Access(server, Metrics()) if server.tls_cert is None else None  # reads the keys
         found.append((server, models[0].make(None).engine))
 
@@ -332,7 +332,7 @@ def test_names_of_the_package() -> None:
     with pytest.raises(ImportError, match="jengine has no 'LLMEngine': use LLM"):
         from jengine import LLMEngine  # type: ignore[attr-defined]  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
-        pass
+        from jengine import Nothing  # type: ignore[attr-defined]  # noqa: F401
     assert not hasattr(jengine, "Nothing")
 
 

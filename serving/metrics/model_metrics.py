@@ -64,11 +64,11 @@ class ModelMetrics:
         self.model, self.load, self.restarts, self.totals = model, load, restarts, totals
         self.finished: Counter[str] = Counter()  # completions by finish reason
         self.prompt_tokens = self.cached_prompt_tokens = self.generation_tokens = 0
-        self._histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
+        self.histograms = {name: Histogram(bounds) for name, (_, bounds) in HISTOGRAMS.items()}
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
         """Adds a value to one of the HISTOGRAMS, so many times."""
-        self._histograms[name].add(value, times)
+        self.histograms[name].add(value, times)
 
     def families(self, prefix: str) -> Iterator[Metric]:
         """Metrics in Prometheus's form; `prefix`: of their names."""
@@ -89,7 +89,7 @@ class ModelMetrics:
         ends = [((reason,), count) for reason, count in list(self.finished.items())]
         yield of.counters("request_success", "Completions by finish reason", ("finished_reason",), ends)
         for name, (text, _) in HISTOGRAMS.items():
-            yield of.histogram(name, text, self._histograms[name])
+            yield of.histogram(name, text, self.histograms[name])
 
 
 def merged(families: Iterable[Metric]) -> Iterator[Metric]:

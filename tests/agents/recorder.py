@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import select
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 ENDED = ("connection", "transfer-encoding", "keep-alive")
+LOST = (ConnectionError, ValueError, http.client.HTTPException)
 
 
 @dataclass
@@ -40,6 +43,26 @@ class Recorder:
 
 
 @contextmanager
+def leaving(client: socket.socket, server: socket.socket) -> Iterator[None]:
+    """Ends the connection to the server if the client leaves, which makes its socket readable."""
+    here, there = socket.socketpair()
+
+    def watch() -> None:
+        if here not in select.select([client, here], [], [])[0]:
+            with contextlib.suppress(OSError):  # the answer has just ended
+                server.shutdown(socket.SHUT_RDWR)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        there.close()  # so that this end becomes readable
+        thread.join()
+        here.close()
+
+
+@contextmanager
 def recording(server: str) -> Iterator[Recorder]:
     """`server`: the address of jengine's API, with /v1."""
     place = urlsplit(server)
@@ -58,20 +81,21 @@ def recording(server: str) -> Iterator[Recorder]:
             upstream = http.client.HTTPConnection(place.hostname or "", place.port, timeout=600)
             headers = {name: value for name, value in self.headers.items() if name.lower() != "host"}
             # a server that ends leaves chunks without a length
-            with contextlib.closing(upstream), contextlib.suppress(ConnectionError, ValueError):
+            with contextlib.closing(upstream), contextlib.suppress(*LOST):
                 upstream.request(self.command, self.path, body, headers)
-                answer = upstream.getresponse()
-                exchange.status = answer.status
-                self.send_response(answer.status)
-                for name, value in answer.getheaders():
-                    if name.lower() not in ENDED:
-                        self.send_header(name, value)
-                self.send_header("connection", "close")
-                self.end_headers()
-                while part := answer.read1(65536):
-                    exchange.text += part.decode(errors="replace")
-                    self.wfile.write(part)
-                    self.wfile.flush()
+                with leaving(self.connection, upstream.sock):
+                    answer = upstream.getresponse()
+                    exchange.status = answer.status
+                    self.send_response(answer.status)
+                    for name, value in answer.getheaders():
+                        if name.lower() not in ENDED:
+                            self.send_header(name, value)
+                    self.send_header("connection", "close")
+                    self.end_headers()
+                    while part := answer.read1(65536):
+                        exchange.text += part.decode(errors="replace")
+                        self.wfile.write(part)
+                        self.wfile.flush()
             self.close_connection = True
 
         def log_message(self, *words: object) -> None:

@@ -93,7 +93,7 @@ def check(words: list[str]) -> None:
         if "jengine" in rest and head == "docker" and rest[0] == "run":
             _check_jengine(["serve", *rest[rest.index("jengine") + 1 :]])
     elif head == "serve":
-        source = (ROOT / "jengine" / "ray" / "serve.py").read_text()
+        source = (ROOT / "jengine" / "integrations" / "ray" / "serve.py").read_text()
         assert rest[:2] == ["run", "jengine.integrations.ray.serve:app"]
         assert all(f"\n    {word.partition('=')[0]}: " in source for word in rest[2:]), rest
     else:

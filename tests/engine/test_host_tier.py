@@ -137,7 +137,7 @@ def test_nothing_is_compiled_and_steps_overlap(sharing: Sharing) -> None:
 
 
 def test_costs_are_measured_and_saved(sharing: Sharing) -> None:
-    save: Any = sharing.engine._save_costs
+    save: Any = sharing.engine._closing[0]
     costs = save.peek()[1].args[0]
     assert isinstance(costs, StepCosts) and costs.swaps is not None and min(costs.swaps) > 0.0
     again = StepCosts.from_json(costs.to_json())

@@ -128,7 +128,7 @@ def dense_logprobs(folder: Path, variant: str, prompts: list[np.ndarray], kind: 
     ("field", "value", "limit"),
     [
         ("quantization", "int2", "None, int4, int4_mixed, w4a8, int8, w8a8, fp8, none"),
-        ("kv_cache_dtype", "int4", "auto, int8 or fp8"),
+        ("kv_cache_dtype", "int4", "one of auto, int8, fp8"),
     ],
 )
 def test_others_are_refused(field: str, value: str, limit: str) -> None:

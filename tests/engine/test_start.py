@@ -144,7 +144,7 @@ def test_steady_steps_overlap(engine: Engine) -> None:
 
 @pytest.mark.parametrize("others", [0, 1, 2])
 def test_a_full_device_names_other_engines(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OutOfMemory("no room for the KV cache")
 
     monkeypatch.setattr(start, "_start", full)

@@ -19,7 +19,7 @@ from kernel_facts import CASES
 from pallas_kernels import targets
 from pallas_kernels.attention.hopper.decode import paged_attention_decode
 from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.attention.work_list import even_work, fixed_work, most_rows
+from pallas_kernels.attention.work_list import WorkList, even_work, fixed_work, most_rows
 from pallas_kernels.quantization.quantized import dequantize, movable, quantize
 from tests.kernels import reference
 from tests.kernels.interpreted import (
@@ -213,22 +213,20 @@ def test_layers_share_semaphores() -> None:
     paged = cache([300, 200], 5, 1, 64, 64, "bfloat16", seed=1)
     q = jax.random.normal(jax.random.key(7), (2, 4, 64), jnp.bfloat16)
 
-    def layers(shared: bool) -> jax.Array:
-        work = even_work(paged.lengths, 1, blocks=3)
-        work = work.shared() if shared else work
-        first, second = (
-            paged_attention_decode(
-                x, *paged, AttentionOptions(0.2), work=work, operand_in_registers=False, interpret=RACES
-            )
-            for x in (q, 2 * q)
+    def layer(q: jax.Array, work: WorkList) -> jax.Array:
+        return paged_attention_decode(
+            q, *paged, AttentionOptions(0.2), work=work, operand_in_registers=False, interpret=RACES
         )
-        return first + second
 
+    @jax.jit
+    def layers(q: jax.Array) -> jax.Array:
+        work = even_work(paged.lengths, 1, blocks=3).shared()
+        return jnp.stack([layer(x, work) for x in (q, 2 * q)])
+
+    alone = jax.jit(lambda q: layer(q, even_work(paged.lengths, 1, blocks=3)))
     np.testing.assert_array_equal(
-        *(
-            np.asarray(interpret(jax.jit(layers, static_argnums=0), shared), np.float32)
-            for shared in (True, False)
-        )
+        np.asarray(interpret(layers, q), np.float32),
+        np.asarray([interpret(alone, x) for x in (q, 2 * q)], np.float32),
     )
 
 

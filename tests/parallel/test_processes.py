@@ -16,7 +16,8 @@ import pytest
 
 from jengine import LLM, EngineConfig, InvalidArgument, follow
 from jengine.spi import start_engine
-from tests.compiling import QUICK_PROCESS, quickly_compiled
+from tests.compiling import QUICK_PROCESS
+from tests.engine.on_demand import on_demand
 from tests.golden.weights import Golden, write_model
 from tests.parallel.processes import OPTIONS, PROMPTS, answers
 
@@ -69,7 +70,7 @@ def test_they_give_the_tokens_of_one(text_model: Path) -> None:
     """Hits, copied pages, updates of slots, and pages that went to the host and came back among their
     steps. How many calls there are depends on measured costs.
     """
-    with quickly_compiled(), LLM(text_model, progress=False, **OPTIONS) as llm:
+    with on_demand(), LLM(text_model, progress=False, **OPTIONS) as llm:
         alone = answers(llm)
     with processes_of(text_model, "answers") as processes:
         together = json.loads(line(processes[0], "[["))
@@ -87,7 +88,7 @@ def test_they_give_the_tokens_of_one(text_model: Path) -> None:
 def test_stages_in_processes_of_their_own(count: int, stages: int, tensor: int, text_model: Path) -> None:
     """Hidden states and tokens pass between processes; a stage may itself lie in several."""
     model = text_model if stages == 2 else Path("demo")  # which has four layers
-    with quickly_compiled(), LLM(model, progress=False, **OPTIONS) as llm:
+    with on_demand(), LLM(model, progress=False, **OPTIONS) as llm:
         alone = answers(llm)
     parallel = {"pipeline_parallel_size": stages, "tensor_parallel_size": tensor}
     with processes_of(model, "answers", count, stages * tensor, **parallel) as processes:

@@ -293,7 +293,7 @@ class BlocksMachine(RuleBasedStateMachine):
                 assert self.blocks.tier.used == 0, "a host page is lost"
 
 
-BlocksMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=40)
+BlocksMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestBlocks = BlocksMachine.TestCase
 
 

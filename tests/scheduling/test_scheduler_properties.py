@@ -249,7 +249,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.loop.drain(ahead=1)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
+SchedulerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestScheduler = SchedulerMachine.TestCase
 
 

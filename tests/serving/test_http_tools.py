@@ -207,7 +207,7 @@ BAD: dict[str, Any] = {"properties": {"n": {"$ref": "#/$defs/None"}}}
         ({"schema": {}, "parameters": {"type": "string"}}, "tools[0]", "must be object"),
         (
             {"schema": None, "structured_outputs": {"grammar": "start: ("}},
-            "structured_outputs.grammar",
+            "structured_outputs",
             "='start: (': llguidance cannot",
         ),
     ],

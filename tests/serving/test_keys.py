@@ -314,10 +314,10 @@ def test_metrics_by_key_and_cause(make_server: MakeServer, keys: Any) -> None:
         )
         assert metrics.by_key.keys() == {"anna", "berta"}
         [model] = metrics.models.values()
-        assert (
-            sum(model.queue_time.counts) == sum(model.prompt_lengths.counts) == 1
-            and model.prompt_lengths.sum == 3
+        queue, prompts = (
+            model.histograms[name] for name in ("request_queue_time_seconds", "request_prompt_tokens")
         )
+        assert sum(queue.counts) == sum(prompts.counts) == 1 and prompts.sum == 3
 
 
 def test_wrong_keys_are_logged_sparsely(

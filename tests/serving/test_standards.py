@@ -57,7 +57,7 @@ def test_a_new_server_is_not_yet_serving(mock_server: MockServer) -> None:
         await built.server.stop(None)
         return [check.status for check in checks]
 
-    assert asyncio.run(main()) == [health_pb2.HealthCheckResponse.NOT_SERVING] * 3
+    assert asyncio.run(main()) == [health_pb2.HealthCheckResponse.NOT_SERVING] * 2
 
 
 def test_a_port_that_is_taken(mock_server: MockServer) -> None:

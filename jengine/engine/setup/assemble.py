@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from jengine.core.scheduling_options import SchedulingOptions
 from jengine.devices.device_defaults import sizes
 from jengine.engine.loop.engine import Engine
 from jengine.engine.loop.engine_parts import EngineParts
@@ -97,7 +96,7 @@ class EngineMaker:
         if spec.images is not None:
             vocab = spec.model.config.vocab_size
             images = Images(spec.images.rows, vocab, turns=spec.turns, ahead=spec.ahead)
-        options = SchedulingOptions.of(config)
+        options = config.scheduling
         scheduler = Scheduler(
             spec.table, cache, limits, options=options, costs=self._warmed_up.costs, images=images
         )

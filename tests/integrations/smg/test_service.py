@@ -98,7 +98,7 @@ def test_what_is_here(smg: Any, server: MockServer, tokenizer_folder: Path) -> N
 
 
 def test_abort_ends_a_stream(make_server: MakeServer) -> None:
-    with make_server(server={"smg_api": True}, seconds=0.01) as server:
+    with make_server(services=[smg_service], seconds=0.01) as server:
         with grpc.insecure_channel(server.address) as channel:
             smg = VllmEngineStub(channel)
             stream = smg.Generate(request(stream=True, max_tokens=900))
