@@ -1,8 +1,6 @@
 """The names for users, which `__init__.py` loads on first use. `jengine.spi` has those for the service."""
 
 from jengine.api.async_llm import AsyncLLM as AsyncLLM
-
-# names of vLLM
 from jengine.api.chat import chat_prompt as chat_prompt
 from jengine.api.embeddings import EmbeddingOutput as EmbeddingOutput
 from jengine.api.embeddings import EmbeddingRequestOutput as EmbeddingRequestOutput

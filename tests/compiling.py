@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import jax
 
 from jengine.execution.programs import CompilerOptions
-from pallas_kernels.compilation.thunks import Thunk, dumped, dumping
+from tests.execution.thunks import Thunk, dumped, dumping
 
 # compiles in 60 % of the time; not for comparisons of bits
 QUICK: CompilerOptions = {"xla_backend_optimization_level": "0"}

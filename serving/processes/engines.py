@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,11 +33,7 @@ def model_engine(report: Callable[[str, str, int, int], None] | None = None, **o
     Raises:
         InvalidArgument, ModelError, OutOfMemory: as jengine.start_engine.
     """
-    gc.disable()  # what imports create stays, so looking for garbage among it would only take time
-    try:
-        from jengine.spi import start_engine  # imports jax, which the mock does not need
-    finally:
-        gc.enable()
+    from jengine.spi import start_engine  # imports jax, which the mock does not need
 
     config = EngineConfig(**options)
     engine, started = start_engine(config, progress=report or True)

@@ -17,9 +17,9 @@ from jengine.execution.sampler import sample, with_wanted_logprobs
 from jengine.execution.sampling_row import SAMPLING_WORDS, sampling_of
 from jengine.table.program_table import Variant
 from pallas_kernels.compilation import ahead_of_time
-from pallas_kernels.compilation.thunks import leaves
 from pallas_kernels.products.weights import product
 from tests.compiling import compiled_with_thunks
+from tests.execution.thunks import leaves
 from tests.extras import compiler_for_gpus
 
 compiler_for_gpus()

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.compilation.thunks import leaves, parsed
 from tests.execution.hlo import parse
+from tests.execution.thunks import leaves, parsed
 
 PREFILL = """
 %address_computation (p0: bf16[136,32,128], p1: bf16[100,8,64,128], p2: bf16[100,8,64,128], p3: s32[2,16]) -> bf16[2,64,32,128] {
