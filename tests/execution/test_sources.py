@@ -67,7 +67,8 @@ def test_every_module_that_lowering_imports_is_hashed() -> None:
         "jengine/models/llama.py",
         "pallas_kernels/attention/xla.py",
     } <= imported
-    assert imported - set(FILES) == set()
+    lazily = {"jengine/base/lazy_names.py"}  # which jengine/__init__.py uses, and no program depends on
+    assert imported - set(FILES) == lazily
 
 
 def test_every_function_that_tracing_calls_is_in_a_hashed_file() -> None:
