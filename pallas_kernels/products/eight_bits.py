@@ -47,13 +47,13 @@ def _hopper_dense(x: Rows, weight: EightBits, dtype: jnp.dtype[Any], device: jax
     from pallas_kernels.products.hopper.grouped_product import grouped_product, splits_of
 
     numbers, size = weight.numbers, x.shape[0]
+    inputs = weight.transformed(x) if numbers.inputs else array_of(x)
     groups, block = one_group(size)
     if numbers.inputs:
         places = -(-size // block) * block  # a block reads all of its scales
-        rows, x_scale = quantize_rows(weight.transformed(x), numbers.kind, places=places, device=device)
+        rows, x_scale = quantize_rows(inputs, numbers.kind, places=places, device=device)
     else:
-        array, x_scale = array_of(x), None
-        rows = transform(array, numbers.hadamard).astype(array.dtype)
+        rows, x_scale = transform(array_of(inputs), numbers.hadamard).astype(x.dtype), None
         rows = jnp.pad(rows, ((0, -size % ROW_GRID), (0, 0)))  # a block reads zeros beyond these
     values, scale = numbers.values, numbers.scale[None]
     splits = splits_of(len(groups.place), values, rows.dtype, cores(device))
