@@ -30,7 +30,7 @@ from jengine.checkpoints import resolve
 from jengine.core.config import EngineConfig
 from jengine.core.request import Request, SamplingParams
 from jengine.engine.loop.engine import Engine
-from jengine.engine.start import start
+from jengine.engine.start import start_engine
 from jengine.text.masks import Grammar, make_mask
 from jengine.text.tokenizer import Tokenizer
 
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="one run of each, nothing saved")
     options = parser.parse_args()
-    engine, _ = start(EngineConfig.of("demo", {"max_num_seqs": ROWS}))
+    engine, _ = start_engine(EngineConfig.of("demo", {"max_num_seqs": ROWS}))
     tokenizer = Tokenizer.load(resolve("demo"))
     clock = Clock()
     clock.wrap(Grammar, "fill", "fill")
