@@ -151,8 +151,8 @@ class ServedOptions:
         prefill_engines: engine processes beside those of data_parallel_size that compute prompts for them, so
             that long prompts delay no output. The others fetch the prompts' pages, through host memory: needs
             swap_space. One that ends is replaced; meanwhile, the others compute prompts themselves.
-        model_config: a TOML file of models to serve. Each is a table [models.NAME] with `model`, and options
-            of its own for its engine; it has the server's for the rest. A request names it as NAME. The first
+        model_config: a TOML file of models to serve. Each is a table [models.NAME] with `model` and
+            engine options, which override the server's. A request names it as NAME. The first
             model, or the one given as MODEL, is the default: it is loaded at the start, the others when a
             request names them.
         max_loaded_models: the most models that are loaded at once. By default as many as memory allows: on a

@@ -44,7 +44,7 @@ class EngineConfig(  # the fields of the last base come first
         InvalidArgument: naming the option, its value and the limit.
     """
 
-    # schedulers draft only if they are told to, engines by default
+    # off by default in a bare scheduler, automatic in an engine
     speculative_config: Annotated[dict[str, Any] | str | None, readable(Speculation.of)] = "auto"
 
     @classmethod

@@ -1,5 +1,5 @@
 """Constraints that consist of parts, as text that `grammars` compiles: calls of tools, and answers after a
-thought. A schema or a Lark grammar in them is a root of its own, so that its names and options stay valid.
+thought. A schema or a Lark grammar in them is a separate root, so that its names and options stay valid.
 """
 
 from __future__ import annotations
