@@ -17,7 +17,6 @@ RUN /opt/jengine/bin/pip install --no-cache-dir --constraint constraints.txt jax
 COPY pyproject.toml README.md LICENSE ./
 COPY jengine ./jengine
 COPY pallas_kernels ./pallas_kernels
-COPY serving ./serving
 RUN /opt/jengine/bin/pip install --no-cache-dir --constraint constraints.txt '.[http,images]'
 
 FROM python:3.12.12-slim-bookworm

@@ -133,7 +133,7 @@ goldens-vllm: ## record again what vLLM answers, under vLLM for CPUs
 	    && $$pip torch==2.13.0 -r .venv-vllm/requirements.txt && touch .venv-vllm/.ready; }
 	.venv-vllm/bin/python -m tests.golden.vllm.record
 
-protos: setup ## generate serving/generated from serving/protos
+protos: setup ## generate jengine/serving/generated from serving/protos
 	$(PYTHON) tools/make_protos.py
 
 support: setup ## run the golden tests and write the support matrix in docs/guides/models.md

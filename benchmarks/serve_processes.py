@@ -89,7 +89,7 @@ def server(
     profile: str = "",
     more: dict[str, Any] | None = None,
 ) -> Iterator[tuple[Process, str]]:
-    """A ready server over an engine process (see serving/processes/engines.py), and its address.
+    """A ready server over an engine process (see jengine/serving/processes/engines.py), and its address.
 
     `more`: options of ServerConfig. With {"http_port": 0}, the address is followed by a space and the HTTP
     URL.

@@ -92,6 +92,7 @@ def test_the_sdist_holds_sources_alone(sdist: Path) -> None:
     tops = {name.partition("/")[0] for name in names}
     assert tops == {
         *PACKAGES,
+        "serving",
         "README.md",
         "LICENSE",
         "CHANGELOG.md",
@@ -101,7 +102,7 @@ def test_the_sdist_holds_sources_alone(sdist: Path) -> None:
     }
     data = {
         "jengine/demo/model.safetensors",
-        "jengine/serving/protos/jengine/v1/generate.proto",
+        "serving/protos/jengine/v1/generate.proto",
         "pallas_kernels/compilation/targets/h200.txtpb",
     }
     data.add("jengine/serving/playground/static/index.html")

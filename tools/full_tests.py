@@ -95,9 +95,9 @@ PARTS = {  # each should take less than an hour on two cores
     "devices": Part(("tests/parallel",), ("jengine/parallel", "jengine/execution", "jengine/models")),
     "agents": Part(
         ("tests/agents", "tests/serving/test_clients.py"),
-        ("serving/http", "serving/parsers", "jengine/text"),
+        ("jengine/serving/http", "jengine/serving/parsers", "jengine/text"),
     ),
-    "service": Part(("tests",), ("serving", "jengine/api", "jengine/commands")),
+    "service": Part(("tests",), ("jengine/serving", "serving", "jengine/api", "jengine/commands")),
 }
 PARTS |= {
     name: Part((f"tests/integrations/{name}",), (f"jengine/integrations/{name}",), integration=True)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PLACES = {
     "jengine": "jengine",
     "jengine.integrations": "jengine/integrations",
-    "jengine.serving": "serving",
+    "jengine.serving": "jengine/serving",
     "pallas_kernels": "pallas_kernels",
 }
 KERNELS = "pallas_kernels"

@@ -1,4 +1,4 @@
-"""Generate serving/generated from serving/protos: `make protos`."""
+"""Generate jengine/serving/generated from serving/protos: `make protos`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faulty engines for engine processes: functions as in serving/processes/engines.py, called in the child."""
+"""Faulty engines for engine processes: functions as in processes/engines.py, called in the child."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from tests.serving import conftest
 from tests.serving.adapters import options
 from tests.serving.conftest import serve_mock
 
-SERVING = Path(conftest.__file__).parents[2] / "serving"
+SERVING = Path(conftest.__file__).parents[2] / "jengine" / "serving"
 RUN_TEMPLATES = {"chat_prompt", "rendered_chat", "judging_text"}
 SANDBOX = {("requests/service.py", "self._sandbox"), ("guards/sandbox.py", "self")}  # which has a `render`
 FOR_CLIENTS = {

@@ -12,7 +12,7 @@ import pytest
 
 from tests.docs.blocks import ROOT
 
-MODULE = ROOT / "serving" / "playground" / "static" / "markdown.js"
+MODULE = ROOT / "jengine" / "serving" / "playground" / "static" / "markdown.js"
 NODE = shutil.which("node")
 pytestmark = pytest.mark.skipif(NODE is None, reason="needs node on the PATH")
 TAGS = {

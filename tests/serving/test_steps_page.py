@@ -10,7 +10,7 @@ import pytest
 
 from tests.docs.blocks import ROOT
 
-STATIC = ROOT / "serving" / "playground" / "static"
+STATIC = ROOT / "jengine" / "serving" / "playground" / "static"
 NODE = shutil.which("node")
 SCRIPT = """
 const pen = new Proxy({}, {

@@ -65,7 +65,7 @@ class EngineProcess:
 
     Args:
         engine, options: a function that creates an engine, "module:function", and its keyword arguments; see
-            serving/processes/engines.py.
+            jengine/serving/processes/engines.py.
         on_end: called once, in any thread, when a connected child has exited or hangs, with the error that
             its callers got, or None if it was asked to quit. After a hang, `quit` waits until the child has
             exited.
