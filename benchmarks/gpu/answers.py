@@ -103,7 +103,7 @@ def _errors(case: str, llm: Any, prompts: Sequence[str], params: Any, allowed: f
         prompt = _prompt_scores(output)
         for part, got, want in (
             ("prompt", prompt, wanted[: len(prompt)]),
-            ("output", _scores(output.outputs[0]), wanted[len(prompt) :]),
+            ("output", scores(output.outputs[0]), wanted[len(prompt) :]),
         ):
             parts[part] += np.abs(np.subtract(got, want)).tolist()
     values = {f"{part} mean": float(np.mean(found)) for part, found in parts.items()}
@@ -118,12 +118,12 @@ def _alone(case: str, llm: Any, prompts: Sequence[str], params: Any, exact: bool
     together = [output.outputs[0] for output in llm.generate(list(prompts), params, use_tqdm=False)]
     both = list(zip(alone, together, strict=True))
     texts = sum(a.token_ids == b.token_ids for a, b in both)
-    bits = sum(a.token_ids == b.token_ids and _scores(a) == _scores(b) for a, b in both)
+    bits = sum(a.token_ids == b.token_ids and scores(a) == scores(b) for a, b in both)
     values = {"equal texts": f"{texts}/{len(both)}", "equal bits": f"{bits}/{len(both)}"}
     return Row(case, values, outcome="ok" if bits == len(both) or not exact else FAILED)
 
 
-def _scores(completion: Any) -> list[float]:
+def scores(completion: Any) -> list[float]:
     """Log probabilities of a completion's tokens."""
     return [float(at[i].logprob) for at, i in zip(completion.logprobs, completion.token_ids, strict=True)]
 
