@@ -246,6 +246,10 @@ class Judge(Replay):
         bits = words[:, None] >> np.arange(32, dtype=np.uint32) & 1
         return bits.reshape(-1)[: self._vocab].astype(bool)
 
+    def _continues(self, what: StructuredOutputs, output: list[int]) -> np.ndarray:
+        allowed = self._allowed(SamplingParams(structured_outputs=what), output)
+        return np.where(self._ends, allowed[self._ends].any(), allowed)
+
 
 class Unequal(AssertionError):
     """Two answers differ in more than rounding explains."""

@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as List
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -188,7 +188,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Compar
         (variant, options, pages), method = SETTINGS[setting], method_of(setting)
         return Compared(text_model(root, variant, method), options, pages, method)
 
-    return cache(make)
+    return lru_cache(2)(make)  # an engine keeps its programs, and a process has 65,530 memory maps
 
 
 def check(one: Compared, setting: str, count: int, seed: int) -> None:
