@@ -46,12 +46,12 @@ DEMO = ROOT / "jengine" / "demo"
 # wide enough for the kernels, unlike the configurations that tests compare with transformers
 WIDE: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_5_text": {"head_dim": 64},  # recurrent states
+    "qwen3_5_text": {},  # recurrent states
     "deepseek_v3": {},  # a latent cache
     "gpt_oss": WIDE,  # experts, sinks, windows
     "qwen3_moe": WIDE,
 }
-IMAGES = "smolvlm", "qwen2_5_vl"
+IMAGES = "smolvlm", "qwen3_vl"
 IMAGES_EACH: dict[str, Any] = {"limit_mm_per_prompt": {"image": 2}, "max_model_len": 256}
 QUANTIZED: dict[str, dict[str, Any]] = {
     "weights in int8": {"quantization": "int8"},
