@@ -51,7 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": WIDE,  # experts, sinks, windows
     "qwen3_moe": WIDE,
 }
-IMAGES = "smolvlm", "qwen3_vl"
+IMAGES = "smolvlm", "idefics3"
 IMAGES_EACH: dict[str, Any] = {"limit_mm_per_prompt": {"image": 2}, "max_model_len": 256}
 QUANTIZED: dict[str, dict[str, Any]] = {
     "weights in int8": {"quantization": "int8"},
