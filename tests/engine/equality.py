@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
@@ -267,7 +268,8 @@ def compare(
     excused = 0
     for one, other, job in zip(got, expected, jobs, strict=True):
         if _prompt_scores(one) and _prompt_scores(other):  # neither was aborted before
-            _same_scores(_prompt_scores(one), _prompt_scores(other), judge is None, job)
+            scores = _prompt_scores(one), _prompt_scores(other)
+            _same_scores(*scores, judge is None, job.params.prompt_logprobs or 0, job)
         for a, b in zip(one.outputs, other.outputs, strict=True):
             excused += _differs(a, b, job, judge)
     return excused
@@ -289,7 +291,7 @@ def _differs(a: CompletionOutput, b: CompletionOutput, job: Job, judge: Callable
             break
     same = both == min(len(a.token_ids), len(b.token_ids))
     if a.logprobs is not None and b.logprobs is not None:
-        _same_scores(a.logprobs[:both], b.logprobs[:both], judge is None, job)
+        _same_scores(a.logprobs[:both], b.logprobs[:both], judge is None, job.params.logprobs or 0, job)
     if same and not aborted:
         ends = [
             (x.text, x.finish_reason, x.stop_reason, len(x.token_ids), x.logprobs is None) for x in (a, b)
@@ -300,17 +302,26 @@ def _differs(a: CompletionOutput, b: CompletionOutput, job: Job, judge: Callable
 
 
 def _same_scores(
-    got: List[Mapping[int, Logprob]], expected: List[Mapping[int, Logprob]], exact: bool, job: Job
+    got: List[Mapping[int, Logprob]],
+    expected: List[Mapping[int, Logprob]],
+    exact: bool,
+    top: int,
+    job: Job,
 ) -> None:
     for i, (one, other) in enumerate(zip(got, expected, strict=True)):
-        equal = one == other and [*one] == [*other] if exact else _close(one, other) and _close(other, one)
+        equal = (
+            one == other and [*one] == [*other]
+            if exact
+            else _close(one, other, top) and _close(other, one, top)
+        )
         if not equal:
             raise Unequal(f"log probabilities {i}: {one} and {other}: {job}")
 
 
-def _close(one: Mapping[int, Logprob], other: Mapping[int, Logprob]) -> bool:
-    """A token that only one has must be as likely as the other's last."""
-    least = min(entry.logprob for entry in other.values())
+def _close(one: Mapping[int, Logprob], other: Mapping[int, Logprob], top: int) -> bool:
+    """A token that only one has must be as likely as the other's last of its best ones."""
+    best = [entry.logprob for entry in other.values() if entry.rank <= max(top, 1)]
+    least = min(best, default=-math.inf)  # none: only the sampled token, which both have
     return next(iter(one)) == next(iter(other)) and all(
         abs(entry.logprob - (other[token].logprob if token in other else least)) < CLOSE
         for token, entry in one.items()
