@@ -17,7 +17,7 @@ RUN /opt/jengine/bin/pip install --no-cache-dir --constraint constraints.txt jax
 COPY pyproject.toml README.md LICENSE ./
 COPY jengine ./jengine
 COPY pallas_kernels ./pallas_kernels
-RUN /opt/jengine/bin/pip install --no-cache-dir --constraint constraints.txt '.[http,images]'
+RUN /opt/jengine/bin/pip install --no-cache-dir --constraint constraints.txt '.[images]'
 
 FROM python:3.12.12-slim-bookworm
 RUN useradd --uid 10001 --create-home jengine \
@@ -26,7 +26,6 @@ COPY --from=build /opt/jengine /opt/jengine
 ENV PATH=/opt/jengine/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     JENGINE_HOST=0.0.0.0 \
-    JENGINE_HTTP_PORT=8000 \
     JENGINE_CACHE_DIR=/cache/jengine \
     HF_HOME=/cache/huggingface
 USER 10001

@@ -25,9 +25,9 @@ TEST_AVX2 = XLA_FLAGS=--xla_cpu_max_isa=AVX2 $(PYTHON) -m pytest $(DISTRIBUTED) 
 	tests/kernels/test_int4_product.py tests/kernels/test_quantize_rows.py tests/engine/test_batch_invariance.py tests/engine/test_golden.py
 TEST_LOWEST = PYTHONPATH=. .venv-lowest/bin/python -m pytest --numprocesses $(JOBS) -k "in_place and not int8 or fp8 and spills or a100 or rope_dynamic_beyond" \
 	tests/kernels/test_ahead_of_time.py tests/kernels/test_ampere.py tests/execution/test_gpu_programs.py tests/engine/test_golden.py
-# Each integration is tested with the packages that its extra installs, and with what tests need besides: also the extra http.
+# Each integration is tested with the packages that its extra installs, and with what tests need besides.
 INTEGRATION = .cache/integrations/$(NAME)
-INTEGRATION_TESTS := httpx hypothesis pandas pytest pytest-timeout pyzmq
+INTEGRATION_TESTS := httpx hypothesis openai pandas pytest pytest-timeout pyzmq
 PYTHONS := 3.12 3.13 3.14  # in order of preference; constraints.txt was resolved under the first
 
 MAKEFLAGS += --jobs=2  # environments are made side by side
@@ -65,7 +65,7 @@ $(STAMP)-aot: $(STAMP)
 demo: $(if $(wildcard $(STAMP)),$(STAMP),$(PLAIN)) ## stream text from the embedded model
 	@$(VENV)/bin/jengine generate demo "class Stack:" --echo --temperature 0
 
-serve-demo: $(if $(wildcard $(STAMP)),$(STAMP),$(PLAIN)) ## serve the embedded model over gRPC; `jengine chat --server 127.0.0.1:50051` talks to it
+serve-demo: $(if $(wildcard $(STAMP)),$(STAMP),$(PLAIN)) ## serve the embedded model: OpenAI's and Anthropic's APIs on 127.0.0.1:8000, gRPC on 50051
 	@$(VENV)/bin/jengine serve demo
 
 $(LOWEST): pyproject.toml constraints.txt tools/lowest.py | $(STAMP)
@@ -96,7 +96,7 @@ test-integrations: ## run the tests of one of jengine/integrations in an environ
 	@test -e $(INTEGRATION)/.ready || { \
 	    python=$$(tools/find_python $(PYTHONS)) && "$$python" -m venv --clear $(INTEGRATION) \
 	    && $(INTEGRATION)/bin/python -m pip install --disable-pip-version-check --no-compile --quiet \
-	        --editable '.[http,$(NAME)]' $(INTEGRATION_TESTS) && touch $(INTEGRATION)/.ready; }
+	        --editable '.[$(NAME)]' $(INTEGRATION_TESTS) && touch $(INTEGRATION)/.ready; }
 	TEST_EXTRAS=$(NAME) $(INTEGRATION)/bin/python tools/full_tests.py $(NAME) --timeout 1800
 
 lint: setup | $(if $(filter test%,$(MAKECMDGOALS)),$(TESTED)) ## ruff and mypy

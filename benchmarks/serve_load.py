@@ -206,7 +206,7 @@ def grpc_cost(repeat: int, quick: bool) -> dict[str, Any]:
     """
     requests = make_requests((2 if quick else 4) * CONCURRENCY)
     with ExitStack() as stack:
-        server, addresses = stack.enter_context(model_server(MODEL, more={"http_port": 0}))
+        server, addresses = stack.enter_context(model_server(MODEL, more={"port": 0}))
         address, url = addresses.split()
         places = {"library": json.dumps(MODEL), "stub": address, "client": address, "http": url}
         arms = {kind: stack.enter_context(worker(kind, where)) for kind, where in places.items()}

@@ -39,7 +39,13 @@ else:
     run()
 """
 # limits that reject nothing in measurements
-WIDE = {"port": 0, "max_waiting": 2000, "max_streams_per_client": 4000, "log_level": "error"}
+WIDE = {
+    "port": None,
+    "grpc_port": 0,
+    "max_waiting": 2000,
+    "max_streams_per_client": 4000,
+    "log_level": "error",
+}
 MOCK_SEQS = 1024
 # Functions that wait for events, also in the threads that communicate with the engine's process.
 WAITING = ("epoll", "'recv' of", "SimpleQueue", "'acquire' of")
@@ -91,14 +97,14 @@ def server(
 ) -> Iterator[tuple[Process, str]]:
     """A ready server over an engine process (see jengine/serving/processes/engines.py), and its address.
 
-    `more`: options of ServerConfig. With {"http_port": 0}, the address is followed by a space and the HTTP
+    `more`: options of ServerConfig. With {"port": 0}, the address is followed by a space and the HTTP
     URL.
     """
     config = {**WIDE, **({"metrics_port": 0} if metrics else {}), **(more or {})}
     process = Process("-c", SERVER, json.dumps([config, engine, options, profile]))
     try:
         line = process.line()
-        found, http = re.search(r" on (\S+);", line), re.search(r"API on (\S+?)[;\s]", line)
+        found, http = re.search(r"gRPC on (\S+?);", line), re.search(r"API on (\S+?)[;\s]", line)
         assert found is not None
         yield process, found[1] + (f" {http[1]}" if http else "")
     finally:

@@ -47,7 +47,7 @@ def serve(folders: list[Path], places: int, count: int, clients: int) -> dict[st
         config.write_text("\n".join(lines))
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
         command = [sys.executable, "-m", "jengine.cli", "serve", "--model-config", str(config), *flags]
-        command += ["--port", "0", "--http-port", "0", "--max-loaded-models", str(places)]
+        command += ["--grpc-port", "0", "--port", "0", "--max-loaded-models", str(places)]
         with (
             log.open("w") as errors,
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as server,

@@ -268,7 +268,7 @@ def main() -> int:
         teach_chats(folder / "model")
         for number in range(ADAPTERS):
             write_adapter(folder / "adapters" / f"adapter-{number}", number)
-        ports = ["--port", "0", "--http-port", str(options.port), "--metrics-port", str(options.port)]
+        ports = ["--grpc-port", "0", "--port", str(options.port), "--metrics-port", str(options.port)]
         command = [
             sys.executable,
             "-m",

@@ -72,6 +72,7 @@ from jengine.insight.recording.trace import Readers as Readers
 from jengine.scheduling.requests.sequence_limits import SequenceLimits as SequenceLimits
 from jengine.text.call_grammars import calls_or_text as calls_or_text
 from jengine.text.call_grammars import forced_in_channels as forced_in_channels
+from jengine.text.call_grammars import plain_calls_or_text as plain_calls_or_text
 from jengine.text.chat_template import ChatTemplate as ChatTemplate
 from jengine.text.constraints import after_thought as after_thought
 from jengine.text.constraints import forced_calls as forced_calls

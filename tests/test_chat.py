@@ -9,6 +9,7 @@ import select
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import pytest
 
 from jengine import InvalidArgument, SamplingParams
 from jengine.api.chat import chat_prompt
-from jengine.commands.chat import Conversation, LocalModel
+from jengine.commands.chat import Conversation, LocalModel, chat_params
 from jengine.core.request import CompletionOutput, RequestOutput
 from jengine.text.chat_template import ChatTemplate
 from jengine.text.tokenizer import Tokenizer
@@ -38,6 +39,9 @@ class StandIn:
         tokenizer = Tokenizer(byte_level(), {})
         tokenizer.__dict__["chat_templates"] = {} if template is None else {"default": template}
         self.tokenizer, self.prompts, self.ended = tokenizer, [], 0
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams()
 
     def chat_prompt(self, messages: Any, **options: Any) -> Any:
         return chat_prompt(self.tokenizer, messages, **options)
@@ -70,6 +74,24 @@ def llm() -> StandIn:
 
 def chat_with(llm: StandIn, system: str | None = None, **params: Any) -> Conversation:
     return Conversation(LocalModel(llm), SamplingParams(**params), system, SimpleNamespace(interrupted=False))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "flags, recommended, expected",
+    [
+        ({}, {}, {"temperature": 0.8, "top_k": 40, "top_p": 0.95}),
+        ({}, None, {"temperature": 0.8, "top_k": 40, "top_p": 0.95}),
+        ({"temperature": 0.0}, {}, {"temperature": 0.0, "top_k": 40, "top_p": 0.95}),
+        ({}, {"temperature": 0.6, "top_k": 20}, {"temperature": 0.6, "top_k": 20}),
+        ({"top_k": 3, "max_tokens": 9}, {"top_p": 0.9}, {"top_p": 0.9, "top_k": 3, "max_tokens": 9}),
+    ],
+)
+def test_how_a_conversation_samples(
+    flags: dict[str, Any], recommended: dict[str, Any] | None, expected: dict[str, Any]
+) -> None:
+    """As flags say, else as the model's files recommend, else as other programs for conversations do."""
+    of_model = None if recommended is None else SamplingParams(**recommended)
+    assert chat_params(Namespace(**flags), of_model) == SamplingParams(**{"max_tokens": 256, **expected})
 
 
 def test_an_adapter_with_its_template(llm: StandIn, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
+import re
 import tomllib
 from pathlib import Path
 
@@ -13,9 +15,9 @@ from jengine.base.errors import InvalidArgument
 
 REQUIRES = [
     "jax>=0.11",
-    "starlette>=1.0; extra == 'http'",
-    'uvicorn; extra == "http"',
-    "jengine[http]; extra == 'ray'",
+    "numpy>=2; extra == 'plots'",
+    'pillow; extra == "plots"',
+    "jengine[plots]; extra == 'ray'",
     "ray[data]; extra == 'ray'",
     "plugin>=1; (sys_platform == 'linux') and extra == 'aot'",
 ]
@@ -24,8 +26,8 @@ REQUIRES = [
 @pytest.mark.parametrize(
     ("extra", "line"),
     [
-        ("http", "pip install 'starlette>=1.0' uvicorn"),
-        ("ray", "pip install 'starlette>=1.0' uvicorn 'ray[data]'"),
+        ("plots", "pip install 'numpy>=2' pillow"),
+        ("ray", "pip install 'numpy>=2' pillow 'ray[data]'"),
         ("aot", "pip install 'plugin>=1'"),
         ("unknown", "pip install '.[unknown]' in jengine's checkout"),
     ],
@@ -40,7 +42,24 @@ def test_without_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
         raise importlib.metadata.PackageNotFoundError
 
     monkeypatch.setattr(extras, "requires", requires)
-    assert extras.install_line("http") == "pip install '.[http]' in jengine's checkout"
+    assert extras.install_line("ray") == "pip install '.[ray]' in jengine's checkout"
+
+
+def test_the_service_needs_no_client() -> None:
+    """SDKs of clients pin each other's dependencies, so that users could not install them beside jengine."""
+    sdks = {"anthropic", "instructor", "langchain_openai", "litellm", "openai"}
+    folder = Path(__file__).parent.parent
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    extras = [lines for extra, lines in project["optional-dependencies"].items() if extra != "dev"]
+    required = {
+        re.split(r"[^\w-]", line)[0] for lines in (project["dependencies"], *extras) for line in lines
+    }
+    assert required.isdisjoint(sdks) and {"pydantic", "starlette", "uvicorn"} <= required
+    for file in (folder / "jengine").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert sdks.isdisjoint(name.partition(".")[0] for name in names), file
 
 
 def test_no_message_names_a_project_that_does_not_exist() -> None:
@@ -50,7 +69,7 @@ def test_no_message_names_a_project_that_does_not_exist() -> None:
     for extra in known:
         line = extras.install_line(extra)
         assert line.startswith("pip install ") and "jengine[" not in line
-    error = InvalidArgument.needs_extra("http_port", 8000, "http", ImportError("No module named 'uvicorn'"))
-    assert str(error).startswith("http_port=8000: needs pip install ") and str(error).endswith(
-        "(No module named 'uvicorn')"
+    error = InvalidArgument.needs_extra("page_size", 16, "ray", ImportError("No module named 'ray'"))
+    assert str(error).startswith("page_size=16: needs pip install ") and str(error).endswith(
+        "(No module named 'ray')"
     )

@@ -4,6 +4,7 @@ to do instead.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ import jengine
 from jengine import EngineConfig, InvalidArgument, SamplingParams, StructuredOutputs, cli
 from jengine.checkpoints.folder import kept_format
 from jengine.serving import app
+from jengine.serving.calls import listening
 from jengine.serving.config import SERVE_DEFAULTS, ServerConfig
 from jengine.serving.guards.access import Access
 from jengine.serving.lora_modules import LoraModule
@@ -47,16 +49,12 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
     ("--served-model-name gpt", {"served_model_name": "gpt"}, ""),
     ("--seed 7", {"seed": 7}, ""),
     ("--generation-config vllm", {"generation_config": "vllm"}, ""),
-    (
-        "--host 0.0.0.0 --port 8000",
-        {"host": "0.0.0.0", "port": 8000},
-        "--port 8000 serves gRPC; OpenAI's API over HTTP is served with",
-    ),
+    ("--host 0.0.0.0 --port 8000", {"host": "0.0.0.0"}, ""),
     ("--model demo", {"model": "demo"}, ""),
     ("--api-key sk-secret", {"api_key": ("sk-secret",)}, ""),
     ("--chat-template chat.jinja", {"chat_template": "chat.jinja"}, ""),
-    ("--http-port 0 --tool-call-parser openai", {"http_port": 0, "tool_call_parser": "harmony"}, ""),
-    ("--http-port 0 --reasoning-parser qwen3", {"http_port": 0, "reasoning_parser": "qwen3"}, ""),
+    ("--port 0 --tool-call-parser openai", {"port": 0, "tool_call_parser": "harmony"}, ""),
+    ("--port 0 --reasoning-parser qwen3", {"port": 0, "reasoning_parser": "qwen3"}, ""),
     ("--otlp-traces-endpoint http://x:4318", {"otlp_traces_endpoint": "http://x:4318"}, ""),
     (
         '--enable-lora --lora-modules a=b {"name":"c","path":"d","base_model_name":"e"}',
@@ -87,7 +85,7 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
     ("--allowed-local-media-path tests", {"allowed_local_media_path": "tests"}, ""),
     ("--limit-mm-per-prompt.image 2", {"limit_mm_per_prompt": {"image": 2}}, ""),
     ('--mm-processor-kwargs {"max_pixels":200704}', {"mm_processor_kwargs": {"max_pixels": 200704}}, ""),
-    ('--http-port 0 --allowed-origins ["*"]', {"http_port": 0, "allowed_origins": '["*"]'}, ""),
+    ('--port 0 --allowed-origins ["*"]', {"port": 0, "allowed_origins": '["*"]'}, ""),
     ("--no-enable-log-requests", NOTHING, ""),
     ("-pp 2 -dp 1", {"pipeline_parallel_size": 2}, ""),
     ("--max-logprobs 20", NOTHING, ""),
@@ -173,11 +171,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerConfig, EngineCo
 
         def quit(self) -> None: ...
 
-    def run(server: ServerConfig, models: Any, services: Any) -> None:
+    def run(server: ServerConfig, models: Any, services: Any, http: Any) -> None:
         Access(server, Metrics()) if server.tls_cert is None else None  # reads the keys
         found.append((server, models[0].make(None).engine))
 
     monkeypatch.setattr(makers, "maker", lambda server, engine: lambda on_end: Taken(engine))
+    monkeypatch.setattr(listening, "listen", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(app, "run", run)
     return found
 

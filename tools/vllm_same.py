@@ -42,7 +42,7 @@ SAME: dict[str, str] = {
         "auto, or methods ngram, suffix, draft_model, mtp and eagle3; it changes no output"
     ),
     "host": "default 127.0.0.1",
-    "port": "serves gRPC; `http_port` serves OpenAI's API",
+    "port": "HTTP; gRPC has `grpc_port`",
     "served_model_name": "one name",
     "lora_modules": "paths are folders or hub ids",
     "api_key": (

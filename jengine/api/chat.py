@@ -130,6 +130,7 @@ def rendered_chat(
     continue_final_message: bool = False,
     tools: list[dict[str, Any]] | None = None,
     tool_choice: str | None = None,
+    tools_as_text: bool = False,
     chat_template: str | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
 ) -> tuple[str, list[int]]:
@@ -139,6 +140,7 @@ def rendered_chat(
         messages: with IMAGE in the place of each image.
         marker: stands for an image in a template that knows none.
         tool_choice: "required" or a tool's name, if a grammar forces a call.
+        tools_as_text: whether tools become text also if the template shows them.
 
     Raises:
         InvalidArgument: a message or option is wrong, or the template refuses the conversation.
@@ -157,6 +159,7 @@ def rendered_chat(
         continue_final_message=continue_final_message,
         tools=plain_json("tools", tools),
         tool_choice=tool_choice,
+        tools_as_text=tools_as_text,
         variables=plain_json("chat_template_kwargs", chat_template_kwargs),
     )
     check_length(tokenizer, text, max_model_len)

@@ -62,26 +62,26 @@ class Parser(argparse.ArgumentParser):
 
 
 class Help(argparse.Action):
-    """Shows the command's own options and common ones of other groups; with `all`, every option."""
+    """Shows every option, or the command's own ones and these of other groups."""
 
-    def __init__(self, common: Sequence[str], **options: Any) -> None:
+    def __init__(self, common: Sequence[str] | None = None, **options: Any) -> None:
         self._common = common
-        text = "show this help; `--help all` shows every option"
-        super().__init__(
-            **{**options, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS},
-            nargs="?",
-            choices=["all"],
-            help=text,
-        )
+        super().__init__(**{**options, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}, nargs=0)
 
-    def __call__(self, parser: argparse.ArgumentParser, *more: Any) -> None:
-        _, values, _ = more
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         groups = parser._optionals, parser._positionals
-        for action in parser._actions if values is None else ():
-            if action.container not in groups and action.dest not in self._common:  # type: ignore[attr-defined]
-                action.help = argparse.SUPPRESS
+        if (common := self._common) is not None:
+            for action in parser._actions:
+                if action.container not in groups and action.dest not in common:  # type: ignore[attr-defined]
+                    action.help = argparse.SUPPRESS
         parser.print_help()
         parser.exit()
+
+
+def add_help(parser: argparse.ArgumentParser, common: Sequence[str]) -> None:
+    """Adds --help, which shows these options of groups, and --help-all. The parser has no help yet."""
+    parser.add_argument("-h", "--help", action=cast(Any, Help), common=common, help="show common options")
+    parser.add_argument("--help-all", action=cast(Any, Help), help="show every option")
 
 
 class VllmFlag(argparse.Action):

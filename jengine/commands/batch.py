@@ -35,7 +35,7 @@ jsonl: a line is a JSON object:
     line too, in order of completion:
     {"line": N, "id": ID, "prompt_tokens": N, "outputs": [{"text": TEXT, "token_ids": [...], "finish_reason":
     ...}]} or, for a line that cannot be answered, {"line": N, "id": ID, "error": REASON}.
-  openai: OpenAI's batch files, with the endpoints of `jengine serve --http-port`; answers are in order of
+  openai: OpenAI's batch files, with the endpoints of `jengine serve`; answers are in order of
     completion:
     {"custom_id": ID, "method": "POST", "url": "/v1/chat/completions", "body": {"messages": ...}}
 

@@ -65,10 +65,6 @@ class OpenAiBatch:
 
     def __init__(self, path: Path, raw: Iterable[tuple[int, bytes]], model: str) -> None:
         self._path, self._raw, self._model = path, raw, model
-        try:
-            import jengine.serving.http.embedded  # noqa: F401
-        except ModuleNotFoundError as missing:
-            raise InvalidArgument.needs_extra("input", str(path), "http", missing) from None
 
     def count(self) -> int | None:
         return count_lines(self._path)

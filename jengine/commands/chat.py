@@ -15,8 +15,12 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Protocol
 
 from jengine import EngineConfig, InvalidArgument, JengineError, SamplingParams, chat_prompt
+from jengine.commands.arguments import add_help
 from jengine.commands.connection import CONNECTION, add_connection, connect
 from jengine.commands.flags import (
+    CHAT_DEFAULTS,
+    COMMON_ENGINE,
+    COMMON_SAMPLING,
     ENGINE_SKIPS,
     add_lora,
     add_sampling_and_engine,
@@ -24,7 +28,6 @@ from jengine.commands.flags import (
     flag_values,
     follows,
     lora_request,
-    sampling_fields,
 )
 from jengine.commands.terminal import note, write
 
@@ -56,7 +59,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         ),
         epilog="while it runs:\n" + "".join(f"  {line}\n" for line in KEYS.splitlines()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
     )
+    add_help(parser, (*COMMON_SAMPLING, *COMMON_ENGINE, "server", *CONNECTION))
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -69,21 +74,33 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     server = parser.add_argument_group("a server, instead of MODEL")
     server.add_argument("--server", metavar="HOST:PORT", help="address of a `jengine serve`")
     add_connection(server)
-    add_sampling_and_engine(parser, skip=("n",))  # a conversation has one answer per message
+    # a conversation has one answer per message
+    add_sampling_and_engine(parser, skip=("n",), defaults=CHAT_DEFAULTS)
     parser.set_defaults(run=_chat)
 
 
 def _chat(options: argparse.Namespace) -> None:
-    params = SamplingParams(**sampling_fields(options))
+    chat_params(options)  # rejects bad values before anything is loaded
     if (options.model is None) == (options.server is None):
         raise JengineError("give either a MODEL or --server HOST:PORT")
     if options.model is not None and follows(options):
         return
-    chat_with(_local(options) if options.server is None else _served(options), params, options)
+    chat_with(_local(options) if options.server is None else _served(options), options)
 
 
-def chat_with(model: ChatModel, params: SamplingParams, options: argparse.Namespace) -> None:
-    """A conversation until the keyboard's end. The options are `system` and `quiet`."""
+def chat_params(options: argparse.Namespace, recommended: SamplingParams | None = None) -> SamplingParams:
+    """What flags set, else what the model's files recommend, else CHAT_DEFAULTS."""
+    plain = SamplingParams()
+    names = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
+    of_model = {name: getattr(recommended or plain, name) for name in names}
+    differ = {name: value for name, value in of_model.items() if value != getattr(plain, name)}
+    defaults = {**differ, "max_tokens": CHAT_DEFAULTS["max_tokens"]} if differ else CHAT_DEFAULTS
+    return SamplingParams(**{**defaults, **flag_values(options, SamplingParams)})
+
+
+def chat_with(model: ChatModel, options: argparse.Namespace) -> None:
+    """A conversation until the keyboard's end. The options are `system`, `quiet` and those of sampling."""
+    params = chat_params(options, model.recommended)
     keyboard = Keyboard()
     shows_speed = keyboard.is_terminal and not options.quiet
     chat = Conversation(model, params, options.system, keyboard, shows_speed=shows_speed)
@@ -138,12 +155,14 @@ class ChatModel(Protocol):
     Attributes:
         max_model_len: maximum tokens of a conversation and its answer.
         continues: whether the model has no chat template and continues all previous text.
+        recommended: sampling parameters of its files; None: unknown.
         waits: whether an answer may take long to arrive, and waiting for it may be interrupted by an
             exception.
     """
 
     max_model_len: int
     continues: bool
+    recommended: SamplingParams | None
     waits: bool
 
     def tokens(self, messages: Messages) -> int:
@@ -175,6 +194,7 @@ class LocalModel:
 
     def __init__(self, llm: LLM, tokenizer: Tokenizer | None = None, lora: str | None = None) -> None:
         self.llm, self.max_model_len, self._own, self._lora = llm, llm.max_model_len, tokenizer, lora
+        self.recommended: SamplingParams | None = llm.get_default_sampling_params()
         self.continues = "default" not in (tokenizer or llm.tokenizer).chat_templates
 
     def tokens(self, messages: Messages) -> int:
@@ -202,6 +222,7 @@ class RemoteModel:
     """A server's model, or one of its adapters."""
 
     waits = True
+    recommended: SamplingParams | None = None
 
     def __init__(self, client: Client, lora: str | None = None) -> None:
         self.client, self._lora = client, lora

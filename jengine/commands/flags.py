@@ -23,6 +23,8 @@ from jengine.vllm.translate import VALUES, value_of
 
 # Defaults that differ from SamplingParams: long enough to read, random enough not to loop.
 SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 256}
+# Of conversations with models that recommend nothing, as in llama.cpp and Ollama.
+CHAT_DEFAULTS: dict[str, Any] = {**SAMPLING_DEFAULTS, "top_k": 40}
 
 METAVARS = {str: "TEXT", float: "NUMBER", int: "N"}
 SHORT = {  # as in vLLM
@@ -44,6 +46,10 @@ LIBRARY_ONLY = re.compile("; None: [^;.]*")  # a flag cannot give None
 # --seed is the request's. The engine's seed, for requests without one, would have no further effect.
 ENGINE_SKIPS = ("model", "seed")
 
+# options of groups that a short help shows
+COMMON_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "stop")
+COMMON_ENGINE = ("config", "revision", "dtype", "quantization", "max_model_len")
+
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -63,9 +69,11 @@ def lora_request(options: argparse.Namespace, engine: dict[str, Any]) -> LoRAReq
     return LoRARequest("lora", lora_path=options.lora)
 
 
-def add_sampling_and_engine(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
+def add_sampling_and_engine(
+    parser: argparse.ArgumentParser, skip: tuple[str, ...] = (), defaults: dict[str, Any] = SAMPLING_DEFAULTS
+) -> None:
     """Adds flags for all fields of SamplingParams, except those in `skip`, and of EngineConfig."""
-    add_fields(parser.add_argument_group("sampling"), SamplingParams, skip, SAMPLING_DEFAULTS)
+    add_fields(parser.add_argument_group("sampling"), SamplingParams, skip, defaults)
     add_engine(parser)
 
 
@@ -181,7 +189,9 @@ def _flag(hint: Any) -> dict[str, Any]:
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
     kind = next(kind for kind in (str, float, int) if kind in kinds)
-    return {"type": _READ.get(kind, kind), "metavar": METAVARS[kind]}
+    read = _READ.get(kind, kind)
+    words = [word for other in kinds if get_origin(other) is Literal for word in get_args(other)]
+    return {"type": lambda text: text if text in words else read(text), "metavar": METAVARS[kind]}
 
 
 def _whole(text: str) -> int:

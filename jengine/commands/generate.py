@@ -14,8 +14,11 @@ from typing import Any
 
 from jengine import InvalidArgument, JengineError, RequestOutput, SamplingParams
 from jengine.commands import batch
+from jengine.commands.arguments import add_help
 from jengine.commands.batch_files import STDOUT
 from jengine.commands.flags import (
+    COMMON_ENGINE,
+    COMMON_SAMPLING,
     add_lora,
     add_model,
     add_sampling_and_engine,
@@ -37,7 +40,9 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "With --input, complete a file of prompts instead.",
         epilog=batch.FORMAT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
     )
+    add_help(parser, ("n", *COMMON_SAMPLING, *COMMON_ENGINE, "input", "output"))
     add_model(parser)
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text to continue; - reads it from stdin")
     add_lora(parser)

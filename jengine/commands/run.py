@@ -6,26 +6,22 @@ import argparse
 import os
 import sys
 
-from jengine import EngineConfig, JengineError, SamplingParams
-from jengine.commands.arguments import Help
-from jengine.commands.chat import KEYS, Conversation, Keyboard, chat_with, local_model
+from jengine import EngineConfig, JengineError
+from jengine.commands.arguments import add_help
+from jengine.commands.chat import KEYS, Conversation, Keyboard, chat_params, chat_with, local_model
 from jengine.commands.flags import (
+    CHAT_DEFAULTS,
+    COMMON_ENGINE,
+    COMMON_SAMPLING,
     add_lora,
     add_model,
     add_sampling_and_engine,
     engine_fields,
     follows,
-    sampling_fields,
 )
 from jengine.commands.pull import add_force, pull
 from jengine.hub.cached import is_cached
 from jengine.hub.files import HubName
-
-# options of the engine and of sampling that `--help` shows
-COMMON = (
-    *("temperature", "top_p", "top_k", "max_tokens", "seed", "stop"),
-    *("config", "revision", "dtype", "quantization", "max_model_len"),
-)
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -41,21 +37,21 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
-    parser.add_argument("-h", "--help", action=Help, common=COMMON)
+    add_help(parser, (*COMMON_SAMPLING, *COMMON_ENGINE))
     add_model(parser)
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="a message to answer, then leave")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     add_lora(parser)
     add_force(parser)
     parser.add_argument("--quiet", action="store_true", help="no progress bars and no notes")
-    add_sampling_and_engine(parser, skip=("n",))
+    add_sampling_and_engine(parser, skip=("n",), defaults=CHAT_DEFAULTS)
     parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:
     if follows(options):
         return 0
-    params = SamplingParams(**sampling_fields(options))
+    chat_params(options)  # rejects bad values before anything is loaded
     engine_options = engine_fields(options)
     prompt = _prompt(options.prompt)
     name = None if os.path.exists(options.model) else HubName.of(options.model)
@@ -64,8 +60,9 @@ def _run(options: argparse.Namespace) -> int:
         pull(name, config, force=options.force, quiet=options.quiet)
     model = local_model(options)
     if prompt is None:
-        chat_with(model, params, options)
+        chat_with(model, options)
         return 0
+    params = chat_params(options, model.recommended)
     chat = Conversation(model, params, options.system, Keyboard(), shows_speed=not options.quiet)
     return 0 if chat.send(prompt) else 1
 

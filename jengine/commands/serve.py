@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 
 from jengine import EngineConfig, EngineDead, JengineError
-from jengine.commands.arguments import add_vllm_flags
-from jengine.commands.flags import add_fields
+from jengine.commands.arguments import add_help, add_vllm_flags
+from jengine.commands.flags import COMMON_ENGINE, add_fields
 from jengine.commands.terminal import note
 from jengine.vllm.translate import SERVE_SETTINGS
 
+# options of the server and the engine that a short help shows, beside COMMON_ENGINE
+COMMON = (
+    *("host", "port", "grpc_port", "metrics_port", "page", "served_model_name", "tool_call_parser"),
+    *("api_key", "api_keys", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size"),
+)
 OnEnd = Callable[[EngineDead | None], None]
 
 EPILOG = """\
@@ -35,12 +41,14 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "serve",
         help="serve a model over OpenAI's API and gRPC",
         description=(
-            "Serve a model: OpenAI's API with --http-port, and gRPC. Prints one line to stdout when it is"
-            " ready; progress and\nthe log go to stderr."
+            "Serve a model: OpenAI's and Anthropic's APIs at --port, and gRPC at --grpc-port. When it is"
+            " ready, prints its\naddresses and a first request to stdout; progress and the log go to stderr."
         ),
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
     )
+    add_help(parser, (*COMMON, *COMMON_ENGINE))
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -69,12 +77,6 @@ def _serve(options: argparse.Namespace) -> None:
     flags = {name: value for name, value in vars(options).items() if name != "run"}
     server, (default, *others) = resolve_models(flags, flags.pop("more_models", []))
     engine = default.engine
-    if flags.get("port") and server.http_port is None:
-        note(
-            f"--port {server.port} serves gRPC; OpenAI's API over HTTP is served with --http-port"
-            f" {server.port} instead"
-        )
-
     if engine.process_id:
         from jengine import follow
 
@@ -82,12 +84,12 @@ def _serve(options: argparse.Namespace) -> None:
         return
 
     from jengine.integrations.smg import added_services
+    from jengine.serving.calls.listening import listen
     from jengine.serving.processes.makers import EngineOfServer, maker
 
     services = added_services(server)
     makers = [maker(server, model.engine) for model in (default, *others)]
     first = makers[0](None)
-    first.spawn()  # before the server is imported, since both imports take seconds
     waiting = [first]
 
     def make(on_end: OnEnd) -> EngineOfServer:
@@ -97,14 +99,19 @@ def _serve(options: argparse.Namespace) -> None:
         return waiting.pop()
 
     try:
-        from jengine.serving import app
+        with contextlib.ExitStack() as stack:
+            # clients that call while libraries are imported wait for an answer, rather than being refused
+            http = None if server.port is None else stack.enter_context(listen(server, "port"))
+            first.spawn()  # before the server is imported, since both imports take seconds
 
-        served = [app.Served(default.name, make, *_need(engine, others))]
-        served += [
-            app.Served(model.name, makes, *_need(model.engine, others))
-            for model, makes in zip(others, makers[1:], strict=True)
-        ]
-        app.run(server, served, services)
+            from jengine.serving import app
+
+            served = [app.Served(default.name, make, *_need(engine, others))]
+            served += [
+                app.Served(model.name, makes, *_need(model.engine, others))
+                for model, makes in zip(others, makers[1:], strict=True)
+            ]
+            app.run(server, served, services, http)
     except JengineError as error:
         # caused by the environment rather than the options: the port is in use, the model cannot be read
         print(f"jengine: error: {error}", file=sys.stderr)

@@ -9,21 +9,28 @@ import gc
 import logging
 import os
 import resource
+import shlex
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
 
 import grpc
+import msgspec
 from grpc_health.v1.health_pb2 import HealthCheckResponse
+from starlette.applications import Starlette
 
-from jengine import InvalidArgument
 from jengine.serving.calls.adapters import Adapters
+from jengine.serving.calls.model_provider import ModelInfo
 from jengine.serving.config import PREFIX, ServerConfig
 from jengine.serving.grpc.server import AddedService, BuiltServer, build_server
 from jengine.serving.guards.access import Access
 from jengine.serving.guards.tokenizing import Tokenizing
+from jengine.serving.http.app import Parts
+from jengine.serving.http.front import HttpFront, page_routes
+from jengine.serving.http.small_pages import api
 from jengine.serving.logs.request_log import RequestLog
 from jengine.serving.logs.sparse_log import SparseLog
 from jengine.serving.logs.status_log import Lines, write_status
@@ -33,15 +40,12 @@ from jengine.serving.metrics.model_metrics import ModelMetrics
 from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
 from jengine.serving.models.memory import BESIDE, MemoryNeed
 from jengine.serving.models.pool import ModelPool, PooledModel
+from jengine.serving.playground.app import playground
 from jengine.serving.processes.makers import EngineOfServer
 from jengine.serving.processes.signals import stop_signal
 from jengine.serving.processes.supervisor import OnEnd, Supervisor
 from jengine.serving.requests.spans import Spans
 from jengine.serving.service_links import service_links
-
-if TYPE_CHECKING:
-    from jengine.serving.http.app import Parts
-    from jengine.serving.http.front import HttpFront
 
 ENOUGH_DESCRIPTORS = 65_536
 OTHER_DESCRIPTORS = 200  # those that are no connections of clients: of engines, files, fetched images
@@ -66,7 +70,12 @@ class Served(NamedTuple):
     weights: int = 0
 
 
-def run(config: ServerConfig, models: Sequence[Served], services: Sequence[AddedService] = ()) -> None:
+def run(
+    config: ServerConfig,
+    models: Sequence[Served],
+    services: Sequence[AddedService] = (),
+    http: socket.socket | None = None,
+) -> None:
     """Serves until SIGTERM or SIGINT, then drains. A second SIGINT exits immediately with code 130. SIGHUP
     reloads.
 
@@ -74,6 +83,7 @@ def run(config: ServerConfig, models: Sequence[Served], services: Sequence[Added
         models: the first one is the default, and is loaded before the server is ready. Its name is the one
             that config sets, if it does.
         services: of other protocols, on the port for gRPC.
+        http: listens on config's port, if something does already.
 
     Raises:
         InvalidArgument: a file is invalid, an address is not available, or the model or device does not
@@ -91,11 +101,11 @@ def run(config: ServerConfig, models: Sequence[Served], services: Sequence[Added
             "these variables are Kubernetes' service links, not options, and are ignored: %s",
             ", ".join(links),
         )
-    ports = 1 + (config.http_port is not None) + (config.metrics_port is not None)
+    ports = sum(port is not None for port in (config.port, config.grpc_port, config.metrics_port))
     if (most := most_connections(config.max_connections, ports)) < config.max_connections:
         config = dataclasses.replace(config, max_connections=most)
     default = models[0]._replace(name=config.served_model_name or models[0].name)
-    asyncio.run(ServerApp(config, [default, *models[1:]], services).live())
+    asyncio.run(ServerApp(config, [default, *models[1:]], services, http).live())
 
 
 def allow_descriptors() -> None:
@@ -135,15 +145,6 @@ def report_sparsely(loop: asyncio.AbstractEventLoop) -> None:
     loop.set_exception_handler(handle)
 
 
-@contextlib.contextmanager
-def _needing_http(option: str, value: object) -> Iterator[None]:
-    """Raises InvalidArgument if the extra is not installed."""
-    try:
-        yield
-    except ModuleNotFoundError as missing:
-        raise InvalidArgument.needs_extra(option, value, "http", missing) from None
-
-
 def _metrics_of(model: PooledModel) -> ModelMetrics:
     engine = model.supervisor
     return ModelMetrics(model.name, lambda: engine.load, lambda: engine.restarts, lambda: engine.totals)
@@ -157,9 +158,13 @@ class ServerApp:
     """
 
     def __init__(
-        self, config: ServerConfig, models: Sequence[Served], services: Sequence[AddedService] = ()
+        self,
+        config: ServerConfig,
+        models: Sequence[Served],
+        services: Sequence[AddedService] = (),
+        http: socket.socket | None = None,
     ) -> None:
-        self._config, self._name, self._services = config, models[0].name, services
+        self._config, self._name, self._services, self._listening = config, models[0].name, services, http
         self.reloads: list[Callable[[], None]] = []
         self._begun, self._stopping = time.monotonic(), False
         self._built: BuiltServer
@@ -238,12 +243,10 @@ class ServerApp:
     async def _http(self, metrics: Metrics, access: Access) -> HttpFront | None:
         """Starts OpenAI's API, if it is enabled."""
         config = self._config
-        if config.http_port is None:
+        if config.port is None:
             return None
-        with _needing_http("http_port", config.http_port):
-            from jengine.serving.http.front import HttpFront
-            from jengine.serving.http.small_pages import api
-        return await self._started(HttpFront(api(self._parts(metrics, access)), config), access)
+        front = HttpFront(api(self._parts(metrics, access)), config, listening=self._listening)
+        return await self._started(front, access)
 
     async def _exporter(self, metrics: Metrics, access: Access) -> HttpFront | None:
         """Starts the metrics port, if it is enabled, with the playground if that is too."""
@@ -252,16 +255,10 @@ class ServerApp:
             return None
         assert config.metrics_port is not None
         pages = pages_of(metrics, self._why_not_ready, lambda: self._models.retry_seconds)
-        with _needing_http("metrics_port", config.metrics_port):
-            from starlette.applications import Starlette
-
-            from jengine.serving.http.front import HttpFront, page_routes
         if not config.page:
             exporter = HttpFront(Starlette(routes=page_routes(pages)), config, "metrics_port")
             await exporter.start(None)
             return exporter
-        with _needing_http("page", True):
-            from jengine.serving.playground.app import playground
         return await self._started(
             HttpFront(playground(self._parts(metrics, access), pages), config, "metrics_port"), access
         )
@@ -275,8 +272,6 @@ class ServerApp:
         return front
 
     def _parts(self, metrics: Metrics, access: Access) -> Parts:
-        from jengine.serving.http.app import Parts
-
         return Parts(
             self._config,
             self._built.shared,
@@ -374,25 +369,27 @@ class ServerApp:
         return None if self._models.serving else self._models.default.supervisor.why_not_ready
 
     def _print_ready(self, exporter: HttpFront | None) -> None:
-        """Prints the only line on stdout."""
+        """Prints the only lines on stdout."""
         supervisor = self._models.default.supervisor
         config, info, engine = self._config, supervisor.info, supervisor.engine.info
-        limits = info.limits
-        host = f"[{config.host}]" if ":" in config.host else config.host
+        limits, load = info.limits, supervisor.load
+        host = f"[{config.host}]" if ":" in config.host.strip("[]") else config.host
+        scheme = "http" if config.tls_cert is None else "https"
         seconds = time.monotonic() - self._begun
-        parts = [
+        parts = [f"jengine: serving {info.name}"]
+        if self._front is not None:
+            parts.append(f"OpenAI's API on {scheme}://{host}:{self._front.port}/v1")
+        if self._built.port is not None:
+            parts.append(f"gRPC on {host}:{self._built.port}")
+        parts += [
             f"{limits.sequence.max_model_len} tokens a sequence, {limits.max_num_seqs} sequences at once",
             (
                 f"ready in {seconds:.1f} s, {engine.programs_compiled} programs compiled,"
                 f" {engine.programs_loaded} loaded"
             ),
         ]
-        load = supervisor.load
         if load.programs_ready < load.programs:
             parts[-1] += f", {load.programs - load.programs_ready} to follow"
-        scheme = "http" if config.tls_cert is None else "https"
-        if self._front is not None:
-            parts.append(f"OpenAI's API on {scheme}://{host}:{self._front.port}/v1")
         if config.metrics_on_api:
             parts.append(f"metrics on {scheme}://{host}:{config.metrics_port}/metrics")
         if exporter is not None:
@@ -404,4 +401,18 @@ class ServerApp:
             log.info("loaded when a request names them: %s", ", ".join(others))
         if not sys.stderr.isatty():
             log.info("ready in %.1f s", seconds)
-        print(f"jengine: serving {info.name} on {host}:{self._built.port}; {'; '.join(parts)}", flush=True)
+        print("; ".join(parts), flush=True)
+        if self._front is not None and config.tls_cert is None:
+            key = None if config.api_key is None and config.api_keys is None else "$JENGINE_API_KEY"
+            here = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)
+            print(curl(f"http://{here}:{self._front.port}/v1", info, key), flush=True)
+
+
+def curl(base: str, info: ModelInfo, key: str | None) -> str:
+    """A command that asks the model something. `key`: what stands for an API key in it, if it needs one."""
+    path, fields = "/completions", dict[str, Any](prompt="Once upon a time")
+    if info.has_chat_template:
+        path, fields = "/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
+    body = msgspec.json.encode({"model": info.name, **fields}).decode()
+    header = "" if key is None else f' -H "Authorization: Bearer {key}"'
+    return f"curl {base}{path} -H 'Content-Type: application/json'{header} -d {shlex.quote(body)}"

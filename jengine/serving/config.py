@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from jengine import EngineConfig, InvalidArgument
 from jengine.serving.options import (
@@ -52,8 +52,10 @@ class ServerConfig(  # the fields of the last base come first
         check_security(self)
         defaults = {"allowed_origins": None, "tool_call_parser": "auto", "reasoning_parser": "auto"}
         for name, default in defaults.items():
-            if getattr(self, name) != default and self.http_port is None:
-                raise InvalidArgument(name, getattr(self, name), "needs http_port")
+            if getattr(self, name) != default and self.port is None:
+                raise InvalidArgument(name, getattr(self, name), "needs port")
+        if self.smg_api and self.grpc_port is None:
+            raise InvalidArgument("smg_api", True, "needs grpc_port")
 
 
 # --- where values come from -----------------------------------------------------------------------
@@ -207,9 +209,12 @@ def _kind(name: str) -> Any:
 def _parsed(variable: str, text: str, hint: Any) -> Any:
     """Parse a variable's text as a value of this type; for a union that allows text, keep the text."""
     kinds = types_in(hint)
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     # an error rather than the default, since an empty JENGINE_API_KEYS must not turn authentication off
     if not text:
         raise InvalidArgument(variable, text, "is empty; unset it to take the default")
+    if text in words:
+        return text
     try:
         if bool in kinds:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]

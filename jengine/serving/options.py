@@ -98,44 +98,58 @@ metrics_name = is_a(str, "must be letters, digits and _", METRICS_PREFIX.fullmat
 as_parser = read_as(partial(value_of, "tool_call_parser"))
 
 
+def port_or_none(name: str, value: Any) -> Any:
+    """A port number, or None for `none`."""
+    if value == "none":
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 65535:
+        raise InvalidArgument(name, value, "must be a whole number from 0 to 65535, or none")
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class PortOptions:
     """Ports.
 
     Args:
         host: the address to listen on. By default only this machine can connect.
-        port: the port for gRPC; 0 takes a free one.
+        port: the port for OpenAI's and Anthropic's APIs over HTTP; 0 takes a free one, none turns HTTP off.
+        grpc_port: the port for gRPC, with the same keys, TLS and limits; 0 takes a free one, none turns gRPC
+            off.
         metrics_port: the port for plain HTTP without keys or TLS: /metrics for Prometheus, /healthz and
             /readyz for probes; 0 takes a free one. By default there is none. See page. The same number as
-            http_port serves /metrics there, without keys, where the Gateway API's endpoint picker looks.
+            port serves /metrics there, without keys, where the Gateway API's endpoint picker looks.
         metrics_prefix: the beginning of the metrics' names, before a colon. With vllm, dashboards and load
             balancers made for vLLM find the metrics that it has too.
-        http_port: the port for OpenAI's and Anthropic's APIs over HTTP, with the same keys, TLS and limits
-            (needs the extra http); 0 takes a free one. By default there is none.
-        page: serve a page at the root of metrics_port, to chat with the model and see the engine at work
-            (needs the extra http). With API keys, the chat needs one, and the view of the engine one with
-            admin=1. With TLS, that port then speaks TLS too.
+        page: serve a page at the root of metrics_port, to chat with the model and see the engine at work.
+            With API keys, the chat needs one, and the view of the engine one with admin=1. With TLS, that
+            port then speaks TLS too.
     """
 
     host: Annotated[str, is_a(str, "must be an address or a name", bool)] = "127.0.0.1"
-    port: Annotated[int, port_number] = 50051
+    port: Annotated[int | Literal["none"] | None, port_or_none] = 8000
+    grpc_port: Annotated[int | Literal["none"] | None, port_or_none] = 50051
     metrics_port: Annotated[int | None, port_number] = None
     metrics_prefix: Annotated[str, metrics_name] = "jengine"
-    http_port: Annotated[int | None, port_number] = None
     page: bool = False
 
     @property
     def metrics_on_api(self) -> bool:
         """Whether the API's port serves metrics, without keys, instead of a separate port."""
-        return bool(self.metrics_port) and self.metrics_port == self.http_port
+        return bool(self.metrics_port) and self.metrics_port == self.port
 
 
 def check_ports(options: PortOptions) -> None:
-    """Raises InvalidArgument if the page has no port."""
+    """Raises InvalidArgument if two services have the same port, or something needs a port that is off."""
+    if options.port is None and options.grpc_port is None:
+        raise InvalidArgument("port", None, "a server needs port or grpc_port")
+    if options.port and options.port == options.grpc_port:
+        limit = "is the port for HTTP, and must differ from grpc_port, the port for gRPC"
+        raise InvalidArgument("port", options.port, limit)
     if options.page and options.metrics_port is None:
         raise InvalidArgument("page", options.page, "needs metrics_port, where it is served")
     if options.page and options.metrics_on_api:
-        raise InvalidArgument("page", options.page, "needs a metrics_port that differs from http_port")
+        raise InvalidArgument("page", options.page, "needs a metrics_port that differs from port")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -81,6 +82,39 @@ def _in_channels(end: str, rules: list[str]) -> StructuredOutputs:
         *up_to("thought", "<|end|>"),
     ]
     return constrained([*head, *rules], None)
+
+
+def plain_calls_or_text(
+    parameters: Parameters, parallel: bool, inside: bool | None = None
+) -> StructuredOutputs:
+    """Allows any text, but what begins as a call of a tool must be calls: a JSON array of them or a single
+    one, perhaps in a code block. For models that know no format of calls.
+
+    Args:
+        inside: see `after_thought`; None: the model does not think first.
+    """
+    begin, key = r"\s{0,100}(```[a-z]{0,10}\s{1,100})?", r'\{\s{0,100}"name"\s{0,100}:\s{0,100}'
+    names = [re.escape(json.dumps(name)).replace("/", r"\/") for name in parameters]
+    more = ' (SPACE? "," SPACE? call)*' if parallel else ""
+    rules = []
+    # the beginning of the first call is one terminal, and TEXT excludes it, so that both can be told apart
+    for i, name in enumerate(names):
+        rest = rf'SPACE? "," SPACE? "\"parameters\"" SPACE? ":" SPACE? {CALL_PARAMETERS}{i} SPACE? "}}"'
+        rules += [
+            f'first_{i}: ARRAY_{i} {rest}{more} SPACE? "]" | ONE_{i} {rest}',
+            rf"ARRAY_{i}: /{begin}\[\s{{0,100}}{key}{name}/",
+            f"ONE_{i}: /{begin}{key}{name}/",
+        ]
+    firsts = " | ".join(f"first_{i}" for i in range(len(names)))
+    return constrained(
+        [
+            f'answer: TEXT | ({firsts}) (SPACE? "```")? SPACE?',
+            rf"TEXT: /(?s:.*)/ & ~/(?s:{begin}(\[\s{{0,100}})?{key}({'|'.join(names)}).*)/",
+            *rules,
+            *call_objects(parameters, "parameters"),
+        ],
+        inside,
+    )
 
 
 def _hermes(parameters: Parameters, parallel: bool) -> list[str]:

@@ -111,6 +111,7 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         tool_choice: str | None = None,
+        tools_as_text: bool = False,
         variables: Mapping[str, Any] | None = None,
         adapts: bool = True,
     ) -> str:
@@ -123,6 +124,7 @@ class ChatTemplate:
             continue_final_message: whether to end inside the last message.
             tools: descriptions of tools, as JSON schemas. If the template has none, they become text.
             tool_choice: see `with_tools_as_text`.
+            tools_as_text: whether tools become text in any case.
             variables: further variables. Those that the template does not mention are ignored, as in vLLM,
                 since clients send the same ones to all models.
             adapts: whether messages are adapted to what the template shows, see `adapt_messages`.
@@ -131,7 +133,7 @@ class ChatTemplate:
             InvalidArgument: the template rejects or cannot render this conversation.
         """
         given = messages
-        if tools and "tools" not in self.names:
+        if tools and (tools_as_text or "tools" not in self.names):
             if not adapts:
                 raise InvalidArgument("tools", tools, "the model's chat template does not support tools")
             messages, tools = with_tools_as_text(messages, tools, tool_choice), None

@@ -18,7 +18,7 @@ Content = str | list[dict[str, Any]] | None
 INSTRUCTIONS = ("system", "developer")
 REASONING = "reasoning_content"  # of an answer, in a conversation that is not adapted yet
 GAP = "\n\n"  # between the texts of joined messages
-RESULT = "Result of the call:"
+RESULT, USE = "Result of the call:", "Answer the question with it."  # otherwise small models repeat the call
 LETTERS = string.ascii_letters + string.digits
 
 
@@ -267,7 +267,7 @@ class _Turns:
                 more["name"] = self._names.get(call_id, "")
             out.append({**message, **more})
             return
-        content = joined(RESULT, message["content"], "\n")
+        content = joined(joined(RESULT, message["content"], "\n"), USE)
         last = out[-1] if out else None
         if last is not None and last.get("role") == "user":
             out[-1] = {**last, "content": joined(last["content"], content)}

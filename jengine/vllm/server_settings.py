@@ -57,11 +57,12 @@ SERVER: tuple[Setting, ...] = (
     no_effect("grpc", "gRPC is always on; smg_api adds the service for smg", True),
     no_effect("max_lora_modules", "see max_cpu_loras"),
     # --- not supported
+    unsupported("http_port", "HTTP's port is called port, and gRPC's grpc_port"),
     unsupported("allowed_methods", CORS, ["*"], '["*"]'),
     unsupported("allowed_headers", CORS, ["*"], '["*"]'),
     unsupported("allow_credentials", CORS, False),
     unsupported("root_path", PROXY, "/"),
-    unsupported("uds", "sockets in the file system are not served; see host and http_port"),
+    unsupported("uds", "sockets in the file system are not served; see host and port"),
     unsupported("ssl_ciphers", "the ciphers are the defaults of OpenSSL and gRPC"),
     unsupported("middleware", "middleware cannot be added; put a reverse proxy in front of the server"),
     unsupported(

@@ -46,7 +46,7 @@ def served(home: Path, template: str) -> Iterator[tuple[ServerProcess, Recorder]
         ("mock", {**options, "max_model_len": CONTEXT}),
         ("small", {**options, "max_model_len": SMALL}),
     ]
-    engine, server = "tests.agents.scripted_engine:scripted_engine", {"http_port": 0, "metrics_port": 0}
+    engine, server = "tests.agents.scripted_engine:scripted_engine", {"port": 0, "metrics_port": 0}
     with mock_process(home, engine=engine, server=server, models=models) as process:
         process.wait_until_ready()
         with recording(process.http) as recorder:

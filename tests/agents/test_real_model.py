@@ -18,8 +18,8 @@ from tests.agents.recorder import Recorder, recording
 from tests.serving.processes import process
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(3600)]
-FLAGS = ["--served-model-name=mock", "--max-num-seqs=2", "--max-num-batched-tokens=256", "--port=0"]
-FLAGS += ["--http-port=0", "--metrics-port=0", "--lame-duck-seconds=0"]
+FLAGS = ["--served-model-name=mock", "--max-num-seqs=2", "--max-num-batched-tokens=256", "--grpc-port=0"]
+FLAGS += ["--port=0", "--metrics-port=0", "--lame-duck-seconds=0"]
 # it seldom ends by itself, and not all agents set a limit
 BRIEFLY = {"max_new_tokens": 48, "temperature": 0.0}
 # with all of its tools, Codex's prompt does not fit into the model's 8,192 positions

@@ -21,7 +21,7 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     (folder / "chat_template.jinja").write_text(TEMPLATES[request.param])
     engine = "tests.agents.scripted_engine:scripted_engine"
     models = [("mock", {"tokenizer_folder": str(folder), "max_model_len": 4096, "pages": 1024})]
-    with mock_process(folder, engine=engine, server={"http_port": 0}, models=models) as server:
+    with mock_process(folder, engine=engine, server={"port": 0}, models=models) as server:
         server.wait_until_ready()
         yield server.http
 

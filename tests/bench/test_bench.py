@@ -208,7 +208,7 @@ def test_driving() -> None:
 def test_a_server_by_each_protocol(
     make_server: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    with make_server(server={"http_port": 0}) as server:
+    with make_server(server={"port": 0}) as server:
         url = server.http.removesuffix("/v1")
         for arguments in (
             ["--base-url", url],

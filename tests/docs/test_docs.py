@@ -237,7 +237,7 @@ def stand_ins(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     (tmp_path / "tokenizer").mkdir()
     folder = write(byte_level(), tmp_path / "tokenizer")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with serve_mock(folder, name="demo", server={"http_port": 0}) as server:
+    with serve_mock(folder, name="demo", server={"port": 0}) as server:
 
         def to_server(real: Any, known: str, at: str) -> Any:
             def make(address: str = "", *args: Any, base_url: str = "", **options: Any) -> Any:

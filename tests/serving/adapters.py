@@ -26,7 +26,7 @@ def write_adapter(folder: Path, *, rank: int = 4, **files: Any) -> Path:
 
 def options(folder: Path, **more: Any) -> dict[str, Any]:
     """Of a server that may load adapters of this folder."""
-    return {"http_port": 0, "lora_dir": folder, **more}
+    return {"port": 0, "lora_dir": folder, **more}
 
 
 def change(server: MockServer, how: str, key: str | None = None, **body: Any) -> httpx.Response:

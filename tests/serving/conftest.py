@@ -48,7 +48,7 @@ class MockServer:
     engine: MockEngine
     run: Callable[..., Any]  # a coroutine, in the server's event loop
     metrics: PrometheusMetrics
-    http: str = ""  # with server={"http_port": 0}: the base of OpenAI's paths
+    http: str = ""  # with server={"port": 0}: the base of OpenAI's paths
     page: str = ""  # with server={"metrics_port": 0, "page": True}: the playground's address
 
     @contextmanager
@@ -117,7 +117,7 @@ def serve_mock(
 
     async def main() -> None:
         llm = AsyncLLM.over(EngineThread(engine), Tokenizer.load(folder), defaults)
-        config = ServerConfig(port=0, **(server or {}))
+        config = ServerConfig(**{"grpc_port": 0, "port": None, **(server or {})})
         access = Access(config, metrics)
         request_log = None if config.request_log is None else RequestLog(config.request_log)
         built = await build_server(
@@ -131,7 +131,7 @@ def serve_mock(
         await built.server.start()
         parts = Parts(config, built.shared, built.calls, access.authenticator, metrics, lambda: None)
         fronts, addresses = [], ["", ""]
-        if config.http_port is not None:
+        if config.port is not None:
             fronts.append(HttpFront(api(parts), config))
             await fronts[-1].start(None)
             addresses[0] = f"http://127.0.0.1:{fronts[-1].port}/v1"

@@ -24,6 +24,6 @@ def echo_model(folder: Path) -> Path:
 @contextmanager
 def serve_echo(folder: Path) -> Iterator[MockServer]:
     """The server, which must be idle in the end."""
-    with serve_mock(echo_model(folder), server={"http_port": 0}) as server:
+    with serve_mock(echo_model(folder), server={"port": 0}) as server:
         yield server
         server.wait_until_idle()

@@ -40,10 +40,9 @@ app.run(config, [
 ])
 """
 READY = re.compile(
-    r"jengine: serving (\S+) on (\S+); \d+ tokens a sequence, \d+ sequences at once; "
-    r"ready in [\d.]+ s, (\d+) programs compiled, \d+ loaded(?:, \d+ to follow)?(?:; OpenAI's API on"
-    r" ([^\s;]+))?"
-    r"(?:; metrics on ([^\s;]+))?(?:; page on (\S+))?\n"
+    r"jengine: serving (?P<name>\S+)(?:; OpenAI's API on (?P<http>[^\s;]+))?(?:; gRPC on (?P<grpc>[^\s;]+))?;"
+    r" \d+ tokens a sequence, \d+ sequences at once; ready in [\d.]+ s, (?P<compiled>\d+) programs compiled,"
+    r" \d+ loaded(?:, \d+ to follow)?(?:; metrics on (?P<metrics>[^\s;]+))?(?:; page on (?P<page>\S+))?\n"
 )
 
 
@@ -51,7 +50,7 @@ class ServerProcess:
     """A server; what it writes is read as it comes.
 
     Attributes:
-        address, http, metrics, page: known from the ready line.
+        address, http, metrics, page, curl: known from the ready lines.
         log: stderr so far.
     """
 
@@ -65,7 +64,7 @@ class ServerProcess:
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
         self.pid, self.log, self.address, self.http, self.metrics = self._process.pid, "", "", "", ""
-        self.page = ""
+        self.page = self.curl = ""
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
@@ -79,7 +78,10 @@ class ServerProcess:
         line = self._process.stdout.readline()
         found = READY.fullmatch(line)
         assert found, (line, self.log)
-        self.address, self.http, self.metrics, self.page = found[2], found[4] or "", found[5], found[6]
+        self.address, self.http = found["grpc"] or "", found["http"] or ""
+        self.metrics, self.page = found["metrics"], found["page"]
+        if self.http.startswith("http://"):
+            self.curl = self._process.stdout.readline()
         return found
 
     def children(self) -> list[int]:
@@ -145,7 +147,8 @@ def mock_process(
     without lame-duck time; `models`: several models' names and options instead."""
     if engine.endswith(":mock_engine"):
         options = {"tokenizer_folder": str(folder), "vocab_size": 501, **options}
-    arguments = json.dumps([{"port": 0, "lame_duck_seconds": 0, **(server or {})}, engine, models or options])
+    server = {"grpc_port": 0, "port": None, "lame_duck_seconds": 0, **(server or {})}
+    arguments = json.dumps([server, engine, models or options])
     with process([sys.executable, "-c", CODE, arguments]) as made:
         yield made
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -10,12 +12,16 @@ import urllib.request
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
+from jengine import EngineDead
+from jengine.cli import main
 from jengine.serving.grpc.client import Client, Retries, ServerError
 from jengine.serving.guards.security import hash_line
+from jengine.serving.processes import makers
 from tests.serving.certificates import Authority
 from tests.serving.leaks import alive, wait_until
 from tests.serving.processes import HealthWatch, free_port, mock_process, process, wait_for_server
@@ -82,7 +88,7 @@ def test_before_it_is_ready(tokenizer_folder: Path, tmp_path: Path) -> None:
     """Health is reported, and requests are asked to retry. SIGTERM also interrupts the start."""
     port, mark = free_port(), tmp_path / "mark"
     starts_slowly = {"engine": "tests.serving.faulty_engines:starts_slowly", "mark": str(mark)}
-    with mock_process(tokenizer_folder, server={"port": port}, **starts_slowly) as server:
+    with mock_process(tokenizer_folder, server={"grpc_port": port}, **starts_slowly) as server:
         address = f"127.0.0.1:{port}"
         wait_for_server(address)
         with Client(address, retries=ONCE) as client, grpc.insecure_channel(address) as channel:
@@ -141,11 +147,11 @@ def test_it_can_be_ended_while_no_engine_will_start(tokenizer_folder: Path, tmp_
         assert server.wait() == (0, "")
 
 
-@pytest.mark.parametrize("option", ["port", "metrics-port"])
+@pytest.mark.parametrize("option", ["port", "grpc-port", "metrics-port"])
 def test_a_taken_port_is_told(option: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
-        other = [] if option == "port" else ["--port=0"]
+        other = [f"--{name}=0" for name in ("port", "grpc-port") if name != option]
         with process(
             [sys.executable, "-m", "jengine.cli", "serve", "demo", f"--{option}={number}", *other]
         ) as server:
@@ -153,7 +159,7 @@ def test_a_taken_port_is_told(option: str) -> None:
             name = option.replace("-", "_")
             *before, last = server.log.splitlines()
             assert last.startswith(f"jengine: error: {name}={number}: cannot listen on 127.0.0.1")
-            assert last.endswith("Address already in use") and len(before) == (option == "port"), server.log
+            assert "Address already in use" in last and len(before) <= (option == "grpc-port"), server.log
 
 
 @pytest.mark.parametrize(
@@ -172,7 +178,9 @@ def test_a_taken_port_is_told(option: str) -> None:
     ],
 )
 def test_what_cannot_be_served_is_one_line(arguments: list[str], code: int, message: str) -> None:
-    with process([sys.executable, "-m", "jengine.cli", "serve", "--port=0", *arguments]) as server:
+    with process(
+        [sys.executable, "-m", "jengine.cli", "serve", "--port=0", "--grpc-port=0", *arguments]
+    ) as server:
         assert server.wait(60.0) == (code, "")
         *before, last = server.log.splitlines()
         assert (
@@ -182,9 +190,48 @@ def test_what_cannot_be_served_is_one_line(arguments: list[str], code: int, mess
         ), server.log
 
 
+def test_http_listens_before_libraries_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+
+    class Engine:
+        def spawn(self) -> None:
+            with socket.create_connection(("127.0.0.1", port)):
+                raise EngineDead("it could be reached")
+
+        def quit(self) -> None:
+            pass
+
+    monkeypatch.setattr(makers, "maker", lambda *_: lambda _: Engine())
+    monkeypatch.setattr(sys, "stderr", log := io.StringIO())
+    with pytest.raises(SystemExit):
+        main(["serve", "demo", f"--port={port}", "--grpc-port=none"])
+    assert log.getvalue() == "jengine: error: it could be reached\n"
+    socket.create_server(("127.0.0.1", port)).close()  # it is free again
+
+
+def test_the_request_that_it_prints_works(tokenizer_folder: Path) -> None:
+    with mock_process(tokenizer_folder, server={"port": 0}) as server:
+        server.wait_until_ready()
+        command, url, option, header, data, body = shlex.split(server.curl)
+        assert (command, option, data) == ("curl", "-H", "-d") and url.startswith(server.http)
+        answer = httpx.post(url, headers=[header.split(": ")], content=body, timeout=60)
+        assert answer.status_code == 200 and answer.json()["choices"], answer.text
+
+
+@pytest.mark.parametrize("off", ["port", "grpc_port"])
+def test_either_protocol_can_be_off(tokenizer_folder: Path, off: str) -> None:
+    with mock_process(tokenizer_folder, server={"port": 0, off: "none"}) as server:
+        server.wait_until_ready()
+        assert (server.http == "", server.address == "") == (off == "port", off == "grpc_port")
+        if server.http:
+            assert httpx.get(f"{server.http}/models", timeout=60).status_code == 200
+        server.send(signal.SIGTERM)
+        assert server.wait() == (0, "")
+
+
 def test_options_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "serve.toml"
-    file.write_text('model = "/nowhere"\nport = 0\n')
+    file.write_text('model = "/nowhere"\nport = 0\ngrpc_port = "none"\n')
     with process([sys.executable, "-m", "jengine.cli", "serve", f"--config={file}"]) as server:
         assert server.wait(60.0) == (1, "") and "/nowhere" in server.log
 

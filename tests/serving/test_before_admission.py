@@ -43,7 +43,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def server(make_server: MakeServer, log: Path) -> Iterator[MockServer]:
     with make_server(
-        server={"http_port": 0, "request_log": log, "max_answer_logprobs": 5000}, embedding_size=8
+        server={"port": 0, "request_log": log, "max_answer_logprobs": 5000}, embedding_size=8
     ) as server:
         yield server
         server.wait_until_idle()
@@ -265,7 +265,7 @@ def test_large_answers_are_made_in_portions(
         "request_id": "i",
     }
     turns: list[int] = []
-    with make_server(server={"http_port": 0}) as server:
+    with make_server(server={"port": 0}) as server:
 
         async def count() -> None:
             async def probe() -> None:
@@ -315,7 +315,7 @@ def _without_time(text: str) -> str:
 def test_events_of_several_chunks_are_not_mixed(make_server: MakeServer) -> None:
     """Two prompts, each with an event larger than a chunk."""
     body = {"prompt": [[7] * 1000, [8] * 1000], "prompt_logprobs": 20, "max_tokens": 2, "stream": True}
-    with make_server(server={"http_port": 0}) as server:
+    with make_server(server={"port": 0}) as server:
         lines = httpx.post(f"{server.http}/completions", json=body, timeout=60).text.split("\n\n")
         assert lines[-2:] == ["data: [DONE]", ""]
         events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]

@@ -18,7 +18,7 @@ from jengine.serving.parsers.events import OutputParser, joined
 from jengine.serving.parsers.formats import TOOL_PARSERS, AnswerFormat
 from jengine.serving.parsers.llama import LlamaJson
 from jengine.serving.parsers.marked import DEEPSEEK, KIMI
-from jengine.spi import calls_or_text, forced_in_channels
+from jengine.spi import calls_or_text, forced_in_channels, plain_calls_or_text
 from jengine.text.call_grammars import CALL_RULES
 from jengine.text.grammars import compile_structure
 from tests.serving.test_response_template import TEMPLATE
@@ -104,6 +104,32 @@ def test_calls_or_a_schema(form: str, tokenizer: Tokenizer) -> None:
         unknown = written(form, ONE).replace("weather", "whether")
         assert not accepts(what, before + unknown, tokenizer)
         assert not accepts(what, before + " " * 101 + final(form, '{"a": 5}'), tokenizer)
+
+
+def test_calls_or_any_text(tokenizer: Tokenizer) -> None:
+    """What begins as a call of a known tool is one; everything else is text."""
+    array, one = written("plain", TWO), written("plain", ONE)[1:-1]
+    texts = "", "It rains.\n", "[1, 2]", '[{"name": "whether"}]', '{"name": "Ann"}', "```json\n[]\n```"
+    wrong = array[:-2], array.replace("days", "date"), array.replace("3", '"x"'), '[{"name": "weather"}]'
+    for inside, before in ((None, ""), (True, thought("plain"))):
+        what = plain_calls_or_text(SCHEMAS, True, inside)
+        for text in (array, one, f"```json\n{array}\n```", f"```\n{one}\n```"):
+            assert accepts(what, before + text, tokenizer), text
+            assert read("plain", text)[1], text
+        for text in texts:
+            assert accepts(what, before + text, tokenizer), text
+            assert read("plain", text) == (text, []), text
+        assert not any(accepts(what, before + text, tokenizer) for text in wrong)
+    assert not accepts(plain_calls_or_text(SCHEMAS, False), array, tokenizer)
+
+
+def test_a_schema_that_is_supported_in_part_prevents_no_text(tokenizer: Tokenizer) -> None:
+    properties = {"days": {"type": "array", "uniqueItems": True}, "city": {"not": {"type": "null"}}}
+    parameters = {"type": "object", "properties": properties}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    with pytest.raises(InvalidArgument):
+        accepts(ToolChoice(tools, tools, "required", True).structure(None), "It rains.", tokenizer)
+    assert accepts(ToolChoice(tools, tools, None, True, True).or_any_text(None), "It rains.", tokenizer)
 
 
 @pytest.mark.parametrize("form", CALL_RULES)

@@ -42,7 +42,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder: Path = write(byte_level(), tmp_path_factory.mktemp("echo"))
     (folder / "chat_template.jinja").write_text(ECHO)
     engine = "tests.serving.stopping_engine:mock_engine"
-    with mock_process(folder, engine=engine, server={"http_port": 0}) as server:
+    with mock_process(folder, engine=engine, server={"port": 0}) as server:
         server.wait_until_ready()
         yield server.http
 

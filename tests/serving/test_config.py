@@ -17,8 +17,8 @@ from jengine.serving.config import KV_TOKEN, ServerConfig, resolve_config
 from jengine.serving.lora_modules import LoraModule
 
 OTHER: dict[str, Any] = {
-    "host": "::1", "port": 1, "metrics_port": 2, "metrics_prefix": "vllm",
-    "http_port": 3, "served_model_name": "m", "max_waiting": 3,
+    "host": "::1", "grpc_port": 1, "metrics_port": 2, "metrics_prefix": "vllm",
+    "port": 3, "served_model_name": "m", "max_waiting": 3,
     "max_streams_per_client": 4,
     "max_connections": 77, "max_connections_per_client": 7,
     "max_calls_per_client": 5, "max_answer_logprobs": 9, "max_tokens_limit": 6, "max_request_seconds": 7.5,
@@ -146,11 +146,11 @@ def test_flag_before_variable_before_file_before_default(
     [
         ({}, {}, "", "model=None: must be given: as an argument, as JENGINE_MODEL, or in a file"),
         ({"port": 65536}, {}, "",
-            "port=65536: must be a whole number, at least 0 and at most 65535 (command line)"),
+            "port=65536: must be a whole number from 0 to 65535, or none (command line)"),
         ({}, {"JENGINE_PORT": "many"}, "",
             "JENGINE_PORT='many': must be a whole number (environment variable)"),
         ({}, {"JENGINE_PORT": "-1"}, "",
-            "port=-1: must be a whole number, at least 0 and at most 65535 (environment variable JENG"),
+            "port=-1: must be a whole number from 0 to 65535, or none (environment variable JENG"),
         ({}, {"JENGINE_OVERLAP": "maybe"}, "", "JENGINE_OVERLAP='maybe': must be true or false"),
         ({}, {"JENGINE_WRITE_TIMEOUT": "nan"}, "",
             "write_timeout=nan: must be a number of seconds, above 0 (environment variable"),
@@ -166,10 +166,20 @@ def test_flag_before_variable_before_file_before_default(
         ({"config": "vllm.yaml"}, {}, "", "config='vllm.yaml': must be TOML"),
         ({}, {}, "block-size = 8\npage_size = 16", "page_size=16: page_size is given as 8 too"),
         ({"api_key": ("",)}, {}, "", "api_key=...: must be text without spaces around it (command line)"),
-        ({}, {}, "port = '1'", "port='1': must be a whole number, at least 0 and at most 65535 ({file})"),
+        ({}, {}, "port = '1'", "port='1': must be a whole number from 0 to 65535, or none ({file})"),
         ({}, {}, "port = true", "port=True: must be a whole number"),
         ({}, {}, "model = 1", "model=1: must be text or a path ({file})"),
         ({}, {}, "[server]\nport = 1", "server={{'port': 1}}: there is no such option ({file})"),
+        ({"port": 7, "grpc_port": 7}, {}, "",
+            "port=7: is the port for HTTP, and must differ from grpc_port, the port for gRPC (command line)"),
+        ({"port": "none", "grpc_port": "none"}, {}, "", "port=None: a server needs port or grpc_port"),
+        ({"port": "none", "allowed_origins": "*"}, {}, "", "allowed_origins='*': needs port"),
+        ({"grpc_port": "none", "smg_api": True}, {}, "", "smg_api=True: needs grpc_port"),
+        # --port was gRPC's, and --http-port HTTP's
+        ({"port": 50051}, {}, "", "port=50051: is the port for HTTP, and must differ from grpc_port"),
+        ({"http_port": 8000}, {}, "", "http_port=8000: HTTP's port is called port, and gRPC's grpc_port"),
+        ({}, {"JENGINE_HTTP_PORT": "8000"}, "", "HTTP's port is called port, and gRPC's grpc_port (environ"),
+        ({}, {}, "http_port = 8000", "http_port=8000: HTTP's port is called port, and gRPC's grpc_port"),
         ({}, {}, "port = ", "cannot be read: Invalid value"),
         ({"config": "/nowhere"}, {}, "", "config='/nowhere': cannot be read: [Errno 2] No such file"),
         (

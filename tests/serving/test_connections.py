@@ -37,7 +37,7 @@ def test_connections_are_counted_by_address() -> None:
 
 @pytest.mark.parametrize("option, status", [("max_connections_per_client", 429), ("max_connections", 503)])
 def test_idle_connections_have_a_limit(make_server: MakeServer, option: str, status: int) -> None:
-    with make_server(server={"http_port": 0, option: 3}) as server:
+    with make_server(server={"port": 0, option: 3}) as server:
         url = httpx.URL(server.http)
         idle = [socket.create_connection((url.host, url.port)) for _ in range(3)]
         body = {"prompt": "a", "max_tokens": 1}

@@ -120,7 +120,7 @@ def test_flags_and_ports(name: str) -> None:
     server = server_of(
         container()["args"] if name == "kubernetes" else compose()["services"]["jengine"]["command"]
     )
-    assert (server.port, server.http_port, server.metrics_port) == (50051, 8000, 9090)
+    assert (server.grpc_port, server.port, server.metrics_port) == (50051, 8000, 9090)
     if name == "kubernetes":
         assert {port["name"]: port["containerPort"] for port in container()["ports"]} == {
             "grpc": 50051,

@@ -46,7 +46,7 @@ ending = pytest.mark.parametrize("reason, why, status, code", ENDINGS)
 
 @pytest.fixture(scope="module")
 def server(tokenizer_folder: Path) -> Iterator[MockServer]:
-    with serve_mock(tokenizer_folder, server={"http_port": 0}, embedding_size=8) as server:
+    with serve_mock(tokenizer_folder, server={"port": 0}, embedding_size=8) as server:
         yield server
 
 
@@ -162,7 +162,7 @@ def test_clients_raise(server: MockServer) -> None:
 
 
 def test_metrics_and_the_request_log(tokenizer_folder: Path, tmp_path: Path) -> None:
-    log, options = tmp_path / "log", {"http_port": 0, "request_log": tmp_path / "log"}
+    log, options = tmp_path / "log", {"port": 0, "request_log": tmp_path / "log"}
     with serve_mock(tokenizer_folder, server=options) as server:
         server.engine._update = lambda name, _: Ended(name, "error", "why")  # type: ignore[method-assign]
         for path in GENERATE:
@@ -177,7 +177,7 @@ def test_metrics_and_the_request_log(tokenizer_folder: Path, tmp_path: Path) -> 
 def test_an_engine_that_dies(tokenizer_folder: Path) -> None:
     for path in (*GENERATE, *OTHERS):
         with serve_mock(
-            tokenizer_folder, server={"http_port": 0}, embedding_size=8, fail_at=0 if path in OTHERS else 2
+            tokenizer_folder, server={"port": 0}, embedding_size=8, fail_at=0 if path in OTHERS else 2
         ) as server:
             if path in GENERATE:
                 text = post(server, path, {**GENERATE[path], "stream": True}).text

@@ -49,7 +49,7 @@ def test_log_probabilities_are_the_librarys(tmp_path: Path) -> None:
     (tmp_path / "questions.jsonl").write_text("\n".join(lines))
     (tmp_path / "python.yaml").write_text(TASK.format(name="python", file=tmp_path / "questions.jsonl"))
     with process(
-        [sys.executable, "-m", "jengine.cli", "serve", "demo", "--dtype=float32", "--port=0", "--http-port=0"]
+        [sys.executable, "-m", "jengine.cli", "serve", "demo", "--dtype=float32", "--grpc-port=0", "--port=0"]
     ) as server:
         server.wait_until_ready()
         tokenizer = Path(jengine.__file__).parent / "demo"

@@ -40,8 +40,8 @@ def serving(folder: Path) -> Iterator[ServerProcess]:
     keys = folder / "keys"
     keys.write_text("\n".join(hash_line(key, name, SETTINGS[name]) for name, key in KEYS.items()))
     flags = [
+        "--grpc-port=0",
         "--port=0",
-        "--http-port=0",
         "--metrics-port=0",
         "--lame-duck-seconds=0",
         "--policy=fair",

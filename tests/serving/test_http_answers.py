@@ -23,7 +23,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     backend: Backend = request.param()
     folder: Path = write(backend, tmp_path_factory.mktemp("tokenizer"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with serve_mock(folder, server={"http_port": 0}, vocab_size=backend.get_vocab_size()) as server:
+    with serve_mock(folder, server={"port": 0}, vocab_size=backend.get_vocab_size()) as server:
         yield server
 
 
@@ -71,7 +71,7 @@ def test_bytes_of_a_conversations_tokens(server: MockServer) -> None:
     }
     with serve_mock(
         server.llm.tokenizer.folder,  # type: ignore[arg-type]
-        server={"http_port": 0, "client_chat_templates": True},
+        server={"port": 0, "client_chat_templates": True},
         vocab_size=server.engine.limits.vocab_size,
     ) as other:
         [choice] = post(other, "/chat/completions", **body).json()["choices"]

@@ -22,7 +22,7 @@ TEXT = "The quick brown fox"
 
 @pytest.fixture(scope="module")
 def server(tokenizer_folder: Path) -> Iterator[MockServer]:
-    options = {"http_port": 0, "max_waiting": 4, "max_streams_per_client": 4}
+    options = {"port": 0, "max_waiting": 4, "max_streams_per_client": 4}
     with serve_mock(
         tokenizer_folder,
         server=options,
@@ -147,6 +147,6 @@ async def _close(handle: Any) -> None:
 
 
 def test_a_model_without_embeddings(tokenizer_folder: Path) -> None:
-    with serve_mock(tokenizer_folder, server={"http_port": 0}) as server:
+    with serve_mock(tokenizer_folder, server={"port": 0}) as server:
         answer = httpx.post(f"{server.http}/embeddings", json={"model": "mock", "input": "a"}, timeout=60)
         assert answer.status_code == 400 and answer.json()["error"]["param"] == "embeddings", answer.text

@@ -42,7 +42,7 @@ TYPE = "Content-Type: application/json\r\n"
 
 @pytest.fixture
 def server(make_server: MakeServer) -> Iterator[MockServer]:
-    with make_server(server={"http_port": 0, "write_timeout": 0.5}, **ENGINE) as server:
+    with make_server(server={"port": 0, "write_timeout": 0.5}, **ENGINE) as server:
         yield server
         server.wait_until_idle()
 
@@ -131,7 +131,7 @@ def test_timeouts(server: MockServer) -> None:
 
 def test_a_client_that_never_reads(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
     """Its request ends by write_timeout, others go on meanwhile."""
-    options = {"http_port": 0, "write_timeout": 0.5, "max_answer_logprobs": 10**9}
+    options = {"port": 0, "write_timeout": 0.5, "max_answer_logprobs": 10**9}
     with (
         make_server(server=options, **{**ENGINE, "seconds": 0.0005}) as server,
         connect(server, receive_buffer=4096) as connection,
@@ -161,7 +161,7 @@ def test_heads_and_bodies_that_do_not_come(server: MockServer, monkeypatch: pyte
 def test_bodies_that_are_too_large(make_server: MakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are rejected before they arrive, with a Content-Length or in chunks."""
     monkeypatch.setattr(calls, "DISCARD_SECONDS", 0.1)
-    with make_server(server={"http_port": 0, "max_message_bytes": 2048}) as server:
+    with make_server(server={"port": 0, "max_message_bytes": 2048}) as server:
         for head in (
             b"Content-Length: 100000\r\n\r\n",
             b"Content-Length: 1%s\r\n\r\n" % (b"0" * 15),
@@ -213,7 +213,7 @@ def test_requests_one_after_the_other_without_waiting(server: MockServer) -> Non
 def test_keys(make_server: MakeServer, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"{hash_line(KEY, 'anna', 'max_streams=2')}\n")
-    with make_server(server={"http_port": 0, "api_keys": file}, **ENGINE) as server:
+    with make_server(server={"port": 0, "api_keys": file}, **ENGINE) as server:
         for wrong in ("w" * 32, "\udcff"):
             answer = httpx.get(
                 f"{server.http}/models",
@@ -253,7 +253,7 @@ def test_a_refusal_reaches_a_client_that_sends_much(make_server: MakeServer, tmp
     file = tmp_path / "keys"
     file.write_text(hash_line(KEY))
     with (
-        make_server(server={"http_port": 0, "api_keys": file}) as server,
+        make_server(server={"port": 0, "api_keys": file}) as server,
         httpx.Client(base_url=server.http, timeout=60) as client,
     ):
         for _ in range(3):
@@ -262,7 +262,7 @@ def test_a_refusal_reaches_a_client_that_sends_much(make_server: MakeServer, tmp
 
 def test_limits_without_keys(make_server: MakeServer) -> None:
     options = {
-        "http_port": 0,
+        "port": 0,
         "max_calls_per_client": 3,
         "max_streams_per_client": 3,
         "max_tokens_limit": 1000,
@@ -305,7 +305,7 @@ def test_an_engine_that_is_killed_and_a_stop(tokenizer_folder: Path) -> None:
     finish.
     """
     engine = {**ENGINE, "seconds": 0.01}
-    with mock_process(tokenizer_folder, server={"http_port": 0, "drain_seconds": 1.5}, **engine) as server:
+    with mock_process(tokenizer_folder, server={"port": 0, "drain_seconds": 1.5}, **engine) as server:
         server.wait_until_ready()
         health = server.http.replace("/v1", "/health")
         with OpenAI(base_url=server.http, api_key="none", max_retries=0, timeout=60) as client:
@@ -349,7 +349,7 @@ def test_tls_and_a_reload(tokenizer_folder: Path, tmp_path: Path) -> None:
     )
     (tmp_path / "keys").write_text(hash_line(KEY, "anna"))
     tls = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), "tls_client_ca": str(ours.cert)}
-    options = {**tls, "api_keys": str(tmp_path / "keys"), "http_port": 0}
+    options = {**tls, "api_keys": str(tmp_path / "keys"), "port": 0}
 
     def trust(own: Any = mine) -> ssl.SSLContext:
         context = ssl.create_default_context(cafile=str(ours.cert))
@@ -400,6 +400,6 @@ def test_a_taken_port_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            InvalidArgument, match=f"http_port={port}: cannot listen on 127.0.0.1: Address already in use"
+            InvalidArgument, match=f"port={port}: cannot listen on 127.0.0.1: Address already in use"
         ):
-            asyncio.run(HttpFront(Starlette(), ServerConfig(http_port=port)).start(None))
+            asyncio.run(HttpFront(Starlette(), ServerConfig(port=port)).start(None))

@@ -206,7 +206,7 @@ async def addresses_and_sizes(api: EmbeddedApi, answer: Any, images: socket.sock
 async def grpc_agrees(llm: AsyncLLM, answer: Any) -> None:
     """The same image over gRPC, in a conversation and in a prompt; errors have the proto's fields."""
     info = ModelInfo(name="smolvlm", limits=llm.backend.limits, dtype="")
-    built = await build_server(ServerConfig(port=0), FixedModel(llm, info), metrics=Metrics())
+    built = await build_server(ServerConfig(grpc_port=0), FixedModel(llm, info), metrics=Metrics())
     await built.server.start()
     params = SamplingParams(temperature=0.0, max_tokens=4)
     image, data, question = picture("asked", (60, 20)), png((60, 20)), {"type": "text", "text": "What?"}

@@ -258,7 +258,7 @@ def test_fields_without_effect(client: Anthropic) -> None:
 
 
 def test_keys_and_errors(tokenizer_folder: Path) -> None:
-    with serve_mock(tokenizer_folder, server={"http_port": 0, "api_key": "secret"}) as server:
+    with serve_mock(tokenizer_folder, server={"port": 0, "api_key": "secret"}) as server:
         base = server.http.removesuffix("/v1")
         question: Any = {"model": "mock", "max_tokens": 3, "messages": [{"role": "user", "content": "a"}]}
         for keys in ({"api_key": "secret"}, {"auth_token": "secret"}):
@@ -278,7 +278,7 @@ def test_keys_and_errors(tokenizer_folder: Path) -> None:
 
 
 def test_an_engine_that_dies(tokenizer_folder: Path) -> None:
-    with serve_mock(tokenizer_folder, server={"http_port": 0}, seconds=0.02, fail_at=10) as server:
+    with serve_mock(tokenizer_folder, server={"port": 0}, seconds=0.02, fail_at=10) as server:
         found = events(
             server, model="mock", max_tokens=50, messages=[{"role": "user", "content": "a long text"}]
         )
@@ -287,7 +287,7 @@ def test_an_engine_that_dies(tokenizer_folder: Path) -> None:
 
 
 def test_a_client_that_leaves(tokenizer_folder: Path) -> None:
-    with serve_mock(tokenizer_folder, server={"http_port": 0}, seconds=0.02) as server:
+    with serve_mock(tokenizer_folder, server={"port": 0}, seconds=0.02) as server:
         base: Any = {"base_url": server.http.removesuffix("/v1"), "api_key": "none"}
         with (
             Anthropic(**base) as client,
@@ -301,7 +301,7 @@ def test_a_client_that_leaves(tokenizer_folder: Path) -> None:
 
 
 def test_an_aborted_answer(tokenizer_folder: Path) -> None:
-    with serve_mock(tokenizer_folder, server={"http_port": 0}, seconds=0.02) as server:
+    with serve_mock(tokenizer_folder, server={"port": 0}, seconds=0.02) as server:
         body: Any = {"max_tokens": 900, "messages": [{"role": "user", "content": "abc"}], "timeout": 0.2}
         answer = post(server, **body)
         assert answer.status_code == 504 and answer.json()["error"]["type"] == "timeout_error"

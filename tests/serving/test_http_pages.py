@@ -21,7 +21,7 @@ PREFLIGHT = {
 
 def test_pages(tokenizer_folder: Path) -> None:
     with (
-        serve_mock(tokenizer_folder, name="<demo>", server={"http_port": 0}) as server,
+        serve_mock(tokenizer_folder, name="<demo>", server={"port": 0}) as server,
         httpx.Client(base_url=server.http[:-3]) as client,
     ):
         root = client.get("/")
@@ -43,7 +43,7 @@ def test_pages(tokenizer_folder: Path) -> None:
 
 
 def test_origins(tokenizer_folder: Path) -> None:
-    options = {"http_port": 0, "allowed_origins": f"http://127.0.0.1:3000, {PAGE}"}
+    options = {"port": 0, "allowed_origins": f"http://127.0.0.1:3000, {PAGE}"}
     with (
         serve_mock(tokenizer_folder, server=options) as server,
         httpx.Client(base_url=server.http[:-3]) as client,
@@ -74,24 +74,24 @@ def test_origins(tokenizer_folder: Path) -> None:
 @pytest.mark.parametrize("origins", ["chat.example.com", "https://chat.example.com/path", "", f"{PAGE},"])
 def test_wrong_origins(origins: str) -> None:
     with pytest.raises(InvalidArgument, match="must be such as https://"):
-        ServerConfig(http_port=0, allowed_origins=origins)
+        ServerConfig(port=0, allowed_origins=origins)
 
 
 def test_origins_need_the_api() -> None:
-    with pytest.raises(InvalidArgument, match="needs http_port"):
-        ServerConfig(allowed_origins="*")
+    with pytest.raises(InvalidArgument, match="needs port"):
+        ServerConfig(port=None, allowed_origins="*")
     assert (
-        ServerConfig(http_port=0, allowed_origins='["https://a.example", "https://b.example"]').origins[1]
+        ServerConfig(port=0, allowed_origins='["https://a.example", "https://b.example"]').origins[1]
         == "https://b.example"
     )
-    assert ServerConfig(http_port=0, allowed_origins="*").origins == ["*"] and ServerConfig().origins == []
+    assert ServerConfig(port=0, allowed_origins="*").origins == ["*"] and ServerConfig().origins == []
 
 
 def test_metrics_need_an_administrator(tokenizer_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(
         "\n".join((hash_line("a" * 32, "anna"), hash_line("b" * 32, "root", "admin=1")))
     )
-    with serve_mock(tokenizer_folder, server={"http_port": 0, "api_keys": tmp_path / "keys"}) as server:
+    with serve_mock(tokenizer_folder, server={"port": 0, "api_keys": tmp_path / "keys"}) as server:
         got = {
             key: httpx.get(f"{server.http[:-3]}/metrics", headers={"authorization": f"Bearer {key}"})
             for key in ("a" * 32, "b" * 32, "c")

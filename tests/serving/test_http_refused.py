@@ -16,7 +16,7 @@ from tests.serving.conftest import MockServer
 
 TEXT = "The quick brown fox"
 HELLO: list[Any] = [{"role": "user", "content": TEXT}]
-HTTP = {"http_port": 0}
+HTTP = {"port": 0}
 JSON = {"content-type": "application/json; charset=utf-8"}
 
 

@@ -345,7 +345,7 @@ def test_a_websocket_and_compaction(server: MockServer) -> None:
 
 
 def test_an_engine_that_dies(tokenizer_folder: Path) -> None:
-    options: Any = {"server": {"http_port": 0}, "seconds": 0.02, "fail_at": 10}
+    options: Any = {"server": {"port": 0}, "seconds": 0.02, "fail_at": 10}
     with serve_mock(tokenizer_folder, **options) as server:
         found = events(server, input="a long text")
         assert found[0]["type"] == "response.created" and found[-1]["type"] == "response.failed"
@@ -353,7 +353,7 @@ def test_an_engine_that_dies(tokenizer_folder: Path) -> None:
 
 
 def test_an_aborted_response(tokenizer_folder: Path) -> None:
-    with serve_mock(tokenizer_folder, server={"http_port": 0}, seconds=0.02) as server:
+    with serve_mock(tokenizer_folder, server={"port": 0}, seconds=0.02) as server:
         body: Any = {"input": "abc", "max_output_tokens": 900, "timeout": 0.2}
         whole, answer = post(server, **body), events(server, **body)[-1]["response"]
         assert whole.status_code == 504 and "timeout" in whole.json()["error"]["message"]

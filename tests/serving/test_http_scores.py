@@ -22,7 +22,7 @@ QUERY, DOCUMENTS = "The quick brown fox", ["zzzz zzz", "The quick brown dog", "a
 
 @pytest.fixture(scope="module")
 def server(tokenizer_folder: Path) -> Iterator[MockServer]:
-    options = {"http_port": 0, "max_waiting": 5, "max_streams_per_client": 6}
+    options = {"port": 0, "max_waiting": 5, "max_streams_per_client": 6}
     with serve_mock(
         tokenizer_folder, server=options, embedding_size=SIZE, max_num_seqs=1, max_model_len=10_000
     ) as server:
@@ -175,7 +175,7 @@ def test_another_model(server: MockServer) -> None:
 
 def test_limits_of_a_client(tokenizer_folder: Path) -> None:
     """Every text takes a place, so one client's documents leave room for others."""
-    options = {"http_port": 0, "max_streams_per_client": 6}
+    options = {"port": 0, "max_streams_per_client": 6}
     long = {"model": "mock", "prompt": "a", "n": 4, "max_tokens": 900, "ignore_eos": True, "stream": True}
     with serve_mock(
         tokenizer_folder, server=options, embedding_size=SIZE, max_num_seqs=1, seconds=0.005
@@ -192,7 +192,7 @@ def test_limits_of_a_client(tokenizer_folder: Path) -> None:
 
 
 def test_a_model_that_cannot_score(tokenizer_folder: Path) -> None:
-    with serve_mock(tokenizer_folder, server={"http_port": 0}) as server:
+    with serve_mock(tokenizer_folder, server={"port": 0}) as server:
         for path, body in (("/v1/score", PAIR), ("/v1/rerank", RANK)):
             error = post(server, path, body).json()["error"]
             assert (
@@ -204,9 +204,7 @@ def test_a_reranker(tmp_path: Path) -> None:
     folder: Path = write(byte_level(), tmp_path)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     reranker = Reranker(true_token_id=5, false_token_id=7)
-    with serve_mock(
-        folder, server={"http_port": 0, "max_message_bytes": 12_000}, reranker=reranker
-    ) as server:
+    with serve_mock(folder, server={"port": 0, "max_message_bytes": 12_000}, reranker=reranker) as server:
         answer = post(server, "/v1/rerank", {**RANK, "instruction": "Be kind."}).json()
         assert [(one["index"], one["relevance_score"]) for one in answer["results"]] == [
             (0, 0.5),

@@ -267,7 +267,7 @@ def test_calls_or_a_schema(
     }
     if "tools" in options:
         del bodies["messages"]["tools"], bodies["messages"]["tool_choice"]
-    with serve_mock(folder, server={"http_port": 0}) as server:
+    with serve_mock(folder, server={"port": 0}) as server:
         prepare = server.llm.prepare
 
         def prepared(prompt: Any, params: Any) -> Any:
@@ -293,7 +293,7 @@ def test_forced_calls_in_channels(choice: Any, tmp_path: Path, monkeypatch: pyte
     said = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.weather"
     said += '<|channel|>commentary json<|message|>{"city": "x"}<|call|>'
     grammars = []
-    with serve_mock(folder, server={"http_port": 0}) as server:
+    with serve_mock(folder, server={"port": 0}) as server:
         prepare = server.llm.prepare
 
         def prepared(prompt: Any, params: Any) -> Any:
@@ -387,110 +387,3 @@ def test_a_continued_thought(client: OpenAI) -> None:
         more = {"continue_final_message": True, "add_generation_prompt": False}
         message, _ = whole(client, "", messages=messages, tools=None, max_tokens=5, extra_body=more)
         assert getattr(message, kind), message
-
-
-# as SmolLM2's: it has no tools
-PLAIN = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def without_tools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MockServer]:
-    folder: Path = write(byte_level(), tmp_path_factory.mktemp("plain"))
-    (folder / "chat_template.jinja").write_text(PLAIN)
-    with serve_mock(folder, server={"http_port": 0}) as server:
-        yield server
-        server.wait_until_idle()
-
-
-def prompted(server: MockServer, says: str, **options: Any) -> tuple[int, str]:
-    """The status, and the prompt as text, or the error's message."""
-    body = {**asked(says, **options), "stop": ["<NEVER>"], "max_tokens": 1, "return_token_ids": True}
-    answer = httpx.post(f"{server.http}/chat/completions", json=body, timeout=60)
-    if answer.status_code != 200:
-        return answer.status_code, answer.json()["error"]["message"]
-    text = httpx.post(
-        server.http.removesuffix("/v1") + "/detokenize",
-        json={"tokens": answer.json()["prompt_token_ids"]},
-        timeout=60,
-    )
-    return 200, text.json()["prompt"]
-
-
-def test_forced_calls_without_tools_in_the_template(without_tools: MockServer) -> None:
-    """The definitions come in a system message; the grammar guarantees the form."""
-    status, prompt = prompted(without_tools, "Rain?", tool_choice="required")
-    definition = json.dumps(WEATHER["function"])
-    assert status == 200 and prompt == (
-        f"<system>You can call these functions:\n{definition}\n\nAnswer with a JSON array of calls and"
-        ' nothing else: [{"name": "...", "parameters": {...}}]<user>Rain?' + END
-    )
-    named = {"type": "function", "function": {"name": "weather"}}
-    tools = [WEATHER, {"type": "function", "function": {"name": "news"}}]
-    system = {"role": "system", "content": "Be brief."}
-    messages = [system, *asked("Rain?")["messages"]]
-    status, prompt = prompted(without_tools, "", tool_choice=named, tools=tools, messages=messages)
-    assert (
-        status == 200
-        and prompt.startswith(f"<system>Be brief.\n\nCall this function:\n{definition}\n\nAnswer")
-        and "news" not in prompt
-    )
-
-
-def test_calls_and_results_without_tools_in_the_template(without_tools: MockServer) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-    messages = [
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "rain"},
-    ]
-    status, prompt = prompted(without_tools, "", tool_choice="none", messages=messages)
-    text = '<assistant>[{"name": "weather", "parameters": {"city": "Rome"}}]<user>Result of the call:\nrain'
-    assert (status, prompt) == (200, text)
-
-
-@pytest.mark.parametrize("options", [{}, {"tool_choice": "auto"}])
-def test_a_choice_without_tools_in_the_template(without_tools: MockServer, options: dict[str, Any]) -> None:
-    """The system message describes the tools and the form of calls, at /tokenize too."""
-    status, prompt = prompted(without_tools, "Rain?", **options)
-    definition = json.dumps(WEATHER["function"])
-    assert status == 200 and prompt == (
-        f"<system>You can call these functions:\n{definition}\n\nTo call functions, answer with a JSON"
-        ' array of calls and nothing else: [{"name": "...", "parameters": {...}}]'
-        "\nOtherwise answer with text."
-        "<user>Rain?" + END
-    )
-    body = {"messages": asked("Rain?")["messages"], "tools": [WEATHER]}
-    base = without_tools.http.removesuffix("/v1")
-    tokens = httpx.post(f"{base}/tokenize", json=body, timeout=60).json()["tokens"]
-    text = httpx.post(f"{base}/detokenize", json={"tokens": tokens}, timeout=60).json()["prompt"]
-    assert text == prompt
-    assert "functions" not in prompted(without_tools, "Rain?", tool_choice="none")[1]
-
-
-# hides the tools' definitions, so that the mock engine answers with the last message alone
-HIDING = "{% for m in messages if 'functions' not in m.content %}{{ m.content }}{% endfor %}"
-PLAIN_CALL = '{"name": "weather", "parameters": {"city": "Köln"}}'
-PLAIN_CALLS = f'[{PLAIN_CALL}, {{"name": "weather", "parameters": {{}}}}]'
-
-
-@pytest.mark.parametrize("parser", ["auto", "hermes"])
-def test_plain_calls(parser: str, tmp_path: Path) -> None:
-    """Where the template has no tools, an answer that is an array of calls calls them. A parser that is
-    named reads its format, too.
-    """
-    folder = write(byte_level(), tmp_path)
-    (folder / "chat_template.jinja").write_text(HIDING)
-    with (
-        serve_mock(folder, server={"http_port": 0, "tool_call_parser": parser}) as server,
-        OpenAI(base_url=server.http, api_key="none", max_retries=0, timeout=60) as client,
-    ):
-        for says in (PLAIN_CALLS, f"```json\n{PLAIN_CALLS}\n```", PLAIN_CALL):
-            message, reason = whole(client, says)
-            assert message.content is None and reason == "tool_calls", message
-            assert json.loads(message.tool_calls[0].function.arguments) == {"city": "Köln"}
-            assert [call["arguments"] for call in streamed(client, says)[2]] == [
-                call.function.arguments for call in message.tool_calls
-            ]
-        for says in ('[{"name": "news", "parameters": {}}]', "[1, 2]", "It rains.", "```json\n{}\n```"):
-            assert whole(client, says)[0].content == streamed(client, says)[0] == says
-        called = whole(client, CALL)[0].tool_calls
-        assert bool(called) == (parser == "hermes")

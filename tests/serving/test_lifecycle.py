@@ -119,8 +119,8 @@ os.execv(sys.argv[2], sys.argv[2:])
 def test_a_closed_terminal_drains(tokenizer_folder: Path) -> None:
     ours, theirs = os.openpty()
     arguments = (
-        '[{"port": 0}, "tests.mocks.mock_engine:mock_engine", {"seconds": 0.02, "vocab_size": 501,'
-        ' "tokenizer_folder": "%s"}]'
+        '[{"port": null, "grpc_port": 0}, "tests.mocks.mock_engine:mock_engine", {"seconds": 0.02,'
+        ' "vocab_size": 501, "tokenizer_folder": "%s"}]'
     )
     server_command = [sys.executable, "-c", CODE, arguments % tokenizer_folder]
     with process([sys.executable, "-c", AT_TERMINAL, os.ttyname(theirs), *server_command]) as server:

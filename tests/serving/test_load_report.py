@@ -51,18 +51,18 @@ def test_metrics_on_the_apis_port(make_server: MakeServer) -> None:
     """Without keys, though the API needs them: the picker has none."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with make_server(server={"http_port": port, "metrics_port": port, "api_key": ("sk-1",)}) as server:
+    with make_server(server={"port": port, "metrics_port": port, "api_key": ("sk-1",)}) as server:
         base = server.http.removesuffix("/v1")
         assert httpx.get(f"{base}/v1/models").status_code == 401
         scraped = httpx.get(f"{base}/metrics", headers={"host": "10.0.0.7"})
         assert scraped.status_code == 200 and "jengine:num_requests_waiting{" in scraped.text
-    with make_server(server={"http_port": 0, "metrics_port": 0, "api_key": ("sk-1",)}) as server:
+    with make_server(server={"port": 0, "metrics_port": 0, "api_key": ("sk-1",)}) as server:
         assert httpx.get(f"{server.http.removesuffix('/v1')}/metrics").status_code == 401
 
 
 def test_load_in_a_header(make_server: MakeServer) -> None:
     body = {"model": "mock", "prompt": "hello", "max_tokens": 2}
-    with make_server(server={"http_port": 0}) as server:
+    with make_server(server={"port": 0}) as server:
 
         def load(form: str | None, **more: object) -> str | None:
             headers = {} if form is None else {"endpoint-load-metrics-format": form}

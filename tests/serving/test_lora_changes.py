@@ -206,7 +206,7 @@ def do_unload(name: str) -> pb.DoRequest:
 
 
 def test_it_is_off_unless_allowed(make_server: MakeServer) -> None:
-    with make_server(server={"http_port": 0}, max_loras=1) as server:
+    with make_server(server={"port": 0}, max_loras=1) as server:
         for how in ("load", "unload"):
             status, _, message = wrong(change(server, how, lora_name="x", lora_path="x"))
             assert status == 403 and "--lora-dir" in message

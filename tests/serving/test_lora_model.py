@@ -78,7 +78,7 @@ def expected(folder: Path) -> Tokens:
 
 @pytest.fixture(scope="module")
 def server(folder: Path, expected: Tokens) -> Iterator[ServerProcess]:
-    where = ["--port=0", "--http-port=0", "--metrics-port=0", "--lame-duck-seconds=0"]
+    where = ["--grpc-port=0", "--port=0", "--metrics-port=0", "--lame-duck-seconds=0"]
     adapters = folder / "adapters"
     more = ["--enable-lora", f"--lora-dir={adapters}", "--lora-modules", f"sql={adapters / 'sql'}"]
     command = [sys.executable, "-m", "jengine.cli", "serve", str(folder / "model"), *where, *FLAGS, *more]

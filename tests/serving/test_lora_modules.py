@@ -91,7 +91,7 @@ def test_a_server_starts_with_adapters_and_replaces_its_engine(
     """Adapters of both kinds outlive the engine. One that cannot be read again is not found any more."""
     sql, _, gone = (write_adapter(tmp_path / name) for name in ("sql", "haiku", "gone"))
     listed = [f"sql={sql}", {"name": "gone", "path": str(gone), "base_model_name": "parent"}]
-    more = {"lora_modules": listed, "lora_dir": str(tmp_path), "http_port": 0, "metrics_port": 0}
+    more = {"lora_modules": listed, "lora_dir": str(tmp_path), "port": 0, "metrics_port": 0}
     with mock_process(tokenizer_folder, server=more, max_loras=2) as server:
         server.wait_until_ready()
         with httpx.Client(base_url=server.http, timeout=60) as client:

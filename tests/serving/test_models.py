@@ -232,7 +232,7 @@ def test_traffic_on_several_models_of_one_server(tokenizer_folder: Path) -> None
     """Loads, evictions, a model that cannot be loaded, and an engine that is killed; nothing is lost."""
     own = {"tokenizer_folder": str(tokenizer_folder), "vocab_size": 501, "seconds": 0.001}
     models = [("a", own), ("b", {**own, "max_model_len": 300}), ("c", own), ("d", {**own, "nonsense": 1})]
-    server = {"http_port": 0, "metrics_port": 0, "max_loaded_models": 2}
+    server = {"port": 0, "metrics_port": 0, "max_loaded_models": 2}
     with mock_process(tokenizer_folder, server=server, models=models) as process:
         process.wait_until_ready()
         client = OpenAI(base_url=process.http, api_key="none", max_retries=0)

@@ -291,7 +291,7 @@ def test_an_error_of_the_template_names_the_message() -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MockServer]:
     folder: Path = write(byte_level(), tmp_path_factory.mktemp("markers"))
     (folder / "chat_template.jinja").write_text(tool_templates.QWEN_VL)
-    with serve_mock(folder, server={"http_port": 0}) as server:
+    with serve_mock(folder, server={"port": 0}) as server:
         yield server
         server.wait_until_idle()
 

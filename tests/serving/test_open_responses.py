@@ -135,7 +135,7 @@ def test_an_earlier_response(server: MockServer) -> None:
 
 def test_a_stream_that_fails(tokenizer_folder: Path) -> None:
     """Its last event is `response.failed`, with the answer so far, and a code of OpenAI's."""
-    options: Any = {"server": {"http_port": 0}, "seconds": 0.02}
+    options: Any = {"server": {"port": 0}, "seconds": 0.02}
     with serve_mock(tokenizer_folder, **options, fail_at=10) as server:
         last = events(server, input="a long text")[-1]
     EVENT.validate_python(last)

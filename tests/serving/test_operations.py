@@ -162,7 +162,9 @@ def test_options_that_cannot_be_used(options: list[str], message: str) -> None:
 
     from tests.serving.processes import process
 
-    with process([sys.executable, "-m", "jengine.cli", "serve", "demo", "--port=0", *options]) as server:
+    with process(
+        [sys.executable, "-m", "jengine.cli", "serve", "demo", "--port=none", "--grpc-port=0", *options]
+    ) as server:
         assert server.wait(60.0)[0] in (1, 2)
         assert (
             server.log.startswith("jengine: error: ")

@@ -62,7 +62,8 @@ def opened(browser: Any, url: str) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     flags = [
-        "--port=0",
+        "--port=none",
+        "--grpc-port=0",
         "--metrics-port=0",
         "--page",
         "--lame-duck-seconds=0",
@@ -158,7 +159,14 @@ def test_answers_are_markdown_and_empty_drawings_say_so(browser: Any, tokenizer_
 def test_pictures_are_chosen_pasted_and_dropped(browser: Any, tmp_path: Path) -> None:
     """A model that reads images is asked with three pictures, of which one is taken away again."""
     write_image_model(tmp_path, "smolvlm")
-    flags = ["--port=0", "--metrics-port=0", "--page", "--lame-duck-seconds=0", "--max-num-seqs=2"]
+    flags = [
+        "--port=none",
+        "--grpc-port=0",
+        "--metrics-port=0",
+        "--page",
+        "--lame-duck-seconds=0",
+        "--max-num-seqs=2",
+    ]
     flags += ["--max-model-len=256", "--max-num-batched-tokens=128", "--served-model-name=sees"]
     with process([sys.executable, "-m", "jengine.cli", "serve", str(tmp_path), *flags]) as server:
         server.wait_until_ready()

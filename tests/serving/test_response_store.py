@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[MockServer]:
-    with serve_mock(folder, server={"http_port": 0}) as server:
+    with serve_mock(folder, server={"port": 0}) as server:
         yield server
 
 
@@ -113,8 +113,8 @@ def test_each_key_has_its_own() -> None:
 def test_the_option() -> None:
     for value in (-1, 1.5, None, True):
         with pytest.raises(InvalidArgument, match="response_store_bytes"):
-            ServerConfig(port=0, response_store_bytes=value)  # type: ignore[arg-type]
-    assert not ResponseStore(ServerConfig(port=0, response_store_bytes=0).response_store_bytes).on
+            ServerConfig(grpc_port=0, response_store_bytes=value)  # type: ignore[arg-type]
+    assert not ResponseStore(ServerConfig(grpc_port=0, response_store_bytes=0).response_store_bytes).on
     page = " ".join((Path(__file__).parents[2] / "docs/service/http.md").read_text().split())
     assert f"at most {MAX_RESPONSES:,} responses" in page and "six hours after its last use" in page
     assert MAX_SECONDS == 6 * 3600
@@ -197,7 +197,7 @@ def test_what_is_not_kept(client: OpenAI, server: MockServer) -> None:
 
 
 def test_conversations_that_are_too_large(folder: Path) -> None:
-    with serve_mock(folder, server={"http_port": 0, "max_message_bytes": 1500}) as server:
+    with serve_mock(folder, server={"port": 0, "max_message_bytes": 1500}) as server:
         body: dict[str, Any] = {"max_output_tokens": 1, "input": [{"role": "user", "content": "a" * 700}]}
         first = post(server, **body).json()
         wrong = post(server, **body, previous_response_id=first["id"])
@@ -205,7 +205,7 @@ def test_conversations_that_are_too_large(folder: Path) -> None:
 
 
 def test_a_server_that_keeps_nothing(folder: Path) -> None:
-    with serve_mock(folder, server={"http_port": 0, "response_store_bytes": 0}) as server:
+    with serve_mock(folder, server={"port": 0, "response_store_bytes": 0}) as server:
         made = post(server, **raw(asked("Hello."))).json()
         assert made["status"] == "completed" and made["store"] is False
         wrong = [
@@ -229,7 +229,7 @@ def test_keys_do_not_see_each_other(folder: Path, tmp_path: Path) -> None:
     keys = {name: f"{name}-" + "0123456789" * 3 for name in ("alice", "bob")}
     file = tmp_path / "keys"
     file.write_text("".join(hash_line(key, name) + "\n" for name, key in keys.items()))
-    with serve_mock(folder, server={"http_port": 0, "api_keys": file}) as server:
+    with serve_mock(folder, server={"port": 0, "api_keys": file}) as server:
 
         def client(name: str) -> OpenAI:
             return OpenAI(base_url=server.http, api_key=keys[name], max_retries=0, timeout=60)

@@ -61,7 +61,7 @@ def client(tokenizer_folder: Path, tmp_path: Path, answers: Answers) -> Iterator
     os.mkfifo(tmp_path / "weights" / "pipe" / "model.safetensors")
     (tmp_path / "keys").write_text(f"{hash_line(ANNA, 'anna')}\n{hash_line(ADMIN, 'trainer', 'admin=1')}\n")
     options = {
-        "http_port": 0,
+        "port": 0,
         "rollout_api": True,
         "weights_folder": str(tmp_path / "weights"),
         "api_keys": str(tmp_path / "keys"),
@@ -133,7 +133,7 @@ def test_only_administrators(client: httpx.Client, answers: Answers) -> None:
 
 
 def test_without_keys_no_web_page(tokenizer_folder: Path, answers: Answers) -> None:
-    options = {"http_port": 0, "rollout_api": True}
+    options = {"port": 0, "rollout_api": True}
     with serve_mock(tokenizer_folder, server=options) as server:
         base = server.http[:-3]
         assert httpx.post(f"{base}/pause", headers={"origin": "http://localhost:3000"}).status_code == 403
@@ -148,7 +148,7 @@ def test_without_keys_no_web_page(tokenizer_folder: Path, answers: Answers) -> N
 
 
 def test_off_by_default(tokenizer_folder: Path, answers: Answers) -> None:
-    with serve_mock(tokenizer_folder, server={"http_port": 0}) as server:
+    with serve_mock(tokenizer_folder, server={"port": 0}) as server:
         assert httpx.post(f"{server.http[:-3]}/pause").status_code == 404
         with (
             Client(server.address) as client,

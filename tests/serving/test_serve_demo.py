@@ -61,8 +61,8 @@ def server(expected: list[str], tmp_path_factory: pytest.TempPathFactory) -> Ite
     flags = [
         "--smg-api",
         f"--kv-events-config={json.dumps(events)}",
+        "--grpc-port=0",
         "--port=0",
-        "--http-port=0",
         "--metrics-port=0",
         "--lame-duck-seconds=0",
         "--client-chat-templates",
@@ -242,7 +242,7 @@ def test_1000_requests_at_once_give_the_same_tokens() -> None:
             [prompt for prompt, _ in requests], [greedy(most) for _, most in requests], use_tqdm=False
         )
     expected = [output.outputs[0].token_ids for output in outputs]
-    flags = ["--port=0", "--http-port=0", "--dtype=float32", "--max-waiting=2000"]
+    flags = ["--grpc-port=0", "--port=0", "--dtype=float32", "--max-waiting=2000"]
     with (
         process([sys.executable, "-m", "jengine.cli", "serve", "demo", *flags]) as server,
         ThreadPoolExecutor(64) as threads,

@@ -73,7 +73,9 @@ def test_a_real_port_is_still_an_option() -> None:
 
 
 def test_the_log_names_those_that_were_ignored() -> None:
-    arguments = json.dumps([{"port": 0}, "tests.serving.faulty_engines:exits", {"code": 3}])
+    arguments = json.dumps(
+        [{"port": None, "grpc_port": 0}, "tests.serving.faulty_engines:exits", {"code": 3}]
+    )
     with process(
         ["env", "JENGINE_PORT=tcp://10.96.12.7:50051", sys.executable, "-c", CODE, arguments]
     ) as server:

@@ -47,7 +47,7 @@ def test_health(channel: grpc.Channel) -> None:
 
 def test_a_new_server_is_not_yet_serving(mock_server: MockServer) -> None:
     async def main() -> list[int]:
-        built = await build_server(ServerConfig(port=0), FixedModel(mock_server.llm, None))  # type: ignore[arg-type]
+        built = await build_server(ServerConfig(grpc_port=0), FixedModel(mock_server.llm, None))  # type: ignore[arg-type]
         await built.server.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{built.port}") as channel:
             checks = [
@@ -64,11 +64,11 @@ def test_a_port_that_is_taken(mock_server: MockServer) -> None:
     port = int(mock_server.address.rpartition(":")[2])
 
     async def main() -> None:
-        await build_server(ServerConfig(port=port), FixedModel(mock_server.llm, None))  # type: ignore[arg-type]
+        await build_server(ServerConfig(grpc_port=port), FixedModel(mock_server.llm, None))  # type: ignore[arg-type]
 
     with pytest.raises(InvalidArgument) as taken:
         asyncio.run(main())
-    assert (taken.value.field, taken.value.value) == ("port", port) and "in use" in taken.value.limit
+    assert (taken.value.field, taken.value.value) == ("grpc_port", port) and "in use" in taken.value.limit
 
 
 def frame(kind: int, payload: bytes = b"", flags: int = 0) -> bytes:

@@ -141,14 +141,14 @@ def test_a_line_every_ten_seconds(
 
 
 def test_every_interface_says_how_far_the_start_is(tokenizer_folder: Path, tmp_path: Path) -> None:
-    mark, ports = tmp_path / "mark", {name: free_port() for name in ("port", "http_port", "metrics_port")}
+    mark, ports = tmp_path / "mark", {name: free_port() for name in ("grpc_port", "port", "metrics_port")}
     engine = {
         "engine": "tests.serving.faulty_engines:starts_in_steps",
         "mark": str(mark),
         "tokenizer_folder": str(tokenizer_folder),
     }
     with mock_process(tokenizer_folder, server=ports, **engine) as server:
-        address, http = f"127.0.0.1:{ports['port']}", f"http://127.0.0.1:{ports['http_port']}"
+        address, http = f"127.0.0.1:{ports['grpc_port']}", f"http://127.0.0.1:{ports['port']}"
         expected = "starting: compiling, 3 of 9 programs, about "
 
         def compiles() -> bool:

@@ -70,7 +70,7 @@ def test_an_adapters_template(template: str, tokenizer_folder: Path, tmp_path: P
 def test_a_models_template(tmp_path: Path) -> None:
     write(byte_level(), tmp_path)
     (tmp_path / "chat_template.jinja").write_text(ENDLESS)
-    with serve_mock(tmp_path, server={"http_port": 0}) as server:
+    with serve_mock(tmp_path, server={"port": 0}) as server:
         for answer in while_it_renders(server, "mock", "mock"):
             assert answer.status_code == 400 and "processor time" in answer.text
         server.wait_until_idle()
@@ -79,7 +79,7 @@ def test_a_models_template(tmp_path: Path) -> None:
 def test_a_server_ends_while_a_template_loops(tmp_path: Path) -> None:
     write(byte_level(), tmp_path)
     (tmp_path / "chat_template.jinja").write_text(ENDLESS)
-    with mock_process(tmp_path, server={"http_port": 0, "lame_duck_seconds": 0.0}) as server:
+    with mock_process(tmp_path, server={"port": 0, "lame_duck_seconds": 0.0}) as server:
         server.wait_until_ready()
 
         def ask() -> None:
@@ -104,7 +104,7 @@ def test_a_tokenizers_regular_expressions(tmp_path: Path) -> None:
     )  # type: ignore[assignment]
     write(backend, tmp_path)
     answers: list[httpx.Response] = []
-    with mock_process(tmp_path, server={"http_port": 0, "lame_duck_seconds": 0.0}) as server:
+    with mock_process(tmp_path, server={"port": 0, "lame_duck_seconds": 0.0}) as server:
         server.wait_until_ready()
 
         def ask(text: str) -> httpx.Response:

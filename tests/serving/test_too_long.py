@@ -28,7 +28,7 @@ MESSAGES = [{"role": "user", "content": LONG}]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MockServer]:
     folder = write(byte_level(), tmp_path_factory.mktemp("too-long"))
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    with serve_mock(folder, server={"http_port": 0}, max_model_len=CONTEXT, embedding_size=8) as made:
+    with serve_mock(folder, server={"port": 0}, max_model_len=CONTEXT, embedding_size=8) as made:
         yield made
 
 

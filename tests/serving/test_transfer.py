@@ -73,7 +73,7 @@ def test_what_a_server_cannot_do_is_refused(given: dict[str, Any], info: PagesIn
 @pytest.fixture(scope="module")
 def server(tokenizer_folder: Any) -> Iterator[MockServer]:
     pages = PRODUCER._replace(peers=CONSUMER.peers)
-    with serve_mock(tokenizer_folder, server={"http_port": 0}, exchange=pages) as server:
+    with serve_mock(tokenizer_folder, server={"port": 0}, exchange=pages) as server:
         yield server
 
 

@@ -36,7 +36,7 @@ def server(tokenizer_folder: Path) -> Iterator[MockServer]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MockEngine, "_next", changing)
-        with serve_mock(tokenizer_folder, server={"http_port": 0}) as server:
+        with serve_mock(tokenizer_folder, server={"port": 0}) as server:
             yield server
 
 

@@ -28,7 +28,7 @@ MODELS = (
     "ray.llm._internal.serve.core.configs.openai_api_models"  # needs vLLM or SGLang, whose types these are
 )
 RPC = ("update_weights",)  # methods of AsyncLLM that collective_rpc may call
-UNLIMITED = {"max_streams_per_client": 2**30, "max_calls_per_client": 2**30, "http_port": 0}
+UNLIMITED = {"max_streams_per_client": 2**30, "max_calls_per_client": 2**30}
 
 
 class JengineEngine(LLMEngine):  # type: ignore[misc]  # ray ships no types

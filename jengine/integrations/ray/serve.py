@@ -36,8 +36,8 @@ NOT_HERE = frozenset(  # server options that do not apply on Ray Serve
     (
         "host",
         "port",
+        "grpc_port",
         "metrics_port",
-        "http_port",
         "tls_cert",
         "tls_key",
         "tls_client_ca",
@@ -101,9 +101,7 @@ class ServeConfig:
         self.server_config()
 
     def server_config(self) -> ServerConfig:
-        return ServerConfig(
-            **{"max_streams_per_client": 2**30, "max_calls_per_client": 2**30, **self.server, "http_port": 0}
-        )
+        return ServerConfig(**{"max_streams_per_client": 2**30, "max_calls_per_client": 2**30, **self.server})
 
 
 def build_app(

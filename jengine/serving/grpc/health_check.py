@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 
 from jengine.serving.config import PREFIX
+from jengine.serving.service_links import is_service_link
 
 SECONDS = 10.0
 
@@ -21,9 +22,9 @@ SECONDS = 10.0
 def main() -> int:
     """Returns the exit code: 0 if the model answers."""
     secured = f"{PREFIX}TLS_CERT" in os.environ
-    url = (
-        f"{'https' if secured else 'http'}://127.0.0.1:{os.environ.get(f'{PREFIX}HTTP_PORT', '8000')}/health"
-    )
+    port = os.environ.get(variable := f"{PREFIX}PORT", "8000")
+    port = "8000" if is_service_link(variable, port) else port
+    url = f"{'https' if secured else 'http'}://127.0.0.1:{port}/health"
     # the certificate is for another name than 127.0.0.1
     context = ssl._create_unverified_context() if secured else None
     try:

@@ -37,13 +37,14 @@ class BuiltServer(NamedTuple):
 
     Attributes:
         services: their full names.
+        port: on which it listens; None: on none.
         shared, calls: for services of other protocols.
     """
 
     server: grpc.aio.Server
     health: health.aio.HealthServicer
     services: tuple[str, ...]
-    port: int
+    port: int | None
     shared: Shared
     calls: ClientCalls
 
@@ -84,20 +85,23 @@ async def build_server(
         await state.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
     reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    address = (
-        f"[{config.host}]:{config.port}" if ":" in config.host.strip("[]") else f"{config.host}:{config.port}"
-    )
+    port = None if config.grpc_port is None else _bind(server, config, credentials)
+    return BuiltServer(server, state, names, port, shared, calls)
+
+
+def _bind(server: grpc.aio.Server, config: ServerConfig, credentials: grpc.ServerCredentials | None) -> int:
+    """Binds the server to config's address. Returns the port."""
+    host = f"[{config.host}]" if ":" in config.host.strip("[]") else config.host
+    address = f"{host}:{config.grpc_port}"
     try:
-        port = (
+        return int(
             server.add_insecure_port(address)
             if credentials is None
             else server.add_secure_port(address, credentials)
         )
     except RuntimeError:
-        raise InvalidArgument(
-            "port", config.port, f"cannot listen on {address}: {_why_not(config)}"
-        ) from None
-    return BuiltServer(server, state, names, port, shared, calls)
+        limit = f"cannot listen on {address}: {_why_not(config)}; give another one, or none"
+        raise InvalidArgument("grpc_port", config.grpc_port, limit) from None
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -126,7 +130,7 @@ def _why_not(config: ServerConfig) -> str:
     """The reason, which gRPC does not report, found by trying to bind again."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
-            config.host.strip("[]"), config.port, type=socket.SOCK_STREAM
+            config.host.strip("[]"), config.grpc_port, type=socket.SOCK_STREAM
         )[0]
         with socket.socket(family, kind) as attempt:
             attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

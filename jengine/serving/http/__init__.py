@@ -1,1 +1,1 @@
-"""OpenAI's API over HTTP, in the server of the gRPC API. Needs the extra `http`."""
+"""OpenAI's and Anthropic's APIs over HTTP, in the server of the gRPC API."""

@@ -1,21 +1,12 @@
-"""Request bodies: OpenAI's types with vLLM's fields. Every field has its effect or is rejected by name."""
+"""Request bodies: OpenAI's fields and vLLM's. Every field has its effect or is rejected by name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple, Required, get_type_hints
+from typing import Any, Literal, NamedTuple, Required, TypedDict, get_type_hints
 
-from openai.types import completion_create_params, embedding_create_params
-from openai.types.chat import (
-    ChatCompletionFunctionToolParam,
-    ChatCompletionStreamOptionsParam,
-)
-from openai.types.chat import (
-    completion_create_params as chat_create_params,
-)
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from pydantic_core import SchemaValidator
-from typing_extensions import TypedDict  # OpenAI's; typing's has another metaclass before Python 3.13
 
 from jengine import InvalidArgument, SamplingParams
 from jengine.serving.http import policy
@@ -43,9 +34,11 @@ NEUTRAL: Mapping[str, object] = {"best_of": 1, "modalities": ["text"], "suffix":
 
 
 @with_config(STRICT)
-class StreamOptions(ChatCompletionStreamOptionsParam, total=False):
+class StreamOptions(TypedDict, total=False):
     """`continuous_usage_stats`: include usage in every event."""
 
+    include_usage: bool
+    include_obfuscation: bool
     continuous_usage_stats: bool
 
 
@@ -70,19 +63,26 @@ class Extras(Level, total=False):
 
 
 @with_config(STRICT)
-class CompletionBody(completion_create_params.CompletionCreateParamsBase, Extras, total=False):
+class CompletionBody(Extras, total=False):
     """/v1/completions. `use_beam_search`: n is the width."""
 
+    model: Required[str]
+    prompt: Required[str | list[Any]]
+    echo: bool
+    logprobs: int
     add_special_tokens: bool
     use_beam_search: bool
     length_penalty: float
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 @with_config(STRICT)
 class ReasoningConfig(TypedDict, total=False):
     """`exclude`: the answer does not show the reasoning."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+    effort: Effort
     max_tokens: int
     enabled: bool
     exclude: bool
@@ -94,10 +94,59 @@ class ThinkingSwitch(TypedDict, total=False):
     budget_tokens: int
 
 
+class Function(TypedDict, total=False):
+    name: Required[str]
+    description: str
+    parameters: dict[str, Any]
+    strict: bool | None
+
+
+class FunctionTool(TypedDict):
+    function: Function
+    type: Literal["function"]
+
+
+class FunctionName(TypedDict):
+    name: str
+
+
+class NamedFunction(TypedDict):
+    """A tool that must be called."""
+
+    type: str
+    function: FunctionName
+
+
+class JsonSchema(TypedDict, total=False):
+    name: Required[str]
+    description: str
+    schema: dict[str, Any]
+    strict: bool | None
+
+
+class SchemaFormat(TypedDict):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class PlainFormat(TypedDict):
+    type: Literal["text", "json_object"]
+
+
 @with_config(STRICT)
-class ChatBody(chat_create_params.CompletionCreateParamsBase, Extras, total=False):
+class ChatBody(Extras, total=False):
     """/v1/chat/completions."""
 
+    model: Required[str]
+    messages: Required[Any]
+    logprobs: bool
+    top_logprobs: int
+    max_completion_tokens: int
+    reasoning_effort: Effort
+    response_format: PlainFormat | SchemaFormat
+    tools: list[Any]
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction
+    parallel_tool_calls: bool
     add_generation_prompt: bool
     continue_final_message: bool
     chat_template: str
@@ -112,9 +161,14 @@ class ChatBody(chat_create_params.CompletionCreateParamsBase, Extras, total=Fals
 
 
 @with_config(STRICT)
-class EmbeddingBody(embedding_create_params.EmbeddingCreateParams, total=False):
+class EmbeddingBody(TypedDict, total=False):
     """/v1/embeddings, with fields of PoolingParams."""
 
+    model: Required[str]
+    input: Required[str | list[Any]]
+    dimensions: int
+    encoding_format: Literal["float", "base64"]
+    user: str
     request_id: str
     priority: int
     timeout: float
@@ -179,7 +233,7 @@ class TokenizeBody(TypedDict, total=False):
     chat_template: str
     chat_template_kwargs: dict[str, Any]
     mm_processor_kwargs: dict[str, Any]
-    tools: list[ChatCompletionFunctionToolParam]
+    tools: list[FunctionTool]
 
 
 @with_config(STRICT)
@@ -250,7 +304,7 @@ class BodyFields:
 
     Args:
         type: a TypedDict.
-        supported: the fields of it that work here; others are OpenAI's, and rejected.
+        supported: the fields of it that are read here; by default all.
         own: fields that are not sampling parameters, although SamplingParams has a field of that name.
         ignored: fields that clients send, and that do not affect answers.
         refused: fields of the API that are not in the type, and do not work here.
@@ -378,13 +432,14 @@ def _unknown(name: str, value: Any) -> None:
     raise InvalidArgument(name, value, "there is no such field")
 
 
-STREAM_OPTIONS, TOOLS = validator_of(StreamOptions), validator_of(list[ChatCompletionFunctionToolParam])
+STREAM_OPTIONS, TOOLS = validator_of(StreamOptions), validator_of(list[FunctionTool])
 LEVEL = ("model", *get_type_hints(Level))
 COMMON = frozenset(("model", "stream_options", *get_type_hints(Extras)))
 COMPLETION = BodyFields(
     CompletionBody,
     COMMON | {"prompt", "echo", "logprobs", "add_special_tokens", "use_beam_search", "length_penalty"},
     not_sampling=("logprobs",),
+    refused=("suffix",),
 )
 CHAT_ONLY = frozenset((
     "messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format", "tools",
@@ -393,7 +448,7 @@ CHAT_ONLY = frozenset((
     "include_reasoning", "enable_thinking", "thinking", "thinking_budget", "thinking_budget_tokens",
     "reasoning",
 ))  # fmt: skip
-CHAT = BodyFields(ChatBody, COMMON | CHAT_ONLY, not_sampling=("logprobs",))
+CHAT = BodyFields(ChatBody, COMMON | CHAT_ONLY, not_sampling=("logprobs",), refused=("modalities",))
 EMBEDDING = BodyFields(EmbeddingBody, sampling=False)
 SCORE, RERANK = BodyFields(ScoreBody, sampling=False), BodyFields(RerankBody, sampling=False)
 TOKENIZE, DETOKENIZE = BodyFields(TokenizeBody, sampling=False), BodyFields(DetokenizeBody, sampling=False)

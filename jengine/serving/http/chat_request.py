@@ -50,10 +50,12 @@ class Chat(NamedTuple):
         the reasoning."""
         text = prompt["prompt"]
         structure, inside = self.params.structured_outputs, self.form.reasoning(text, self.continues)
-        if not isinstance(structure, StructuredOutputs):
-            return self._replace(prompt=text)
         tools, channels = self.tools, self.form.channels and not self.continues
-        if channels and (calls := tools.in_channels()) is not None:
+        if not isinstance(structure, StructuredOutputs):
+            if not (tools.plain and tools.callable) or self.continues:
+                return self._replace(prompt=text)
+            after = tools.or_any_text(inside)
+        elif channels and (calls := tools.in_channels()) is not None:
             after = calls
         elif tools.forced is None and not self.continues and (tools.callable or channels):
             after = tools.or_text(structure, self.form, inside)

@@ -110,6 +110,7 @@ class ChatService(HttpService):
             options["chat_template_kwargs"] = {**effort_variables(effort), **variables}
         if chat.tools.shown:
             options |= {"tools": chat.tools.shown, "tool_choice": chat.tools.forced}
+            options |= {"tools_as_text": chat.tools.plain}
         messages, template = body.get("messages"), body.get("chat_template")
         return await self._render(chat.model, lambda: (messages, options), template, size, call)
 

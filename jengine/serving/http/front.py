@@ -8,7 +8,6 @@ import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Literal
 
 import uvicorn
 from starlette.requests import Request
@@ -16,8 +15,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from jengine import InvalidArgument
-from jengine.serving.calls.listening import listen, reason
+from jengine.serving.calls.listening import PortOption, listen
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.connections import Connection, Quota
 from jengine.serving.metrics.metrics_server import MakePage, Pages
@@ -39,30 +37,30 @@ class HttpFront:
 
     Args:
         option: the option of config with the port.
+        listening: the socket of this port, if it listens already.
 
     Attributes:
         port: the port on which it listens.
     """
 
     def __init__(
-        self, app: ASGIApp, config: ServerConfig, option: Literal["http_port", "metrics_port"] = "http_port"
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        option: PortOption = "port",
+        listening: socket.socket | None = None,
     ) -> None:
-        self._app, self._config, self._option = app, config, option
+        self._app, self._config, self._option, self._socket = app, config, option, listening
         quota = Quota(config.max_connections, config.max_connections_per_client)
         self._protocol = type(
             "BoundedConnection", (Connection,), {"write_timeout": config.write_timeout, "quota": quota}
         )
-        self._socket: socket.socket | None = None
         self._servers: list[tuple[_Server, asyncio.Task[None]]] = []
         self.port = 0
 
     async def start(self, tls: ssl.SSLContext | None) -> None:
         """Raises InvalidArgument if the port is in use, or the address does not belong to this machine."""
-        host, port = self._config.host, getattr(self._config, self._option)
-        try:
-            self._socket = listen(host.strip("[]"), port)
-        except OSError as wrong:
-            raise InvalidArgument(self._option, port, f"cannot listen on {host}: {reason(wrong)}") from None
+        self._socket = self._socket or listen(self._config, self._option)
         self.port = self._socket.getsockname()[1]
         await self._serve(tls)
 

@@ -13,7 +13,16 @@ from jengine.serving.http.turns import type_of
 from jengine.serving.parsers.events import OutputParser
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.parsers.json_calls import CallArray, NamedCall
-from jengine.spi import after_thought, calls_or_text, forced_calls, forced_in_channels, object_schema
+from jengine.spi import (
+    after_thought,
+    calls_or_text,
+    forced_calls,
+    forced_in_channels,
+    object_schema,
+    plain_calls_or_text,
+)
+
+LENIENT = {"lenient": True, "coerce_one_of": True}  # ignores what llguidance does not know of a schema
 
 
 class ToolChoice(NamedTuple):
@@ -24,8 +33,8 @@ class ToolChoice(NamedTuple):
         callable: the tools that may be called in the answer; empty with "none".
         forced: "required", a tool's name, or nothing.
         parallel: whether there may be several calls.
-        plain: whether the chat template has no tools, so that their definitions are text, and calls are a
-            JSON array.
+        plain: whether the chat template has no tools, or the format of its calls is unknown, so that the
+            definitions are text, and calls are JSON.
         grammars: by the names of tools, of input that is text. A call follows it if that tool is forced.
     """
 
@@ -88,6 +97,12 @@ class ToolChoice(NamedTuple):
             raise InvalidArgument("tool_choice", "auto", limit)
         return calls_or_text(calls, self._schemas(), self.parallel, what, inside)
 
+    def or_any_text(self, inside: bool | None) -> StructuredOutputs:
+        """The constraint that makes valid calls of what begins as a plain call."""
+        # a schema that llguidance does not know entirely must not prevent answers that are text
+        schemas = {name: {"x-guidance": LENIENT, **schema} for name, schema in self._schemas().items()}
+        return plain_calls_or_text(schemas, self.parallel, inside)
+
     def _schemas(self) -> dict[str, dict[str, Any]]:
         """The parameters of each tool that may be called."""
         return {
@@ -140,13 +155,7 @@ def read_tools(body: Body, form: AnswerFormat, shown: bool) -> ToolChoice:
     if choice == "none":
         return ToolChoice(tools if shown else [], [], None, parallel)
     if choice in (None, "auto"):
-        if shown and not form.tools:
-            limit = (
-                "the format of this model's tool calls is unknown; use required, none or a tool's name (or"
-                " --tool-call-parser)"
-            )
-            raise InvalidArgument("tool_choice", choice, limit)
-        return ToolChoice(tools, tools, None, parallel, not shown)
+        return ToolChoice(tools, tools, None, parallel, not (shown and form.tools))
     if choice == "required":
         return ToolChoice(tools, tools, choice, parallel, not shown)
     if choice.get("type") != "function":

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Required
+from typing import Annotated, Any, Literal, Required, TypedDict
 
 from pydantic import ConfigDict, Field, with_config
-from typing_extensions import TypedDict
 
 from jengine.serving.http.bodies import STRICT, Level, validator_of
 
