@@ -1,11 +1,15 @@
 """An LLM inference engine in which no request waits for a compilation.
 
-Importing this package has no side effects. Names are imported on first use; `__init__.pyi` lists them.
+Importing this package has no side effects beyond its names. They are imported on first use; `__init__.pyi`
+lists them. jengine.vllm.modules makes vLLM's modules from them.
 """
 
 from __future__ import annotations
 
+import sys
+
 from jengine.base.lazy_names import lazy_names
+from jengine.vllm.modules import VllmModules
 
 
 def _missing(name: str) -> Exception:
@@ -19,3 +23,5 @@ def _missing(name: str) -> Exception:
 
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, __file__, _missing)
+if VllmModules not in sys.meta_path:
+    sys.meta_path.append(VllmModules)

@@ -8,6 +8,7 @@ from jengine.api.embeddings import ScoringOutput as ScoringOutput
 from jengine.api.embeddings import ScoringRequestOutput as ScoringRequestOutput
 from jengine.api.forward import Forward as Forward
 from jengine.api.llm import LLM as LLM
+from jengine.api.llm_engine import LLMEngine as LLMEngine
 from jengine.api.prompts import TextPrompt as TextPrompt
 from jengine.api.prompts import TokensPrompt as TokensPrompt
 from jengine.api.request_handle import RequestHandle as RequestHandle

@@ -32,7 +32,7 @@ from jengine.commands import (
     trace,
     tune,
 )
-from jengine.commands.arguments import Parser
+from jengine.vllm.arguments import Parser
 
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 LATER_PROGRAMS = "programs"  # name of the thread; see execution/background.py

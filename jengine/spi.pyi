@@ -14,12 +14,15 @@ from jengine.api.image_prompts import images_apart as images_apart
 from jengine.api.image_prompts import with_parts as with_parts
 from jengine.api.lora_text import find_lora as find_lora
 from jengine.api.lora_text import lora_tokenizer as lora_tokenizer
+from jengine.api.metrics import LOAD_COUNTERS as LOAD_COUNTERS
+from jengine.api.metrics import LOAD_GAUGES as LOAD_GAUGES
 from jengine.api.prompts import PreparedPrompt as PreparedPrompt
 from jengine.api.prompts import params_of_samples as params_of_samples
 from jengine.api.request_handle import OutputKind as OutputKind
 from jengine.api.scoring import Judgement as Judgement
 from jengine.api.scoring import judging_text as judging_text
 from jengine.api.scoring import scoring_of as scoring_of
+from jengine.base.checks import parse_object as parse_object
 from jengine.base.host_memory import available_memory as available_memory
 from jengine.base.interrupts import uninterrupted as uninterrupted
 from jengine.base.options import check_options as check_options

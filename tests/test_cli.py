@@ -164,7 +164,7 @@ def test_every_field_has_a_flag(made: list[Any]) -> None:
         # with 1 it would follow
         "pipeline_parallel_size": 2, "pipeline_layers": "3,1",
         "tensor_parallel_size": 4, "coordinator": "host:7000", "num_processes": 2, "process_id": 0,
-        "generation_config": "vllm", "programs": "compiled",
+        "generation_config": "vllm", "override_generation_config": {"top_k": 5}, "programs": "compiled",
         "quantization": "int4", "quantization_group_size": 64, "calibration_data": "text",
         "kv_cache_dtype": "int8", "warm_up": "all",
         # batch_invariant allows no other

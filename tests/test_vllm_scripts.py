@@ -9,9 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.compiling import QUICK_PROCESS
+from tests.golden.loras import Lora, write_lora
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PRINTED = {
@@ -19,8 +21,17 @@ PRINTED = {
         "Prompt: 'def fibonacci(n):', tokens: 8, reason: length\nPrompt: 'import os\\\\n', tokens: \\d,"
         " reason: \\w+\nPrompt: 'class Stack:', tokens: \\d, reason: \\w+\nTokens: 4\n"
     ),
+    "embed": "Prompt: 'def main():', size: 256, length: 1.000\nPrompt: 'The capital of France is', size: 256,"
+    " length: 1.000\n",
+    "multi_lora": (
+        "Finished: ['0', '1', '2', '3']\nDifferent texts: 3 Completions: 2\nUnfinished: False []\n"
+    ),
+    "spec_decode": (
+        "Running: 0 {'model_name': 'demo'}\nSteps: True True\nDrafts: True Accepted: True\nBy position:"
+        " True True\n"
+    ),
     "chat": "assistant:\nAnswers: 2 Prompt tokens: [True, True]\nDecoded: True True\n",
-    "structured": "Choice: True\nRegex: v 4\nJSON: ['age']\n",
+    "structured": "Choice: True\nRegex: v 4\nJSON: ['age']\nGrammar: SELECT 8\n",
     "logprobs": (
         "Prompt: None True Mean finite: True\nTokens: [True, True, True] True\nPrompt: None True Mean finite:"
         " True\nTokens: [True, True, True] True\nOne token: [None]\nEmbedding: True 1.0\nEmbedding: True"
@@ -29,15 +40,40 @@ PRINTED = {
     "streaming": "Streamed: True True\n",
 }
 IN_VLLM = {  # vLLM's modules and what scripts import from them
-    "vllm": {"LLM", "SamplingParams", "TokensPrompt", "AsyncEngineArgs", "AsyncLLMEngine"},
+    "vllm": {
+        "LLM", "SamplingParams", "TokensPrompt", "EngineArgs", "LLMEngine", "RequestOutput",
+    },
+    "vllm.engine.arg_utils": {"AsyncEngineArgs"},
+    "vllm.inputs": {"TokensPrompt"},
     "vllm.lora.request": {"LoRARequest"},
+    "vllm.outputs": {"RequestOutput"},
     "vllm.sampling_params": {"StructuredOutputsParams", "RequestOutputKind"},
-}
+    "vllm.utils": {"FlexibleArgumentParser", "random_uuid"},
+    "vllm.utils.argparse_utils": {"FlexibleArgumentParser"},
+    "vllm.v1.engine.async_llm": {"AsyncLLM"},
+    "vllm.v1.metrics.reader": {"Counter", "Gauge", "Histogram", "Vector"},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Folders of two adapters of the demo model, which change its answers."""
+    folders = []
+    for number in range(2):
+        random, tensors = np.random.default_rng(number), {}
+        for layer in range(4):
+            name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
+            tensors[f"{name}A.weight"] = random.normal(0.0, 0.5, (8, 256)).astype(np.float32)
+            tensors[f"{name}B.weight"] = random.normal(0.0, 0.5, (256, 8)).astype(np.float32)
+        config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
+        folders.append(str(write_lora(tmp_path_factory.mktemp("adapter"), Lora(config, tensors))))
+    return folders
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_a_script_of_vllm_runs(name: str) -> None:
+def test_a_script_of_vllm_runs(name: str, adapters: list[str]) -> None:
     command = [sys.executable, "-W", "error::UserWarning", str(SCRIPTS / f"{name}.py")]
+    command += adapters if name == "multi_lora" else []
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, **QUICK_PROCESS}, timeout=900
     )

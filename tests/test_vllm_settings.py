@@ -6,8 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
+import os
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +25,8 @@ from jengine.serving.config import SERVE_DEFAULTS, ServerConfig
 from jengine.serving.guards.access import Access
 from jengine.serving.lora_modules import LoraModule
 from jengine.serving.metrics.server_metrics import Metrics
+from jengine.utils import FlexibleArgumentParser
+from jengine.vllm.modules import MODULES
 from jengine.vllm.setting import whole_number
 from jengine.vllm.translate import SAMPLING_SETTINGS, SERVE_SETTINGS, STRUCTURED_SETTINGS
 from tools.vllm_same import SAME
@@ -50,6 +56,23 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
     ("--seed 7", {"seed": 7}, ""),
     ("--generation-config vllm", {"generation_config": "vllm"}, ""),
     ("--host 0.0.0.0 --port 8000", {"host": "0.0.0.0"}, ""),
+    ("--served-model-name a b", {"served_model_name": ("a", "b")}, ""),
+    (
+        '--default-chat-template-kwargs {"enable_thinking":false}',
+        {"default_chat_template_kwargs": {"enable_thinking": False}},
+        "",
+    ),
+    (
+        '--override-generation-config {"temperature":0.6,"max_new_tokens":99}',
+        {"override_generation_config": {"temperature": 0.6, "max_new_tokens": 99}},
+        "",
+    ),
+    ("--max-model-len auto", NOTHING, ""),
+    ("--max-model-len -1", NOTHING, ""),
+    ("--enable-log-requests", {"request_log": "-"}, ""),
+    ('--structured-outputs-config {"disable_additional_properties":true}', NOTHING, ""),
+    ("--attention-backend FLASH_ATTN", NOTHING, "kernels are chosen by device, dtype and shape"),
+    ("--numa-bind", NOTHING, "start the command with numactl"),
     ("--model demo", {"model": "demo"}, ""),
     ("--api-key sk-secret", {"api_key": ("sk-secret",)}, ""),
     ("--chat-template chat.jinja", {"chat_template": "chat.jinja"}, ""),
@@ -95,6 +118,11 @@ ACCEPTED: list[tuple[str, dict[str, Any], str]] = [
         "",
     ),
     ("--structured-outputs-config.backend xgrammar", NOTHING, ""),
+    (
+        "--speculative-config.method ngram --speculative_config.num_speculative_tokens 3",
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        "",
+    ),
     ('--structured-outputs-config={"backend":"xgrammar"}', NOTHING, ""),
     ("--enforce-eager", NOTHING, "--enforce-eager has no effect: programs are always compiled"),
     (
@@ -118,8 +146,20 @@ REFUSED: list[tuple[str, str]] = [
     ("--enable-lora --lora-modules a=b a=c", "lora_modules='a': is given twice"),
     ('--speculative-config {"method":"ngram"}', "speculative_config.num_speculative_tokens"),
     ('--speculative-config {"method":"eagle","model":"x"}', "must be ngram"),
-    ("--download-dir /models", "HF_HUB_CACHE"),
-    ("--hf-token hf_secret", "HF_TOKEN"),
+    ("--override-generation-config x", "must be a JSON object such as"),
+    (
+        '--override-generation-config {"temperature":-1}',
+        "override_generation_config.temperature=-1: must be a finite number",
+    ),
+    (
+        '--override-generation-config {"eos_token_id":1}',
+        "override_generation_config.eos_token_id=1: there",
+    ),
+    ("--default-chat-template-kwargs 5", "default_chat_template_kwargs=5: must be"),
+    ("--served-model-name a a", "must be text, or different texts"),
+    ("--uds /tmp/socket", "sockets in the file system are not served"),
+    ("--log-config-file log.json", "see log_level and request_log"),
+    ("--chat-template-content-format openai", "must be auto or string"),
     ("--tokenizer-mode slow", "must be auto or hf or mistral"),
     ("--load-format dummy", "weights are read in the format that they have"),
     ("--root-path /llm", "let the proxy remove its prefix"),
@@ -137,13 +177,9 @@ REFUSED: list[tuple[str, str]] = [
     ("--distributed-executor-backend ray", "coordinator, num_processes and process_id"),
     ("--nnodes 2", "it is called num_processes here"),
     ("--ssl-ca-certs ca.pem", "it is called tls_client_ca here"),
-    ("--enable-log-requests", "request_log=- does this"),
     ("--max-logprobs 50", "at most 20 log probabilities"),
     ("--structured-outputs-config.disable_any_whitespace true", "only backend may be set"),
-    (
-        '--default-chat-template-kwargs {"enable_thinking":false}',
-        "send chat_template_kwargs with each request",
-    ),
+    ("--structured-outputs-config.disable_additional_properties false", "A request opens its objects with"),
     ("--quantization bitsandbytes", "AWQ, GPTQ and other quantized checkpoints need no option"),
     ("--kv-cache-dtype fp8_e5m2", "must be auto, int8, fp8"),
     ("--kv-cache-dtyp fp8", "there is no such option; did you mean --kv-cache-dtype?"),
@@ -151,7 +187,6 @@ REFUSED: list[tuple[str, str]] = [
     ("--api-keys=sk-secret", "a key itself is given as JENGINE_API_KEY or --api-key"),
     ("--max-model-len many", "'many': must be a whole number"),
     ("--tensor-paralel-size=2", "did you mean --tensor-parallel-size?"),
-    ("--served-model-name a b", "'b': there is one argument too many"),
 ]
 
 
@@ -224,8 +259,9 @@ def test_the_table_is_whole(setting: Any) -> None:
     assert setting.name not in fields, "it is an option"
     assert not setting.to or setting.to in fields
     assert all(name in fields for options in setting.gives.values() for name in options)
-    assert setting.to or len(setting.why) > 10
+    assert setting.to or setting.gives or len(setting.why) > 10
     assert setting.take(None) == ({}, ""), "None asks for nothing"
+    assert setting.kind != "renamed" or setting.to or setting.gives or setting.variable
     for fit in setting.fits:
         options, note = setting.take(fit)
         assert note == "" and (not options or setting.to or setting.gives)
@@ -284,7 +320,6 @@ def test_options_in_python() -> None:
         ({"enable_lora": True, "max_lora_rank": 1024}, "max_lora_rank=1024: must be a whole number"),
         ({"max_logprob": 5}, "did you mean max_logprobs?"),
         ({"block_size": 8, "page_size": 16}, "page_size=16: page_size is given as 8 too"),
-        ({"hf_token": "hf_secret"}, "hf_token=...: set the environment variable HF_TOKEN"),
         ({"quantization": "bitsandbytes"}, "AWQ, GPTQ and other quantized checkpoints need no option"),
     ):
         with pytest.raises(InvalidArgument, match=re.escape(says)) as refused:
@@ -315,7 +350,7 @@ def test_sampling_parameters() -> None:
     ):  # type: ignore[call-arg,arg-type]
         assert SamplingParams(structured_outputs=given) == SamplingParams(structured_outputs=schema)
     assert SamplingParams(guided_decoding=schema) == SamplingParams(structured_outputs=schema)  # type: ignore[call-arg]
-    with pytest.raises(InvalidArgument, match=r"structural_tag='<a>': use a Lark grammar"):
+    with pytest.raises(InvalidArgument, match=r"structural_tag='<a>': use a grammar"):
         SamplingParams(structured_outputs={**schema, "structural_tag": "<a>"})
     with pytest.warns(UserWarning, match="spaces_between_special_tokens=False has no effect"):
         SamplingParams(spaces_between_special_tokens=False)  # type: ignore[call-arg]
@@ -324,12 +359,10 @@ def test_sampling_parameters() -> None:
 
 
 def test_names_of_the_package() -> None:
-    assert (
-        jengine.AsyncLLMEngine is jengine.AsyncLLM
-        and jengine.AsyncEngineArgs is jengine.EngineArgs is EngineConfig
-    )  # type: ignore[attr-defined]
-    with pytest.raises(ImportError, match="jengine has no 'LLMEngine': use LLM"):
-        from jengine import LLMEngine  # type: ignore[attr-defined]  # noqa: F401
+    assert jengine.AsyncLLMEngine is jengine.AsyncLLM  # type: ignore[attr-defined]
+    assert jengine.AsyncEngineArgs is jengine.EngineArgs is EngineConfig  # type: ignore[attr-defined]
+    with pytest.raises(ImportError, match="jengine has no 'ModelRegistry': model families are part"):
+        from jengine import ModelRegistry  # type: ignore[attr-defined]  # noqa: F401
     with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
         from jengine import Nothing  # type: ignore[attr-defined]  # noqa: F401
     assert not hasattr(jengine, "Nothing")
@@ -370,7 +403,7 @@ def test_attributes_of_engines() -> None:
         engine = of.__new__(of)
         for name, says in (
             ("encode", "embed gives embeddings"),
-            ("llm_engine", "LLM.engine is the engine"),
+            ("collective_rpc", "LLM.engine is the engine"),
             ("add_lora", "use loras.load"),
         ):
             with pytest.raises(AttributeError, match=re.escape(says)):
@@ -382,3 +415,74 @@ def test_attributes_of_engines() -> None:
 def test_options_of_the_server_that_vllms_library_has(name: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^{name}='x': .*`jengine serve` has this option"):
         EngineConfig(model="demo", **{name: "x"})
+
+
+@pytest.mark.parametrize("imported", [True, False])
+def test_options_that_become_environment_variables(imported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if huggingface_hub has read them already. Child processes inherit them."""
+    constants = SimpleNamespace(HF_HUB_CACHE="before")
+    if imported:
+        monkeypatch.setitem(sys.modules, "huggingface_hub.constants", constants)
+    else:
+        monkeypatch.delitem(sys.modules, "huggingface_hub.constants", raising=False)
+    for name in ("HF_HUB_CACHE", "HF_TOKEN"):
+        monkeypatch.setenv(name, "before")
+    assert EngineConfig.of("demo", {"download_dir": None, "hf_token": True}) == EngineConfig()
+    assert (os.environ["HF_HUB_CACHE"], os.environ["HF_TOKEN"]) == ("before", "before")
+    assert EngineConfig.of("demo", {"download_dir": "/models", "hf_token": "hf_x"}) == EngineConfig()
+    assert (os.environ["HF_HUB_CACHE"], os.environ["HF_TOKEN"]) == ("/models", "hf_x")
+    assert ("/models" if imported else "before") == constants.HF_HUB_CACHE
+
+
+def test_a_script_has_the_options_as_flags() -> None:
+    parser = FlexibleArgumentParser(description="A script.")
+    assert jengine.EngineArgs.add_cli_args(parser) is parser
+    parser.add_argument("--prompts", type=int, default=3)
+    parser.set_defaults(model="other", runner="pooling")
+    args = parser.parse_args(["--max_num_seqs", "8", "--block-size=32", "-tp", "1", "--seed", "5"])
+    assert args.prompts == 3 and not hasattr(args, "dtype"), "only what is given"
+    options = jengine.EngineArgs.from_cli_args(args)
+    expected = EngineConfig(model="other", max_num_seqs=8, page_size=32, seed=5, embeddings=True)
+    assert dataclasses.asdict(options) == dataclasses.asdict(expected)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_of_vllm(module: str) -> None:
+    """Each name is that of jengine, or at its home."""
+    made = importlib.import_module(f"jengine.{module}")
+    assert dir(made) == sorted(made.__all__) != []
+    for name in made.__all__:
+        assert getattr(made, name) is not None
+        if hasattr(jengine, name):
+            assert getattr(made, name) is getattr(jengine, name)
+    stub = Path(str(jengine.__file__)).parent / (module.replace(".", "/") + ".pyi")
+    if stub.exists():  # for type checkers
+        names = re.findall(r"^(\w+) = \w+$| as (\w+)$", stub.read_text(), re.MULTILINE)
+        assert {*made.__all__} == {alias or name for alias, name in names}
+
+
+@pytest.mark.parametrize(
+    ("statement", "says"),
+    [
+        (
+            "import jengine.distributed.parallel_state",
+            "there is no module 'jengine.distributed': devices exchange",
+        ),
+        ("from jengine.assets.image import ImageAsset", "there is no module 'jengine.assets': it downloads"),
+        (
+            "from jengine.entrypoints.openai import api_server",
+            "jengine.entrypoints.openai': run `jengine serve`",
+        ),
+        (
+            "from jengine.outputs import PoolingOutput",
+            "jengine.outputs has no 'PoolingOutput': use EmbeddingOutput",
+        ),
+        ("from jengine.outputs import Nothing", "cannot import name 'Nothing'"),
+        ("import jengine.nothing", "No module named 'jengine.nothing'"),
+        ("import jengine.engine.nothing", "No module named 'jengine.engine.nothing'"),
+    ],
+)
+def test_modules_that_do_not_exist(statement: str, says: str) -> None:
+    with pytest.raises(ImportError) as failed:
+        exec(statement)
+    assert says in str(failed.value)

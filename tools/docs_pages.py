@@ -25,13 +25,13 @@ from vllm_same import SAME
 
 from jengine import EngineConfig, Load, SamplingParams
 from jengine.base.options import groups_of
-from jengine.commands.flags import add_fields
 from jengine.core.updates import LoraLoad, StoreLoad
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.policy import POLICIES
 from jengine.serving.metrics.model_metrics import ModelMetrics
 from jengine.serving.metrics.server_metrics import PrometheusMetrics
 from jengine.vllm import engine_settings, server_settings
+from jengine.vllm.flags import add_fields
 from jengine.vllm.sampling_settings import CALLS, SAMPLING, STRUCTURED
 from jengine.vllm.setting import Setting
 
@@ -164,6 +164,8 @@ def _accepted(setting: Setting) -> str:
         return (
             f"`{setting.to}`{'; ' if setting.why else ''}"
             if setting.to
+            else ""
+            if setting.variable
             else f"{given[0]}; "
             if setting.why
             else given[0]

@@ -7,12 +7,15 @@ SAME: dict[str, str] = {
     "revision": "",
     "tokenizer": "",
     "generation_config": "`auto` or `vllm`",
+    "override_generation_config": "also other sampling parameters",
     "dtype": "`half`, `float` and `bf16` too",
     "quantization": (
         "quantizes on load; `awq`, `gptq` and other formats are accepted for checkpoints that have them"
     ),
     "kv_cache_dtype": "`fp8` is `fp8_e4m3`, with a scale for each token",
-    "max_model_len": "`4k` is 4,000, `4K` is 4,096, on the command line and in variables",
+    "max_model_len": (
+        "`auto` is the default; `4k` is 4,000, `4K` is 4,096, on the command line and in variables"
+    ),
     "max_num_seqs": "",
     "max_num_batched_tokens": "chunked prefill is always on",
     "gpu_memory_utilization": "",
@@ -43,7 +46,8 @@ SAME: dict[str, str] = {
     ),
     "host": "default 127.0.0.1",
     "port": "HTTP; gRPC has `grpc_port`",
-    "served_model_name": "one name",
+    "served_model_name": "",
+    "default_chat_template_kwargs": "",
     "lora_modules": "paths are folders or hub ids",
     "api_key": (
         "also the variable `JENGINE_API_KEY`; `api_keys` is a file with hashes and limits for each key"

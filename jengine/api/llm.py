@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Generator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -14,8 +15,10 @@ from jengine.api.chat import ChatOptions, Conversation, chat_prompt, conversatio
 from jengine.api.embedding_methods import LLMEmbeddings
 from jengine.api.engine_methods import EngineMethods
 from jengine.api.llm_beams import LLMBeams
+from jengine.api.llm_engine import LLMEngine
 from jengine.api.llm_facts import facts_of, stats_of
 from jengine.api.loras import LoraRequests, Loras
+from jengine.api.metrics import get_metrics
 from jengine.api.prompts import Prompt, TokensPrompt, listed, make_requests
 from jengine.api.request_handle import tokens_of
 from jengine.api.rollout_methods import RolloutMethods
@@ -68,6 +71,8 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
         >>> with LLM("demo") as llm:
         ...     llm.generate("def fib(n):", SamplingParams(temperature=0.0))[0].outputs[0].text
     """
+
+    get_metrics, llm_engine = get_metrics, cached_property(LLMEngine)
 
     def __init__(
         self,

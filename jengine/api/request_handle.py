@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Literal, Self
 
 from jengine.base.errors import EngineDead
@@ -12,6 +13,14 @@ from jengine.core.service_level import LevelOptions
 
 OutputKind = Literal["cumulative", "delta", "final"]
 OUTPUT_KINDS = ("cumulative", "delta", "final")
+
+
+class RequestOutputKind(StrEnum):
+    """vLLM's names of OUTPUT_KINDS."""
+
+    CUMULATIVE = "cumulative"
+    DELTA = "delta"
+    FINAL_ONLY = "final"
 
 
 class RequestOptions(LevelOptions, total=False):
@@ -149,9 +158,9 @@ class RequestHandle:
             ready = ended or self._kind != "final"
         if self._interval > 1:
             self._tokens = tokens_of(self._output)
-        news = _snapshot(self.output, self._shown)
+        news = snapshot(self.output, self._shown)
         if self._kind == "delta":
-            self._shown = {part.index: (len(part.token_ids), len(part.text)) for part in self._output.outputs}
+            self._shown = lengths(self._output)
         if ended:
             self.close()
         return news
@@ -168,7 +177,12 @@ def tokens_of(output: RequestOutput) -> int:
     return sum([len(completion.token_ids) for completion in output.outputs])
 
 
-def _snapshot(output: RequestOutput, shown: dict[int, tuple[int, int]]) -> RequestOutput:
+def lengths(output: RequestOutput) -> dict[int, tuple[int, int]]:
+    """Tokens and characters of each completion, by index."""
+    return {part.index: (len(part.token_ids), len(part.text)) for part in output.outputs}
+
+
+def snapshot(output: RequestOutput, shown: dict[int, tuple[int, int]]) -> RequestOutput:
     """A copy that does not grow. Of each completion, it contains only what follows the tokens and characters
     in `shown`.
     """

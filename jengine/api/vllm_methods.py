@@ -10,10 +10,12 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.config import EngineConfig
 from jengine.text.tokenizer import Tokenizer
 from jengine.vllm.names import OF_LLM, missing
+from jengine.vllm.translate import ENGINE_SETTINGS, translated, warn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+VERY_LONG = 10**30  # transformers' model_max_length of a tokenizer without a limit
 LEFT_OUT = (
     "disable_log_requests",
     "disable_log_stats",
@@ -21,6 +23,26 @@ LEFT_OUT = (
     "start_engine_loop",
     "usage_context",
 )
+
+
+def get_tokenizer(
+    tokenizer_name: str, *, revision: str | None = None, **more: Any
+) -> PreTrainedTokenizerFast:
+    """A model's tokenizer as one of transformers. Downloads the model if its name is a hub id.
+
+    Args:
+        more: other arguments of vLLM's function, which must ask for nothing.
+
+    Raises:
+        InvalidArgument: an argument that is not supported.
+        ModelError: there is no such model, or it has no tokenizer.
+    """
+    from jengine.checkpoints import resolve
+
+    _, notes = translated(more, (), ENGINE_SETTINGS, "argument")
+    warn(notes)
+    tokenizer = Tokenizer.load(resolve(tokenizer_name, revision))
+    return tokenizer.for_transformers(tokenizer_name, VERY_LONG)
 
 
 def _no_such_attribute(self: object, name: str) -> Any:

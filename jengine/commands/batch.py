@@ -17,7 +17,8 @@ from jengine.base.progress import progress_bar
 from jengine.commands.batch_files import STDOUT, Output, Record, RecordFormat
 from jengine.commands.batch_lines import JsonLines, Line, Source, numbered, read_again
 from jengine.commands.batch_openai import OpenAiBatch, is_batch_line
-from jengine.commands.flags import engine_fields, flag_values, sampling_fields
+from jengine.commands.flags import engine_fields, sampling_fields
+from jengine.vllm.flags import flag_values
 
 WINDOW = 4096  # number of requests sorted at a time
 WINDOW_CHARACTERS = 2**26  # maximum total length of their prompts

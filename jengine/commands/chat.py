@@ -15,7 +15,6 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Protocol
 
 from jengine import EngineConfig, InvalidArgument, JengineError, SamplingParams, chat_prompt
-from jengine.commands.arguments import add_help
 from jengine.commands.connection import CONNECTION, add_connection, connect
 from jengine.commands.flags import (
     CHAT_DEFAULTS,
@@ -25,11 +24,12 @@ from jengine.commands.flags import (
     add_lora,
     add_sampling_and_engine,
     engine_fields,
-    flag_values,
     follows,
     lora_request,
 )
 from jengine.commands.terminal import note, write
+from jengine.vllm.arguments import add_help
+from jengine.vllm.flags import flag_values
 
 if TYPE_CHECKING:
     from jengine import LLM, CompletionOutput, Tokenizer, TokensPrompt

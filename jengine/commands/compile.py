@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from jengine import EngineConfig
-from jengine.commands.arguments import add_vllm_flags
-from jengine.commands.flags import add_fields, add_model, flag_values
+from jengine.commands.flags import add_model
 from jengine.commands.terminal import note
+from jengine.vllm.arguments import add_vllm_flags
 from jengine.vllm.engine_settings import ENGINE
+from jengine.vllm.flags import add_fields, flag_values
 
 # Options that do not affect programs, or that this command sets.
 SKIPS = (

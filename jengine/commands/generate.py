@@ -14,7 +14,6 @@ from typing import Any
 
 from jengine import InvalidArgument, JengineError, RequestOutput, SamplingParams
 from jengine.commands import batch
-from jengine.commands.arguments import add_help
 from jengine.commands.batch_files import STDOUT
 from jengine.commands.flags import (
     COMMON_ENGINE,
@@ -28,6 +27,7 @@ from jengine.commands.flags import (
     sampling_fields,
 )
 from jengine.commands.terminal import note, write
+from jengine.vllm.arguments import add_help
 
 _LOADED = time.monotonic()  # replaces the process's start time if /proc is missing
 

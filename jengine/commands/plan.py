@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jengine import EngineConfig, InvalidArgument
-from jengine.commands.arguments import add_vllm_flags
 from jengine.commands.compile import SKIPS, add_target, config_for
-from jengine.commands.flags import add_fields, add_model
+from jengine.commands.flags import add_model
 from jengine.commands.terminal import note, write
+from jengine.vllm.arguments import add_vllm_flags
 from jengine.vllm.engine_settings import ENGINE
+from jengine.vllm.flags import add_fields
 
 if TYPE_CHECKING:
     from jengine.capacity.planning.links import Cluster

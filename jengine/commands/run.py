@@ -7,7 +7,6 @@ import os
 import sys
 
 from jengine import EngineConfig, JengineError
-from jengine.commands.arguments import add_help
 from jengine.commands.chat import KEYS, Conversation, Keyboard, chat_params, chat_with, local_model
 from jengine.commands.flags import (
     CHAT_DEFAULTS,
@@ -22,6 +21,7 @@ from jengine.commands.flags import (
 from jengine.commands.pull import add_force, pull
 from jengine.hub.cached import is_cached
 from jengine.hub.files import HubName
+from jengine.vllm.arguments import add_help
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jengine import EngineConfig, EngineDead, JengineError
-from jengine.commands.arguments import add_help, add_vllm_flags
-from jengine.commands.flags import COMMON_ENGINE, add_fields
+from jengine.commands.flags import COMMON_ENGINE
 from jengine.commands.terminal import note
+from jengine.vllm.arguments import add_help, add_vllm_flags
+from jengine.vllm.flags import add_fields
 from jengine.vllm.translate import SERVE_SETTINGS
 
 # options of the server and the engine that a short help shows, beside COMMON_ENGINE

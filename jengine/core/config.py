@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from jengine.base.errors import InvalidArgument
 from jengine.base.options import check_options, readable
@@ -22,7 +23,9 @@ from jengine.core.scheduling_options import (
     check_scheduling,
 )
 from jengine.core.speculation import Speculation
-from jengine.vllm.translate import ENGINE_SETTINGS, LIBRARY_SETTINGS, takes
+from jengine.vllm.arguments import add_vllm_flags
+from jengine.vllm.flags import add_fields
+from jengine.vllm.translate import ENGINE_SETTINGS, LIBRARY_SETTINGS, takes, warn
 
 
 @takes({**ENGINE_SETTINGS, **LIBRARY_SETTINGS})
@@ -62,6 +65,26 @@ class EngineConfig(  # the fields of the last base come first
                 )
                 raise InvalidArgument(name, type(options[name]).__name__, limit)
         return cls(**{"model": model, **options})
+
+    @staticmethod
+    def add_cli_args[P: argparse.ArgumentParser](parser: P) -> P:
+        """Add a flag for each option, and vLLM's flags, to a script's parser. Returns the parser.
+
+        Only options that are given, or set by `set_defaults`, become attributes of the parsed arguments.
+        """
+        add_fields(parser.add_argument_group("engine"), EngineConfig)
+        add_vllm_flags(parser, ENGINE_SETTINGS.values(), lambda note: warn([note]))
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """The options among a script's arguments.
+
+        Raises:
+            InvalidArgument: a value out of range.
+        """
+        names = {*cls.__dataclass_fields__, *ENGINE_SETTINGS}
+        return cls(**{name: value for name, value in vars(args).items() if name in names})
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -19,6 +19,7 @@ class EngineOptions(TypedDict, total=False):
     tokenizer: str | None
     chat_template: str | Path | None
     generation_config: Literal["auto", "vllm"] | None
+    override_generation_config: dict[str, Any] | str | None
     dtype: Dtype
     quantization: Quantization | CheckpointFormat | None
     quantization_group_size: int

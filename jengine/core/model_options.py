@@ -5,17 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
+from jengine.base.checks import parse_object
 from jengine.base.errors import InvalidArgument
-from jengine.base.options import is_a, read_as, whole
+from jengine.base.options import is_a, read_as, readable, whole
 from jengine.core.quantization import FOUR_BITS, Quantization
+from jengine.core.request import SamplingParams
 from jengine.vllm.translate import HINTS, value_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 CheckpointFormat = Literal["awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "mxfp4", "gguf"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
+OVERRIDES = "override_generation_config"
+
+
+def sampling_overrides(option: Any) -> dict[str, Any]:
+    """The option override_generation_config, as fields of SamplingParams.
+
+    Raises:
+        InvalidArgument: naming the field, its value and the limit.
+    """
+    fields = parse_object(OVERRIDES, option, ' such as {"temperature": 0.6}')
+    if "max_new_tokens" in fields:  # as generation_config.json calls it
+        fields["max_tokens"] = fields.pop("max_new_tokens")
+    try:
+        SamplingParams(**fields)
+    except InvalidArgument as wrong:
+        raise InvalidArgument(f"{OVERRIDES}.{wrong.field}", wrong.value, wrong.limit) from None
+    return fields
+
 
 known_quantization = is_a(
     str,
@@ -38,6 +59,8 @@ class ModelOptions:
             itself.
         generation_config: the source of sampling parameters for requests that set none. auto: the model's
             generation_config.json; vllm: the defaults of SamplingParams.
+        override_generation_config: sampling parameters that replace those of generation_config, such as
+            {"temperature": 0.6}. They too hold only for requests that set none.
         dtype: number format of weights, activations and cache. auto: the checkpoint's where the device
             supports it, float16 on a GPU without bfloat16; on a CPU float32 instead of a narrower one, unless
             the CPU multiplies that one natively or is measured to be faster with it.
@@ -70,6 +93,7 @@ class ModelOptions:
     tokenizer: str | None = None
     chat_template: str | Path | None = None
     generation_config: Literal["auto", "vllm"] | None = "auto"
+    override_generation_config: Annotated[dict[str, Any] | str | None, readable(sampling_overrides)] = None
     dtype: Annotated[Dtype, as_dtype] = "auto"
     quantization: Annotated[Quantization | CheckpointFormat | None, known_quantization] = None
     quantization_group_size: Annotated[int, group_size] = 128

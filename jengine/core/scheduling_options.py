@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from jengine.base.errors import InvalidArgument
 from jengine.base.options import number, readable, whole
 from jengine.core.speculation import Speculation
+from jengine.vllm.translate import value_of
 
 Policy = Literal["fcfs", "priority", "fair"]
 StrategyName = Literal["throughput", "latency", "memory", "auto"]
@@ -31,6 +32,15 @@ def burst(name: str, value: Any) -> int | str:
     return steps
 
 
+at_least_1 = whole(1)
+
+
+def model_length(name: str, value: Any) -> int | None:
+    """Checks max_model_len; vLLM's names of the default are auto and -1."""
+    length = None if value == -1 else value_of(name, value)
+    return None if length is None else at_least_1(name, length)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
     """Sequences and steps.
@@ -49,7 +59,7 @@ class StepOptions:
             times, targets and keyed hashes that show which prompts share a prefix; no text and no tokens.
     """
 
-    max_model_len: Annotated[int | None, whole(1)] = None
+    max_model_len: Annotated[int | None, model_length] = None
     max_num_seqs: Annotated[int | None, whole(1)] = None
     max_num_batched_tokens: Annotated[int | None, whole(1)] = None
     tile_size: Annotated[int, whole(1)] = 64

@@ -7,6 +7,7 @@ from dataclasses import InitVar, dataclass
 from typing import Any
 
 from jengine.base.errors import InvalidArgument
+from jengine.core.json_schema import open_objects
 from jengine.vllm.translate import STRUCTURED_SETTINGS, takes
 
 PLACE = "structured_outputs"
@@ -16,15 +17,19 @@ PLACE = "structured_outputs"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
     """A constraint on the output: exactly one of a JSON schema, a regular expression, a choice of texts and a
-    Lark grammar.
+    grammar.
 
     Args:
         json: a schema as text or as a dict, or a class with `model_json_schema`, such as a pydantic model,
-            which is stored as a dict. The output has at most 100 whitespace characters in a row, unless the
-            schema's `x-guidance` sets `whitespace_pattern`.
+            which is stored as a dict. An object that lists `properties` has no others, unless its schema
+            says so (`"additionalProperties": true`). The output has at most 100 whitespace characters in a
+            row, unless the schema's `x-guidance` sets `whitespace_pattern`.
+        grammar: in Lark's notation, or in GBNF, which is llama.cpp's and vLLM's (`root ::= "a" | "b"`).
         disable_any_whitespace: allow no whitespace between the parts of JSON. The schema becomes a dict whose
             `x-guidance` says so; the same for `whitespace_pattern`.
         whitespace_pattern: a regular expression of the whitespace that is allowed between the parts of JSON.
+        disable_additional_properties: False lets objects have properties beside those that the schema lists,
+            as JSON Schema says. The schema becomes a dict that says so.
     """
 
     json: str | dict[str, Any] | type | None = None
@@ -33,8 +38,14 @@ class StructuredOutputs:
     grammar: str | None = None
     disable_any_whitespace: InitVar[bool] = False
     whitespace_pattern: InitVar[str | None] = None
+    disable_additional_properties: InitVar[bool] = True
 
-    def __post_init__(self, disable_any_whitespace: bool, whitespace_pattern: str | None) -> None:
+    def __post_init__(
+        self,
+        disable_any_whitespace: bool,
+        whitespace_pattern: str | None,
+        disable_additional_properties: bool,
+    ) -> None:
         fields = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
         if len(fields) != 1:
             raise InvalidArgument(
@@ -56,6 +67,8 @@ class StructuredOutputs:
         if disable_any_whitespace is not False or whitespace_pattern is not None:
             schema = _with_whitespace(self.json, disable_any_whitespace, whitespace_pattern)
             object.__setattr__(self, "json", schema)
+        if disable_additional_properties is not True:
+            object.__setattr__(self, "json", _opened(self.json, disable_additional_properties))
 
 
 def structured(fields: dict[str, Any]) -> StructuredOutputs:
@@ -92,13 +105,41 @@ def _with_whitespace(schema: object, disabled: object, pattern: object) -> dict[
         raise InvalidArgument(f"{PLACE}.whitespace_pattern", pattern, "must be a regular expression")
     if disabled and pattern is not None:
         raise InvalidArgument(f"{PLACE}.whitespace_pattern", pattern, "not with disable_any_whitespace")
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as wrong:
-            raise InvalidArgument(f"{PLACE}.json", schema, f"must be valid JSON: {wrong}") from None
+    schema = _parsed(schema)
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
     if not isinstance(schema, dict) or not isinstance(options, dict):
         raise InvalidArgument(f"{PLACE}.json", schema, f"must be an object, with {name}")
     chosen = {"whitespace_flexible": False} if disabled else {"whitespace_pattern": pattern}
     return {**schema, "x-guidance": {**options, **chosen}}
+
+
+def _opened(schema: object, disabled: object) -> Any:
+    """The schema with objects that may have any properties.
+
+    Args:
+        schema: as for `_with_whitespace`.
+        disabled: the option, which must be False.
+
+    Raises:
+        InvalidArgument: naming the option and its limit.
+    """
+    name = f"{PLACE}.disable_additional_properties"
+    if disabled is not False or schema is None:
+        raise InvalidArgument(
+            name, disabled, "must be true or false" if disabled is not False else "only with json"
+        )
+    opened = _parsed(schema)
+    open_objects(opened)
+    return opened
+
+
+def _parsed(schema: object) -> object:
+    """A copy of a schema, which may be text.
+
+    Raises:
+        InvalidArgument: it is no JSON.
+    """
+    try:
+        return json.loads(schema if isinstance(schema, str) else json.dumps(schema))
+    except (TypeError, ValueError, RecursionError) as wrong:
+        raise InvalidArgument(f"{PLACE}.json", schema, f"must be valid JSON: {wrong}") from None

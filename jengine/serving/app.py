@@ -104,7 +104,7 @@ def run(
     ports = sum(port is not None for port in (config.port, config.grpc_port, config.metrics_port))
     if (most := most_connections(config.max_connections, ports)) < config.max_connections:
         config = dataclasses.replace(config, max_connections=most)
-    default = models[0]._replace(name=config.served_model_name or models[0].name)
+    default = models[0]._replace(name=[*config.served_names, models[0].name][0])
     asyncio.run(ServerApp(config, [default, *models[1:]], services, http).live())
 
 
@@ -188,6 +188,7 @@ class ServerApp:
             ],
             max_loaded=config.max_loaded_models,
             unload_after=config.unload_after,
+            aliases=config.served_names[1:],
         )
         self._front: HttpFront | None = None
         self._showing: set[asyncio.Task[None]] = set()

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from jengine import InvalidArgument
 from jengine.serving.lora_modules import LoraModule, read_modules
-from jengine.spi import is_a, path_to, read_as, readable, seconds, value_of, whole
+from jengine.spi import is_a, parse_object, path_to, read_as, readable, seconds, value_of, whole
 
 ToolCallParser = Literal[
     "auto", "none", "deepseek", "glm45", "harmony", "hermes", "kimi_k2", "llama3_json", "minimax_m2",
@@ -93,6 +93,24 @@ def as_keys(name: str, value: Any) -> tuple[str, ...]:
     return tuple(keys)
 
 
+def as_names(name: str, value: Any) -> str | tuple[str, ...]:
+    """A name, or several as a tuple."""
+    names = [value] if isinstance(value, str) else value
+    if (
+        not isinstance(names, list | tuple)
+        or not names
+        or not all(isinstance(each, str) and each for each in names)
+        or len({*names}) < len(names)
+    ):
+        raise InvalidArgument(name, value, "must be text, or different texts")
+    return names[0] if len(names) == 1 else tuple(names)
+
+
+def variables_of(value: Any) -> dict[str, Any]:
+    """The variables of default_chat_template_kwargs."""
+    return parse_object("default_chat_template_kwargs", value, ' such as {"enable_thinking": false}')
+
+
 port_number = whole(0, 65535)
 metrics_name = is_a(str, "must be letters, digits and _", METRICS_PREFIX.fullmatch)
 as_parser = read_as(partial(value_of, "tool_call_parser"))
@@ -161,7 +179,10 @@ class ServedOptions:
             template or the tokenizer's response_template.
         reasoning_parser: the format of the model's reasoning, for HTTP. auto detects it as for
             tool_call_parser.
-        served_model_name: the name that clients see and may ask for. By default the model's.
+        served_model_name: the name that clients see and may ask for, or several: they see the first one. By
+            default the model's.
+        default_chat_template_kwargs: variables for the chat template of conversations that do not set them,
+            such as {"enable_thinking": false}.
         prefill_engines: engine processes beside those of data_parallel_size that compute prompts for them, so
             that long prompts delay no output. The others fetch the prompts' pages, through host memory: needs
             swap_space. One that ends is replaced; meanwhile, the others compute prompts themselves.
@@ -183,7 +204,8 @@ class ServedOptions:
 
     tool_call_parser: Annotated[ToolCallParser, as_parser] = "auto"
     reasoning_parser: ReasoningParser = "auto"
-    served_model_name: Annotated[str | None, is_a(str, "must be text", bool)] = None
+    served_model_name: Annotated[list[str] | tuple[str, ...] | str | None, as_names] = None
+    default_chat_template_kwargs: Annotated[dict[str, Any] | str | None, readable(variables_of)] = None
     prefill_engines: Annotated[int, whole(0, 64)] = 0
     model_config: Annotated[str | Path | None, path_to("file")] = None
     max_loaded_models: Annotated[int | None, whole(1)] = None
@@ -191,6 +213,12 @@ class ServedOptions:
     lora_modules: Annotated[list[str] | tuple[str | LoraModule, ...] | str | None, read_as(modules_of)] = None
     lora_dir: Annotated[str | Path | None, path_to("folder")] = None
     allow_lora_hub: bool = False
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names of served_model_name."""
+        names = self.served_model_name or ()
+        return (names,) if isinstance(names, str) else tuple(names)
 
     @property
     def changes_loras(self) -> bool:

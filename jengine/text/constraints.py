@@ -4,12 +4,14 @@ thought. A schema or a Lark grammar in them is a separate root, so that its name
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jengine.base.errors import InvalidArgument
+from jengine.core.json_schema import close_objects
 from jengine.core.structured_outputs import StructuredOutputs
 
 # Without a limit, an uncertain model may generate whitespace up to max_tokens. Indentation needs fewer than
@@ -23,21 +25,23 @@ MARKERS = re.compile(TOKEN + r' ("(?:[^"\\]|\\.)*")')
 
 
 def schema_text(schema: object) -> str:
-    """A JSON schema, text or an object, as text with the default limit on whitespace. What is no schema stays
-    as it is.
+    """A JSON schema, text or an object, as text with the default limit on whitespace, and with objects closed
+    as `close_objects` does. What is no schema stays as it is.
     """
     text = schema if isinstance(schema, str) else json.dumps(schema)
     try:
         value = json.loads(text)
+        value = {} if value is True else value
+        options = value.get("x-guidance", {}) if isinstance(value, dict) else None
+        if not isinstance(options, dict):
+            return text
+        with contextlib.suppress(RecursionError):  # it stays open
+            close_objects(value)
+        if options.get("whitespace_flexible") is not False:
+            value["x-guidance"] = {"whitespace_pattern": WHITESPACE, **options}
+        return json.dumps(value)
     except (ValueError, RecursionError):
         return text  # llguidance reports the error
-    value = {} if value is True else value
-    options = value.get("x-guidance", {}) if isinstance(value, dict) else None
-    if not isinstance(options, dict):
-        return text
-    if options.get("whitespace_flexible") is False or "whitespace_pattern" in options:
-        return text
-    return json.dumps({**value, "x-guidance": {**options, "whitespace_pattern": WHITESPACE}})
 
 
 def object_schema(field: str, schema: Mapping[str, Any]) -> dict[str, Any]:

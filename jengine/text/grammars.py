@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import llguidance
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from jengine.base.errors import InvalidArgument
 from jengine.core.structured_outputs import StructuredOutputs
@@ -33,6 +34,7 @@ STACK = 256 * 2**20  # bytes of address space; only the used part takes memory
 # memory to about 100 MB.
 _LIMITS = llguidance.LLParserLimits(step_max_items=20_000, max_lexer_states=50_000, verbose_errors=False)
 _REF = re.compile(r'"\$ref"\s*:\s*"([^"]*)"')
+_GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # begins a rule; no line of Lark does so
 _PLACE = re.compile(r"at (\d+)\(\d+\): ")  # of an error in a Lark grammar: line and column
 _stack_size = threading.Lock()
 
@@ -84,6 +86,8 @@ def compile_structure(
         matcher = _on_stack(
             stack, lambda: llguidance.LLMatcher(guide, _grammar(what, tokenizer), log_level=0, limits=_LIMITS)
         )
+    except InvalidArgument:
+        raise
     except (TypeError, ValueError, RecursionError) as wrong:
         limit = f"must be valid JSON or text: {wrong}"
         raise InvalidArgument("structured_outputs", shown_value(what), limit) from None
@@ -142,7 +146,8 @@ def _unread(what: StructuredOutputs, error: str) -> InvalidArgument:
     """
     field, value = "structured_outputs", shown_value(what)
     place = _PLACE.match(error)
-    line = value.split("\n")[int(place[1]) - 1] if place and what.grammar is not None else ""
+    lines = value.split("\n")[int(place[1]) - 1 :] if place and what.grammar is not None else []
+    line = lines[0] if lines else ""  # what GBNF became may have more lines
     rule, _, schema = line.partition(": %json ")
     if schema and rule == ANSWER_JSON:
         value = schema
@@ -196,7 +201,27 @@ def _grammar(what: StructuredOutputs, tokenizer: Tokenizer) -> str:
     assert what.grammar is not None
     added = tokenizer.backend.get_added_tokens_decoder()
     ids = {token.content: number for number, token in added.items()}
-    return str(matcher.grammar_from_lark(with_tokens(what.grammar, ids)))
+    nested = NESTED.search(what.grammar)
+    start, end = (0, len(what.grammar)) if nested is None else nested.span(1)
+    text = what.grammar[:start] + _as_lark(what.grammar[start:end]) + what.grammar[end:]
+    return str(matcher.grammar_from_lark(with_tokens(text, ids)))
+
+
+def _as_lark(grammar: str) -> str:
+    """A grammar in Lark's notation, converted if it is GBNF. Takes up to seconds, as compiling does.
+
+    Raises:
+        InvalidArgument: it is GBNF, with an error.
+    """
+    if _GBNF.search(grammar) is None:
+        return grammar
+    try:
+        return gbnf_to_lark(grammar).removeprefix("%llguidance {}\n\n")
+    except Exception as wrong:  # of any kind: the converter raises Exception itself, and IndexError
+        reason = "it ends within an escape" if isinstance(wrong, IndexError) else str(wrong)
+        raise InvalidArgument(
+            "structured_outputs", grammar, f"cannot be read as GBNF: {reason[:200]}"
+        ) from None
 
 
 def _on_stack[T](size: int, work: Callable[[], T]) -> T:

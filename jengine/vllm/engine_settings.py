@@ -22,19 +22,24 @@ CODE = "code that comes with a model is never run; model families are part of je
 FACTS = "is read from the model's config.json; edit the file in a copy of the folder"
 GRAMMARS = "structured outputs always use llguidance"
 KERNELS = "kernels are chosen by device, dtype and shape"
+NUMA = "start the command with numactl; cpu_threads is the number of threads on a CPU"
 STATES = "the number format of recurrent states is fixed"
 ENCODERS = "embeddings of images are not sent to other engines; kv_transfer_config sends pages of prompts"
 OFFLOADING = "swap_space keeps evicted pages in host memory, kv_transfer_config on a disk or elsewhere"
 EMBEDS = {"embeddings": True}
 
 
-def _only_the_backend(value: Any) -> bool:
-    """Whether a JSON object, perhaps as text, sets no other field."""
+def _usual_grammars(value: Any) -> bool:
+    """Whether a JSON object, perhaps as text, asks for what is so in any case: any backend, and objects
+    without additional properties.
+    """
     try:
         fields = json.loads(value) if isinstance(value, str) else value
     except ValueError:
         return False
-    return isinstance(fields, dict) and not {name for name in fields if fields[name]} - {"backend"}
+    if not isinstance(fields, dict) or fields.get("disable_additional_properties") is False:
+        return False
+    return {name for name in fields if fields[name]} <= {"backend", "disable_additional_properties"}
 
 
 ENGINE: tuple[Setting, ...] = (
@@ -44,6 +49,9 @@ ENGINE: tuple[Setting, ...] = (
     renamed("kv_cache_memory_bytes", "kv_cache_memory",
         read=lambda value: whole_number(value) if isinstance(value, str) else value),
     renamed("scheduling_policy", "policy", "also `fair`, the default of `jengine serve`"),
+    Setting("download_dir", "renamed", "sets the environment variable HF_HUB_CACHE", variable="HF_HUB_CACHE"),
+    Setting("hf_token", "renamed", "sets the environment variable HF_TOKEN; True: that of `hf auth login`",
+        fits=(True,), variable="HF_TOKEN", secret=True),
     renamed("async_scheduling", "overlap", "on by default", switch=True),
     Setting(
         "task", "renamed", "models generate and embed, without a task", fits=("auto", "generate"),
@@ -92,6 +100,9 @@ ENGINE: tuple[Setting, ...] = (
     no_effect("calculate_kv_scales", "kv_cache_dtype=fp8 has a scale for each token, computed from it",
         False),
     no_effect("guided_decoding_backend", GRAMMARS, "auto", "guidance"),
+    no_effect("numa_bind", NUMA, False),
+    no_effect("numa_bind_nodes", NUMA),
+    no_effect("numa_bind_cpus", NUMA),
     no_effect("max_parallel_loading_workers", "weights are read by several threads"),
     no_effect("safetensors_load_strategy", "weights are read from mapped files", "lazy"),
     no_effect("model_loader_extra_config", "weights are read from local files"),
@@ -129,13 +140,10 @@ ENGINE: tuple[Setting, ...] = (
         "the tokenizer is always loaded; prompts may be token ids all the same", False),
     unsupported("tokenizer_revision",
         "the tokenizer has the model's revision; for another one, pass its folder as tokenizer"),
-    unsupported("download_dir", "set the environment variable HF_HUB_CACHE to the folder instead"),
-    unsupported("hf_token", "set the environment variable HF_TOKEN, or run `hf auth login`", secret=True),
     unsupported("hf_config_path", f"the configuration {FACTS}"),
     unsupported("hf_overrides", f"the configuration {FACTS}"),
     unsupported("rope_scaling", f"rope_scaling {FACTS}"),
     unsupported("rope_theta", f"rope_theta {FACTS}"),
-    unsupported("override_generation_config", "edit generation_config.json, or pass SamplingParams"),
     unsupported("override_attention_dtype", "attention has the model's dtype; see dtype and kv_cache_dtype"),
     unsupported("pooler_config",
         "LLM.embed takes pooling, normalize and dimensions; by default, the model's files decide"),
@@ -160,8 +168,10 @@ ENGINE: tuple[Setting, ...] = (
     unsupported("default_mm_loras", TEXT),
     unsupported("speculative_model", SPECULATION),
     unsupported("num_speculative_tokens", SPECULATION, 0),
-    unsupported("structured_outputs_config", f"{GRAMMARS}; only backend may be set",
-        accepts=_only_the_backend),
+    unsupported("structured_outputs_config",
+        f"{GRAMMARS}; only backend may be set. A request opens its objects with"
+        " disable_additional_properties=False, a schema with additionalProperties",
+        accepts=_usual_grammars),
     unsupported("logits_processors", "use logit_bias, allowed_token_ids, bad_words or structured_outputs"),
     unsupported("logits_processor_pattern",
         "use logit_bias, allowed_token_ids, bad_words or structured_outputs"),
@@ -185,9 +195,12 @@ ENGINE: tuple[Setting, ...] = (
     unsupported("enable_return_routed_experts", "the experts of a token are not returned", False),
 )  # fmt: skip
 
+REQUESTS = "prompts and outputs are never logged; `jengine serve` has request_log, without them"
 FETCHED = "give images as Pillow images, bytes, paths or data URLs; `jengine serve` has this option"
 # Arguments of `LLM` that are options of the server here.
 LIBRARY: tuple[Setting, ...] = (
+    no_effect("disable_log_requests", REQUESTS, True, False),
+    no_effect("enable_log_requests", REQUESTS, False),
     unsupported("allowed_media_domains", FETCHED),
     unsupported("allowed_local_media_path", FETCHED, ""),
 )

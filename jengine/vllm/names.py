@@ -5,22 +5,16 @@ from __future__ import annotations
 OF_LLM: dict[str, str] = {  # attributes of its LLM and AsyncLLM
     "apply_model": "a model's modules are not accessible",
     "add_lora": "use loras.load",
-    "add_request": "use generate, or AsyncLLM.submit",
+    "add_request": "use generate, LLM.llm_engine or AsyncLLM.submit",
     "check_health": "every call raises EngineDead once the engine has stopped",
     "classify": "models that classify are not supported; score compares a query with documents",
     "collective_rpc": "there are no workers to call; LLM.engine is the engine, for tools",
     "do_log_stats": "use LLM.stats or AsyncLLM.load",
     "encode": "embed gives embeddings, score gives scores",
     "engine_core": "LLM.engine is the engine, for tools",
-    "get_metrics": (
-        "LLM.stats has counters, LLM.trace() has steps; `jengine serve --metrics-port` exports metrics to"
-        " Prometheus"
-    ),
+    "get_metrics": "use AsyncLLM.load; `jengine serve --metrics-port` exports metrics to Prometheus",
     "get_world_size": "the option tensor_parallel_size is the number of devices",
     "list_loras": "use loras.list",
-    "llm_engine": (
-        "LLM.engine is the engine, for tools; most scripts need generate, chat, stream and stats only"
-    ),
     "log_stats": "use LLM.stats or AsyncLLM.load",
     "model_config": "max_model_len and get_tokenizer() have what most scripts need",
     "pause_generation": "use pause",
@@ -38,13 +32,33 @@ OF_LLM: dict[str, str] = {  # attributes of its LLM and AsyncLLM
 OF_PACKAGE: dict[str, str] = {  # what `import vllm` has
     "ClassificationOutput": "models that classify are not supported",
     "ClassificationRequestOutput": "models that classify are not supported",
-    "FlexibleArgumentParser": "use argparse; EngineConfig.of(model, options) checks options",
-    "LLMEngine": "use LLM (generate, stream, chat), or AsyncLLM for requests that arrive over time",
+    "ModelConfig": "LLM takes options; llm.max_model_len and get_tokenizer() have what most scripts need",
     "ModelRegistry": "model families are part of jengine and cannot be registered",
     "PoolingOutput": "use EmbeddingOutput",
     "PoolingRequestOutput": "use EmbeddingRequestOutput",
-    "PromptType": "a prompt is text, a list of token ids, TextPrompt or TokensPrompt",
+    "VllmConfig": "use EngineConfig",
     "initialize_ray_cluster": "see jengine.integrations.ray",
+}
+
+IMAGES = (
+    "give images as Pillow images, bytes, paths or data URLs in multi_modal_data, or as parts of a message"
+)
+SERVER = "run `jengine serve`; jengine.serving has its parts"
+OF_MODULES: dict[str, str] = {  # its modules, from `vllm` on
+    "assets": "it downloads test data of vLLM; open a file of yours, an image with Pillow",
+    "attention": "kernels are in pallas_kernels",
+    "benchmarks": "use `jengine bench`",
+    "distributed": "devices exchange through XLA's collectives; LLM.close frees a model's memory",
+    "entrypoints": SERVER,
+    "forward_context": "jengine.Forward is a model's forward function",
+    "model_executor": "model families are part of jengine; jengine.Forward is a model's forward function",
+    "multimodal": IMAGES,
+    "platforms": "jax.devices() has the devices",
+    "plugins": "plugins are not loaded",
+    "reasoning": SERVER,
+    "tool_parsers": SERVER,
+    "v1": "use LLM, LLMEngine or AsyncLLM",
+    "worker": "there are no workers to replace",
 }
 
 

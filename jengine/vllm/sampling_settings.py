@@ -44,8 +44,7 @@ STRUCTURED: tuple[Setting, ...] = (
     ),
     no_effect("backend", "structured outputs always use llguidance", "auto", "guidance"),
     no_effect("disable_fallback", "there is one backend", False),
-    unsupported("disable_additional_properties", "set additionalProperties to false in the schema", False),
-    unsupported("structural_tag", "use a Lark grammar"),
+    unsupported("structural_tag", "use a grammar"),
 )
 
 CALLS: tuple[Setting, ...] = (  # of generate, chat, embed, score, ...

@@ -26,7 +26,13 @@ SERVER: tuple[Setting, ...] = (
         "tls_client_ca requires client certificates (2); otherwise they are not asked for (0)",
         0,
     ),
-    unsupported("enable_log_requests", f"request_log=- does this: {PROMPTS}", False),
+    Setting(
+        "enable_log_requests",
+        "renamed",
+        "or a file; without prompts and outputs",
+        gives={True: {"request_log": "-"}, False: {}},
+        switch=True,
+    ),
     unsupported("h11_max_incomplete_event_size", "it is called max_message_bytes here", 4194304),
     Setting(
         "disable_log_stats",
@@ -67,10 +73,6 @@ SERVER: tuple[Setting, ...] = (
     unsupported("middleware", "middleware cannot be added; put a reverse proxy in front of the server"),
     unsupported(
         "chat_template_content_format", "the parts of a message are joined to text", "auto", "string"
-    ),
-    unsupported(
-        "default_chat_template_kwargs",
-        "send chat_template_kwargs with each request, or set the variable in a chat_template",
     ),
     unsupported("response_role", "answers have the role assistant", "assistant"),
     unsupported("return_tokens_as_token_ids", "log probabilities name tokens by their text", False),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,6 +28,7 @@ class Setting:
             these.
         gives: options of jengine by value, if there is no single one for all.
         read: converts a value for `to`.
+        variable: an environment variable that the value becomes, for this process and those that it starts.
         flags: vLLM's short flags.
         switch: whether its flag takes no value.
         secret: whether its value must not be shown.
@@ -39,6 +42,7 @@ class Setting:
     accepts: Callable[[Any], bool] | None = None
     gives: Mapping[Any, dict[str, Any]] = field(default_factory=dict)
     read: Callable[[Any], Any] | None = None
+    variable: str = ""
     flags: tuple[str, ...] = ()
     switch: bool = False
     secret: bool = False
@@ -56,6 +60,9 @@ class Setting:
         if self.to:
             return {self.to: value if self.read is None else self.read(value)}, ""
         if any(_same(fit, value) for fit in self.fits) or (self.accepts is not None and self.accepts(value)):
+            return {}, ""
+        if self.variable:
+            _set_variable(self.variable, str(value))
             return {}, ""
         if self.kind == "no effect":
             return {}, f"{self.name}={'...' if self.secret else repr(value)} has no effect: {self.why}"
@@ -101,6 +108,13 @@ def whole_number(text: str) -> int:
 def at_most(limit: int) -> Callable[[Any], bool]:
     """Accepts whole numbers from 0 to the limit."""
     return lambda value: not isinstance(value, bool) and str(value).isdecimal() and int(value) <= limit
+
+
+def _set_variable(name: str, value: str) -> None:
+    os.environ[name] = value
+    constants = sys.modules.get("huggingface_hub.constants")  # it has read the variables
+    if hasattr(constants, name):
+        setattr(constants, name, value)
 
 
 def _switches(fits: tuple[object, ...]) -> bool:

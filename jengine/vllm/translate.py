@@ -29,7 +29,7 @@ SAMPLING_SETTINGS, STRUCTURED_SETTINGS, CALL_SETTINGS = by_name(SAMPLING), by_na
 PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 # Other names of an option's values, as vLLM reads them.
-VALUES: dict[str, dict[str, str]] = {
+VALUES: dict[str, dict[str, str | None]] = {
     "dtype": {
         "half": "float16",
         "float": "float32",
@@ -38,6 +38,7 @@ VALUES: dict[str, dict[str, str]] = {
         "fp32": "float32",
     },
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "max_model_len": {"auto": None, "-1": None},
     "tool_call_parser": {"openai": "harmony", "deepseek_v3": "deepseek"},
 }
 HINTS = {

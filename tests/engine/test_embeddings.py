@@ -121,6 +121,17 @@ def run(
     return got
 
 
+def test_embeddings_of_an_engine_that_the_caller_steps(llm: LLM) -> None:
+    [expected] = llm.embed([5, 6, 7], pooling="mean", normalize=True, use_tqdm=False)
+    engine = llm.llm_engine
+    engine.add_request("a", [5, 6, 7], PoolingParams(pooling="mean", normalize=True))
+    outputs: list[Any] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    [output] = outputs
+    assert (output.request_id, output.outputs) == ("a", expected.outputs)
+
+
 def embedding_request(name: str, prompt: list[int], pooling: Any) -> Request:
     return Request(
         request_id=name, prompt_token_ids=prompt, params=POOLED, pooling=PoolingParams(pooling=pooling)

@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jengine import LLM, InvalidArgument, ModelError, RequestOutput, SamplingParams
+from jengine.api.metrics import Counter, Gauge, Histogram
 from jengine.core.request import MAX_LOGPROBS, CompletionOutput
 from jengine.execution.programs import program_keys
 from tests.engine.on_demand import on_demand
@@ -65,6 +66,56 @@ def assert_idle(llm: LLM) -> None:
 
 def complete(llm: LLM, prompt: Any, params: SamplingParams = GREEDY) -> CompletionOutput:
     return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+
+
+# vLLM's names.
+
+
+def test_a_caller_may_step_the_engine(llm: LLM) -> None:
+    """Each kind of outputs, several samples, an abort; then a call of the LLM that steps for both."""
+    engine, kinds = llm.llm_engine, ("cumulative", "delta", "final")
+    assert engine is llm.llm_engine and engine.step() == [] and not engine.has_unfinished_requests()
+    expected = complete(llm, TEXT)
+    for number, kind in enumerate(kinds):
+        engine.add_request(str(number), TEXT, GREEDY.clone(output_kind=kind))
+    engine.add_request("two", TEXT, SAMPLED.clone(n=2, max_tokens=5), priority=1)
+    engine.add_request("never", TEXT, SAMPLED)
+    with pytest.raises(InvalidArgument, match="request_id='two': is in use"):
+        engine.add_request("two", TEXT)
+    with pytest.raises(InvalidArgument, match="must be a SamplingParams"):
+        engine.add_request("wrong", TEXT, 5)  # type: ignore[arg-type]
+    assert engine.get_num_unfinished_requests() == 5
+    engine.abort_request(["never", "unknown"])
+    outputs: list[Any] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    by_id = {name: [output for output in outputs if output.request_id == name] for name in "012"}
+    assert len(by_id["0"]) > 3 and len(by_id["2"]) == 1
+    texts = [output.outputs[0].text for output in by_id["0"]]
+    assert all(after.startswith(before) for before, after in itertools.pairwise(texts))
+    for name in "02":
+        assert by_id[name][-1].outputs[0].token_ids == expected.token_ids and by_id[name][-1].finished
+    assert "".join(output.outputs[0].text for output in by_id["1"]) == expected.text
+    assert [token for output in by_id["1"] for token in output.outputs[0].token_ids] == expected.token_ids
+    [both] = [output for output in outputs if output.request_id == "two" and output.finished]
+    assert [len(completion.token_ids) for completion in both.outputs] == [5, 5]
+    engine.add_request("0", TEXT, GREEDY)
+    assert complete(llm, TEXT).token_ids == expected.token_ids
+    assert [output.finished for output in engine.step()] == [True]
+    assert_idle(llm)
+
+
+def test_metrics(llm: LLM) -> None:
+    complete(llm, TEXT)
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
+    assert all(name.startswith("vllm:") for name in metrics)
+    assert metrics["vllm:num_requests_running"] == Gauge(
+        "vllm:num_requests_running", {"model_name": llm.model}, 0
+    )
+    queries = metrics["vllm:prefix_cache_queries"]
+    assert isinstance(queries, Counter) and queries.value > 0
+    steps = metrics["vllm:iteration_tokens_total"]
+    assert isinstance(steps, Histogram) and steps.count == steps.buckets["+Inf"] > 0 and steps.sum > 0
 
 
 # Prompts and results.

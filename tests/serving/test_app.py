@@ -243,13 +243,14 @@ def test_keys_tls_and_metrics_together(tokenizer_folder: Path, tmp_path: Path) -
     options = {
         "tls_cert": str(pair.cert), "tls_key": str(pair.key), "tls_client_ca": str(ours.cert),
         "api_keys": str(tmp_path / "keys"),
-        "metrics_port": 0, "served_model_name": "tiny",
+        "metrics_port": 0, "served_model_name": ("tiny", "small"),
     }  # fmt: skip
     with mock_process(tokenizer_folder, server=options) as server:
         assert server.wait_until_ready()[1] == "tiny"
         tls = {"tls_ca": ours.cert, "tls_cert": mine.cert, "tls_key": mine.key}
         with Client(server.address, api_key=KEY, **tls) as client:
-            assert client.generate([1, 2], max_tokens=3).model == "tiny"
+            assert client.generate([1, 2], max_tokens=2, model="small").model == "tiny"
+            assert client.generate([1, 2], max_tokens=1).model == "tiny"
         for wrong, code in (
             ({"api_key": "w" * 32, **tls}, "UNAUTHENTICATED"),
             ({"api_key": KEY}, "UNAVAILABLE"),
@@ -270,7 +271,7 @@ def test_keys_tls_and_metrics_together(tokenizer_folder: Path, tmp_path: Path) -
         metrics = urllib.request.urlopen(server.metrics, timeout=20).read().decode()
         for line in (
             'jengine:generation_tokens_total{model_name="tiny"} 3.0',
-            'jengine:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
+            'jengine:request_success_total{finished_reason="length",model_name="tiny"} 2.0',
             (
                 'grpc_server_handled_total{grpc_code="UNAUTHENTICATED",grpc_method="Generate",'
                 'grpc_service="jengine.v1.GenerateService"} 1.0'

@@ -32,6 +32,8 @@ OTHER: dict[str, Any] = {
     "watchdog_seconds": 7.5, "page": True, "tls_cert": "c", "tls_key": "k", "tls_client_ca": "a",
     "api_keys": "keys", "log_level": "debug",
     "api_key": ("sk-1",), "model": "some/model", "revision": "main", "tokenizer": "other",
+    "default_chat_template_kwargs": '{"enable_thinking": false}',
+    "override_generation_config": '{"temperature": 0.5}',
     "chat_template": "chat.jinja", "generation_config": "vllm",
     "dtype": "bfloat16", "quantization": "int4", "quantization_group_size": 32,
     "calibration_data": "text.txt", "kv_cache_dtype": "fp8",

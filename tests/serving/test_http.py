@@ -11,8 +11,9 @@ import openai
 import pytest
 from openai import OpenAI
 
-from jengine import SamplingParams
-from tests.serving.conftest import MakeServer, MockServer
+from jengine import InvalidArgument, SamplingParams
+from jengine.client import Client
+from tests.serving.conftest import MakeServer, MockServer, serve_mock
 
 TEXT = "The quick brown fox"
 HELLO: list[Any] = [{"role": "user", "content": TEXT}]
@@ -22,8 +23,6 @@ JSON = {"content-type": "application/json; charset=utf-8"}
 
 @pytest.fixture(scope="module")
 def server(tokenizer_folder: Any) -> Iterator[MockServer]:
-    from tests.serving.conftest import serve_mock
-
     with serve_mock(tokenizer_folder, server=HTTP) as server:
         yield server
 
@@ -371,3 +370,34 @@ def test_metrics_and_log_tell_of_http(make_server: MakeServer, tmp_path: Any) ->
     ]
     assert [line["status"] for line in lines].count("INVALID_ARGUMENT") == 1
     assert {line["method"] for line in lines} == {"POST /v1/completions"}
+
+
+def test_default_variables_of_the_chat_template(tokenizer_folder: Any) -> None:
+    """Over HTTP and gRPC; a request's own replace them. The mock repeats the prompt."""
+    template = "{{ style }}, {{ language }}:{% for m in messages %}{{ m.content }}{% endfor %}"
+    options = {
+        "default_chat_template_kwargs": {"style": "brief", "language": "en"},
+        "client_chat_templates": True,
+    }
+    with serve_mock(tokenizer_folder, server={**HTTP, **options}) as server:
+        for variables, prompt in ((None, "brief, en:fox"), ({"style": "long"}, "long, en:fox")):
+            more: Any = {} if variables is None else {"chat_template_kwargs": variables}
+            body = {"model": "mock", "messages": [{"role": "user", "content": "fox"}], "max_tokens": 40}
+            url = f"{server.http}/chat/completions"
+            answer = httpx.post(url, json={**body, **more, "chat_template": template}, timeout=60).json()
+            assert answer["choices"][0]["message"]["content"].startswith(prompt), answer
+            with Client(server.address) as client:
+                output = client.chat(body["messages"], max_tokens=40, chat_template=template, **more)
+                assert output.outputs[0].text.startswith(prompt)
+
+
+@pytest.mark.parametrize("grammar", ['start: "fox"', 'root ::= "fox" | word\nword ::= [a-z]{1,9}'])
+def test_grammars_in_both_notations(server: MockServer, client: OpenAI, grammar: str) -> None:
+    """Over HTTP and gRPC."""
+    fields = {"structured_outputs": {"grammar": grammar}}
+    assert client.completions.create(model="mock", prompt=TEXT, extra_body=fields).choices
+    with Client(server.address) as over_grpc:
+        assert over_grpc.generate(TEXT, SamplingParams(**fields)).outputs  # type: ignore[arg-type]
+        wrong = SamplingParams(structured_outputs={"grammar": "root ::= word"})
+        with pytest.raises(InvalidArgument, match="cannot be read as GBNF: Rule 'word' not found"):
+            over_grpc.generate(TEXT, wrong)

@@ -81,6 +81,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": "x"}, "structured_outputs", "must be an object"),
     ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs", "llguidance"),
+    ({"structured_outputs": {"grammar": "root ::= word"}}, "structured_outputs", "Rule 'word' not found"),
     ({"guided_grammar": "start: nothing"}, "guided_grammar", "structured_outputs"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "x"}}}},

@@ -109,6 +109,21 @@ def test_usage_is_recency_and_rate() -> None:
     assert lately.expected(5 * MEMORY) > often.expected(5 * MEMORY)
 
 
+def test_further_names_are_those_of_the_default_model() -> None:
+    async def main() -> None:
+        models = pool("a", "b", aliases=("gpt", "o"))
+        await models.start()
+        for name in ("", "a", "gpt", "o"):
+            with request() as user:
+                assert await models.use(name, user) is models.default.supervisor
+        with request() as user:
+            assert await models.use("p", user) is None
+        assert [model.name for model in models.listed()] == ["a", "b", "gpt", "o"]
+        assert [model.name for model in models] == ["a", "b"]
+
+    asyncio.run(main())
+
+
 def test_the_least_expected_model_without_requests_leaves() -> None:
     async def main() -> None:
         models = pool("a", "b", "c", "d", max_loaded=3)

@@ -5,6 +5,7 @@ references, types and options.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tokenizers import AddedToken
 
 from jengine.base.errors import InvalidArgument
 from jengine.core.structured_outputs import StructuredOutputs
-from jengine.text.constraints import after_thought, forced_calls, object_schema
+from jengine.text.constraints import after_thought, forced_calls, object_schema, schema_text
 from jengine.text.grammars import compile_structure
 from jengine.text.tokenizer import Tokenizer
 from tests.text.conftest import byte_level
@@ -170,3 +171,133 @@ def test_errors_have_what_the_client_gave(
     said = str(wrong.value)
     assert wrong.value.field == field and message in said
     assert "StructuredOut" not in said and "Some(" not in said and "start: thought" not in said
+
+
+A: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+B: dict[str, Any] = {"type": "object", "properties": {"b": {"enum": [2]}}, "required": ["b"]}
+BOTH = '{"a": 1, "b": 2}'
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        (A, '{"a": 1}', '{"a": 1, "x": 0}'),
+        ({"type": "object", "properties": {}}, "{}", '{"x": 0}'),
+        ({"$ref": "#/$defs/A", "$defs": {"A": A}}, '{"a": 1}', '{"a": 1, "x": 0}'),
+        ({"type": "array", "items": A}, '[{"a": 1}]', '[{"a": 1, "x": 0}]'),
+        ({"type": "array", "prefixItems": [A]}, '[{"a": 1}]', '[{"a": 1, "x": 0}]'),
+        ({"properties": {"enum": A}, "type": "object"}, '{"enum": {"a": 1}}', '{"enum": {"a": 1, "x": 0}}'),
+        ({"additionalProperties": A, "type": "object"}, '{"x": {"a": 1}}', '{"x": {"a": 1, "x": 0}}'),
+        ({"anyOf": [A, {"type": "null"}]}, '{"a": 1}', '{"a": 1, "x": 0}'),
+        ({"oneOf": [A, B]}, '{"b": 2}', BOTH),
+        ({"allOf": [A], "description": "d"}, '{"a": 1}', '{"a": 1, "x": 0}'),
+        ({"allOf": [A, B]}, BOTH, '{"a": 1, "b": 2, "x": 0}'),
+        ({"allOf": [A, {"allOf": [B]}]}, BOTH, '{"a": 1, "b": 2, "x": 0}'),
+        ({**A, "$ref": "#/$defs/B", "$defs": {"B": B}}, BOTH, '{"a": 1, "b": 2, "x": 0}'),
+        ({**A, "anyOf": [B, {"type": "object"}]}, BOTH, '{"a": 1, "b": 2, "x": 0}'),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "anyOf": [{"required": [x]} for x in "ab"]},
+            '{"b": 2}',
+            '{"b": 2, "x": 0}',
+        ),
+    ],
+)  # fmt: skip
+def test_objects_have_no_other_properties(
+    schema: dict[str, Any], right: str, wrong: str, tokenizer: Tokenizer
+) -> None:
+    """As a constraint, after a thought, and as a tool's parameters, unless the request or the schema opens
+    them.
+    """
+    what = StructuredOutputs(json=schema)
+    assert what.json is schema and "additionalProperties" not in A, "the caller's schema is unchanged"
+    for text, accepted in ((right, True), (wrong, False)):
+        assert accepts(what, text, tokenizer) is accepted
+        assert accepts(StructuredOutputs(json=json.dumps(schema)), text, tokenizer) is accepted
+        assert accepts(after_thought(what, True), f"hm</think>{text}", tokenizer) is accepted
+        call = f'[{{"name": "f", "parameters": {{"p": {text}}}}}]'
+        definitions = {name: value for name, value in schema.items() if name == "$defs"}
+        tool = {"type": "object", "properties": {"p": schema}, **definitions}
+        assert accepts(forced_calls({"f": tool}, False), call, tokenizer) is accepted
+    if "oneOf" not in schema:  # of open objects, both may match
+        opened = StructuredOutputs(json=schema, disable_additional_properties=False)
+        assert accepts(opened, right, tokenizer) and accepts(opened, wrong, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("schema", "right"),
+    [
+        ({**A, "additionalProperties": True}, '{"a": 1, "x": 0}'),
+        ({**A, "patternProperties": {"^x": {}}}, '{"a": 1, "x": 0}'),
+        ({"type": "object"}, '{"x": 0}'),
+        ({"const": {"properties": {}}}, '{"properties": {}}'),
+        ({**A, "required": ["a", "x"]}, '{"a": 1, "x": 0}'),
+        ({"allOf": [A, {**B, "additionalProperties": True}]}, '{"a": 1, "b": 2, "x": 0}'),
+        ({"allOf": [{"$ref": "#/$defs/A"}, B], "$defs": {"A": A}}, BOTH),
+    ],
+)
+def test_objects_that_stay_open(schema: dict[str, Any], right: str, tokenizer: Tokenizer) -> None:
+    assert accepts(StructuredOutputs(json=schema), right, tokenizer)
+
+
+def test_closing_objects_takes_little_time() -> None:
+    """Schemas that would grow with the square of their length, or overflow the stack, stay open."""
+    names = {f"n{number}": True for number in range(3_000)}
+    each = {f"p{number}": {"allOf": [{"$ref": "#/$defs/N"}, A]} for number in range(600)}
+    many = json.dumps({"properties": each, "$defs": {"N": {"properties": names}}})
+    part = json.dumps(A)
+    for text in (many, *(f'{{"allOf": [{part}, ' * depth + part + "]}" * depth for depth in (400, 5_000))):
+        assert len(schema_text(text)) < len(text) + 200
+    itself = {"allOf": [{"$ref": "#"}, A], "properties": {"b": {"$ref": "#/nowhere", **A}}}
+    assert "additionalProperties" not in schema_text(itself)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"json": A, "disable_additional_properties": 0}, "disable_additional_properties=0: must be true or"),
+        ({"regex": "a", "disable_additional_properties": False}, "=False: only with json"),
+        ({"json": "{", "disable_additional_properties": False}, "json='{': must be valid JSON"),
+        ({"json": {"a": {1}}, "disable_additional_properties": False}, "must be valid JSON: "),
+    ],
+)
+def test_wrong_ways_to_open_objects(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(says)):
+        StructuredOutputs(**fields)
+
+
+SQL = """# as in vLLM's examples
+root ::= select-statement
+select-statement ::= "SELECT " column " from " table
+    | "SHOW " [a-z]{1,3}
+column ::= "col_1" | "col_2"
+table ::= "table_1" | "table_2"
+"""
+
+
+@pytest.mark.parametrize("before", ["", "hm</think>"])
+def test_grammars_may_be_gbnf(before: str, tokenizer: Tokenizer) -> None:
+    what = StructuredOutputs(grammar=SQL.replace("\n    |", " |"))
+    what = after_thought(what, True) if before else what
+    for text, right in (("SELECT col_1 from table_2", True), ("SHOW ab", True), ("SHOW abcd", False)):
+        assert accepts(what, before + text, tokenizer) is right
+
+
+@pytest.mark.parametrize(
+    ("grammar", "says"),
+    [
+        ("root ::= word", "cannot be read as GBNF: Rule 'word' not found"),
+        ('start ::= "a"', "cannot be read as GBNF: No 'root' rule found"),
+        ('root ::= "a', "cannot be read as GBNF: Unexpected end of input at line 1"),
+        ('root ::= "\\', "cannot be read as GBNF: it ends within an escape"),
+        ("root ::= [z-a]", "llguidance cannot read it: at 1(8): invalid regex"),
+        ("root ::= a\n\n\na ::= b\nb ::= [z-a]", "llguidance cannot read it: at "),
+        ("root ::= " + "(" * 9_000, "cannot be read as GBNF: maximum recursion depth"),
+        ("root ::= " + "x" * 9_000, "cannot be read as GBNF: Rule 'xxx"),
+    ],
+)
+def test_what_is_wrong_in_gbnf_is_said(grammar: str, says: str, tokenizer: Tokenizer) -> None:
+    for what in (StructuredOutputs(grammar=grammar), after_thought(StructuredOutputs(grammar=grammar), True)):
+        with pytest.raises(InvalidArgument, match=re.escape(says)) as wrong:
+            compile_structure(what, tokenizer)
+        assert wrong.value.field == "structured_outputs" and wrong.value.value == grammar
+        assert len(str(wrong.value)) < 500

@@ -19,6 +19,7 @@ from jengine.checkpoints import read_reranker, read_sampling_defaults, read_text
 from jengine.checkpoints.converted import is_converted
 from jengine.checkpoints.own_tree import own_names
 from jengine.core.config import EngineConfig
+from jengine.core.model_options import sampling_overrides
 from jengine.core.pooling import Reranker
 from jengine.engine.loop.live_weights import warm, why_not_updatable
 from jengine.engine.page_names import PageNames
@@ -196,6 +197,8 @@ def _facts(
     )
     if config.generation_config == "auto":
         started.default_sampling_params = read_sampling_defaults(source.folder)
+    overrides = sampling_overrides(config.override_generation_config)
+    started.default_sampling_params = started.default_sampling_params.clone(**overrides)
     started.reranker, started.embedder = _reranker(config, source), source.embedder
     count = sum(stage.mesh.size for stage in spec.stages)
     started.devices = f"{count} {spec.mesh.devices.flat[0].device_kind}"

@@ -48,7 +48,7 @@ class EmbeddedApi:
             if getattr(config, option):
                 raise InvalidArgument(option, getattr(config, option), "only `jengine serve` takes it")
         models = FixedModel(
-            llm, ModelInfo(name=config.served_model_name or name, limits=llm.backend.limits, dtype="")
+            llm, ModelInfo(name=[*config.served_names, name][0], limits=llm.backend.limits, dtype="")
         )
         self._shared = Shared.of(config, models, metrics, None)
         self._app = application(

@@ -10,47 +10,9 @@ from prometheus_client.core import Metric
 
 from jengine import Load
 from jengine.serving.metrics.metric_families import Families
-from jengine.spi import StepTotals
+from jengine.spi import LOAD_COUNTERS, LOAD_GAUGES, StepTotals
 
-# names, fields of Load, and what they are
-GAUGES = (
-    ("num_requests_running", "running", "Running requests"),
-    ("num_requests_waiting", "waiting", "Waiting requests"),
-    ("kv_cache_pages", "pages", "Pages of the cache"),
-    ("kv_cache_free_pages", "free_pages", "Pages of the cache that are free"),
-    ("kv_cache_cached_pages", "cached_pages", "Free pages of the cache that a prompt may still find"),
-    ("programs_ready", "programs_ready", "Compiled programs that steps can use"),
-    ("programs", "programs", "Programs of the engine's table"),
-)
-COUNTERS = (
-    ("prefix_cache_queries", "prefix_queries", "Prompt tokens looked up in the prefix cache"),
-    ("prefix_cache_hits", "prefix_hits", "Prompt tokens found in the prefix cache"),
-    ("prefix_cache_evictions", "evictions", "Cached pages that were reused for other tokens"),
-    (
-        "external_prefix_cache_queries",
-        "host_queries",
-        "Prompt tokens not on the device, looked up on the host",
-    ),
-    ("external_prefix_cache_hits", "host_hits", "Prompt tokens fetched from the host"),
-    (
-        "external_prefix_cache_declined",
-        "host_declined",
-        "Prompt tokens found on the host but computed, since that is faster",
-    ),
-    ("external_prefix_cache_evictions", "host_evictions", "Host pages that were reused for other tokens"),
-    ("swapped_out_pages", "host_spilled", "Pages copied to the host"),
-    ("swapped_in_pages", "host_fetched", "Pages copied from the host to the device"),
-    ("spec_decode_num_drafts", "drafts", "Drafts that were verified"),
-    ("spec_decode_num_draft_tokens", "draft_tokens", "Tokens of these drafts"),
-    ("num_preemptions", "preemptions", "Preemptions of running requests"),
-    ("compiles_since_start", "compiles_since_start", "Compilations since warm-up; each is a bug"),
-    (
-        "report_faults",
-        "report_faults",
-        "Figures of reports that could not be computed; the log has their causes",
-    ),
-)
-STORE_COUNTERS = (  # likewise of StoreLoad
+STORE_COUNTERS = (  # names, fields of StoreLoad, and what they are
     ("queried_pages", "queries", "Pages of prompts that were looked up in a store"),
     ("loaded_pages", "hits", "Pages that were loaded from a store"),
     ("loaded_bytes", "loaded_bytes", "Bytes of these pages"),
@@ -70,9 +32,9 @@ STORE_COUNTERS = (  # likewise of StoreLoad
 
 def load_families(families: Families, load: Load) -> Iterator[Metric]:
     yield families.gauge("engine_up", "Whether an engine is running", 1)
-    for name, field, text in GAUGES:
+    for name, field, text in LOAD_GAUGES:
         yield families.gauge(name, text, getattr(load, field))
-    for name, field, text in COUNTERS:
+    for name, field, text in LOAD_COUNTERS:
         yield families.counter(name, text, getattr(load, field))
     used = load.pages - load.free_pages
     text = "Share of the cache's pages in use; 1 is all"

@@ -50,16 +50,17 @@ def resolve_models(
     if alone := "model" not in given and bool(tables):
         flags = {**flags, "model": tables[0].model}
     server, engine = resolve_config(flags, environ, print_note)
-    default = ModelEntry(server.served_model_name or engine.model, engine)
+    served = server.served_names
+    default = ModelEntry(served[0] if served else engine.model, engine)
     apart: dict[str, Any] = dict.fromkeys(OWN)
     shared = dataclasses.replace(engine, **apart)
     others = [_entry(table, shared) for table in (*(Table(name, name, {}) for name in more), *tables)]
     if alone:
         own = _entry(tables[0], engine)
-        default = own._replace(name=server.served_model_name or own.name)
+        default = own._replace(name=served[0] if served else own.name)
         others = others[1:]
     models = [default, *others]
-    names = [model.name for model in models]
+    names = [*served[1:], *(model.name for model in models)]
     for i, name in enumerate(names):
         if name in names[:i] or name in {module.name for module in _modules(server)}:
             raise InvalidArgument("model", name, "is the name of two models; see --model-config for names")

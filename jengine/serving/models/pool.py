@@ -98,6 +98,7 @@ class ModelPool:
         max_loaded: the most models that are loaded at once; None: what memory allows.
         unload_after: seconds without a request after which a model is unloaded; None: never.
         memory: None: that of the default model's devices.
+        aliases: further names of the default model.
     """
 
     def __init__(
@@ -107,9 +108,11 @@ class ModelPool:
         max_loaded: int | None = None,
         unload_after: float | None = None,
         memory: Memory | None = None,
+        aliases: Sequence[str] = (),
     ) -> None:
         self.default = models[0]
         self._models = {model.name: model for model in models}
+        self._aliases = aliases
         self._max_loaded, self._unload_after, self._memory = max_loaded, unload_after, memory
         self._changing = asyncio.Lock()  # one model is loaded or unloaded at a time
         self._released = asyncio.Event()
@@ -141,7 +144,8 @@ class ModelPool:
 
     def listed(self) -> Sequence[ListedModel]:
         _ = self.info  # raises NotReady during the start
-        return [model.listed for model in self]
+        aliases = [self.default.listed._replace(name=alias) for alias in self._aliases]
+        return [*(model.listed for model in self), *aliases]
 
     def running(self) -> Sequence[AsyncLLM]:
         engines = [model.supervisor.llm for model in self if model.supervisor.pid is not None]
@@ -191,7 +195,7 @@ class ModelPool:
 
     async def use(self, name: str, user: User) -> ModelProvider | None:
         """See ServedModels. Requests that arrive during the server's start do not wait."""
-        model = self._models.get(name) if name else self.default
+        model = self.default if not name or name in self._aliases else self._models.get(name)
         if model is None:
             return None
         if self.default.supervisor.facts is None:

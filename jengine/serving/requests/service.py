@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from jengine.serving.guards.sandbox import Sandbox
 from jengine.serving.guards.security import salted, scoped
 from jengine.serving.logs.request_log import RequestLog
 from jengine.serving.metrics.server_metrics import Metrics
+from jengine.serving.options import variables_of
 from jengine.serving.requests.images import RequestImages
 from jengine.serving.requests.pace import Pace
 from jengine.serving.requests.spans import Spans
@@ -54,6 +55,7 @@ class Shared(NamedTuple):
         portions: of large answers.
         write_timeout: seconds in which a client must read each message of a stream.
         client_chat_templates: whether clients may send chat templates.
+        chat_template_kwargs: variables for chat templates, unless a request sets them.
         rollout_api: whether administrators may pause the engine.
     """
 
@@ -68,6 +70,7 @@ class Shared(NamedTuple):
     portions: Portions
     write_timeout: float
     client_chat_templates: bool
+    chat_template_kwargs: Mapping[str, Any]
     rollout_api: bool
 
     @classmethod
@@ -95,6 +98,7 @@ class Shared(NamedTuple):
             Portions(),
             config.write_timeout,
             config.client_chat_templates,
+            variables_of(config.default_chat_template_kwargs),
             config.rollout_api,
         )
 
@@ -227,6 +231,8 @@ class Service:
             )
         messages, options = await work(read)
         options["max_model_len"] = model.max_model_len
+        if defaults := self._shared.chat_template_kwargs:
+            options["chat_template_kwargs"] = {**defaults, **options.get("chat_template_kwargs", {})}
         processing = options.pop(PROCESSING, None)
         if template is not None and given_images(messages):
             raise InvalidArgument("chat_template", template, "must be absent from conversations with images")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, cast
 
-from jengine import InvalidArgument
+from jengine.base.errors import InvalidArgument
 from jengine.vllm.setting import Setting
 from jengine.vllm.translate import HINTS, suggestion
 
@@ -150,11 +150,11 @@ def _as_flag(parser: argparse.ArgumentParser, name: str, value: Any) -> Any:
 
 
 def _dashed(word: str, known: Iterable[str]) -> str:
-    """An option with dashes instead of underscores, up to its value."""
-    option, equals, value = word.partition("=")
+    """An option with dashes instead of underscores, up to its field or value."""
+    option = word.partition("=")[0].partition(".")[0]
     if not option.startswith("--") or option in known:
         return word
-    return option.replace("_", "-") + equals + value
+    return option.replace("_", "-") + word[len(option) :]
 
 
 def _without_dots(words: list[str], known: Iterable[str]) -> list[str]:

@@ -1,1 +1,0 @@
-"""vLLM's module of the same name; see `request`."""

@@ -1,0 +1,3 @@
+"""For type checkers: jengine.vllm.modules makes this module."""
+
+from jengine.core.lora import LoRARequest as LoRARequest
