@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +22,28 @@ SERVING = "jengine.serving"
 GENERATED = ROOT / "jengine" / "serving" / "generated"
 MAX_LINES = 500
 MAX_OBJECT_LINES = 450  # of a class with its bases, without docstrings
-BUDGET = 102_200  # lines of production code, what is generated included; lower it when there are fewer
+BUDGET = 102_000  # lines of production code, what is generated included; lower it when there are fewer
 MAX_CHAIN = 3  # classes from the most derived to the last base of ours
 VAGUE = {"found", "given", "how", "kept", "most", "one", "own", "told"}
 # folders and files without variables of these names; add others as they become so
 PLAIN = (
     "jengine/base",
+    "jengine/capacity/bench",
     "jengine/core",
+    "jengine/devices",
+    "jengine/engine",
+    "jengine/execution/kinds",
+    "jengine/fleet",
+    "jengine/hub",
+    "jengine/insight/recording",
+    "jengine/integrations",
+    "jengine/parallel",
+    "jengine/scheduling/forecasts",
+    "jengine/scheduling/promises",
+    "jengine/scheduling/prompts",
+    "jengine/scheduling/step",
+    "jengine/stores",
+    "jengine/table",
     "jengine/vllm",
     "jengine/commands/chat.py",
     "jengine/commands/compile.py",
@@ -175,10 +190,19 @@ def node_of(name: str, modules: dict[str, str]) -> str:
     """
     if inside(name, "jengine"):
         return ".".join(name.split(".")[: 3 if inside(name, *ROOFS) else 2])
-    return name if name in modules or "." not in name else node_of(name.rpartition(".")[0], modules)
+    return module_of(name, modules)
 
 
-def cycle(imports: list[Import], modules: dict[str, str]) -> list[str]:
+def module_of(name: str, modules: dict[str, str]) -> str:
+    """The module that is imported, or that has the name."""
+    return name if name in modules or "." not in name else module_of(name.rpartition(".")[0], modules)
+
+
+def cycle(
+    imports: list[Import],
+    modules: dict[str, str],
+    node_of: Callable[[str, dict[str, str]], str] = node_of,
+) -> list[str]:
     """The nodes along some import cycle; empty when there is none."""
     nodes = {node_of(module, modules) for module in modules}
     graph: dict[str, set[str]] = {}
@@ -222,6 +246,15 @@ def test_nothing_outside_of_models_knows_a_family() -> None:
 def test_no_import_cycle() -> None:
     modules = sources()
     assert cycle(imports_of(modules), modules) == []
+
+
+def test_no_cycle_between_modules_of_the_engine() -> None:
+    """Not even for types alone."""
+    modules = {
+        name: source for name, source in sources().items() if inside(name, "jengine.engine", "jengine.api")
+    }
+    del modules["jengine.api.llm_engine"]  # vLLM's LLMEngine makes an LLM, which has an LLMEngine
+    assert len(modules) > 50 and cycle(imports_of(modules), modules, module_of) == []
 
 
 def test_folders_of_kernels_import_downwards() -> None:

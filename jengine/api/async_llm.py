@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
-import contextlib
 import itertools
-import math
 import os
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from jengine.api.backend import Backend, Done, EngineThread, Updates
+from jengine.api.async_requests import AsyncRequests
+from jengine.api.backend import Backend, EngineThread
 from jengine.api.chat import ChatOptions, Conversation, chat_prompt, split_options
-from jengine.api.embedding_methods import AsyncEmbeddings
-from jengine.api.engine_methods import AsyncEngineMethods
+from jengine.api.embeddings import EmbeddingRequestOutput
 from jengine.api.loras import AsyncLoras
-from jengine.api.outputs import LiveOutputs
 from jengine.api.prompts import PreparedPrompt, Prompt, is_slow, make_requests
-from jengine.api.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle, RequestOptions
-from jengine.api.rollout_methods import AsyncRolloutMethods
+from jengine.api.request_handle import OutputKind, RequestHandle, RequestOptions
+from jengine.api.token_scores import TokenLists, given_requests, logprobs_of
 from jengine.api.vllm_methods import VllmMethods
-from jengine.base.checks import check_number
-from jengine.base.errors import EngineDead, InvalidArgument, JengineError
-from jengine.base.process import check_process
+from jengine.base.errors import InvalidArgument, JengineError
 from jengine.core.beam_outputs import GenerationParams, split
 from jengine.core.config import EngineConfig
 from jengine.core.engine_options import EngineOptions
 from jengine.core.lora import LoRARequest
+from jengine.core.pooling import Pooling, require_embedder
 from jengine.core.request import RequestOutput, SamplingParams
 from jengine.core.service_level import LevelOptions, ServiceLevel
 from jengine.core.updates import Load
+from jengine.core.weights import TAGS, PauseMode, Tag, Version
+from jengine.engine import operations
 from jengine.engine.operations import Operation
+from jengine.insight.explanations.explain import Explanation, explain
+from jengine.insight.profiling.data import ProfileOptions
+from jengine.insight.recording.cost_report import CostReport
+from jengine.insight.recording.trace import Trace
 from jengine.text.stop_strings import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 from jengine.vllm.translate import accepts
@@ -41,17 +43,19 @@ from jengine.vllm.translate import accepts
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+POLL_SECONDS = 0.005  # between two questions whether running requests have finished
+
 
 class AsyncChatOptions(ChatOptions, RequestOptions, total=False):
     """AsyncLLM.chat's keywords."""
 
 
-class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, VllmMethods):
+class AsyncLLM(VllmMethods):
     """A model that answers many requests at once, inside an asyncio event loop.
 
     The engine's loop runs in its own thread and handles tokens only; the event loop turns them into text. Use
     one event loop at a time: after it has been closed (asyncio.run has returned), you may continue in
-    another.
+    another. Calls raise EngineDead when the engine has failed or was closed.
 
     Args:
         model, mesh, params, progress, options: as for LLM.
@@ -114,30 +118,16 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, VllmMet
         interval: int,
         lazy: bool = False,
     ) -> None:
-        self.backend, self.tokenizer, self._interval = backend, tokenizer, interval
+        self.backend, self.tokenizer = backend, tokenizer
         self._default_params = default_sampling_params
-        self._pid = os.getpid()
-        self.loras = AsyncLoras(self.do, lambda: self.backend.limits)
-        self._live = LiveOutputs(tokenizer, lazy=lazy)
-        self._handles: dict[str, RequestHandle] = {}  # by request id
-        self._pending: set[asyncio.Future[Any]] = set()  # answers of operations
         self._ids = itertools.count()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._dead: BaseException | None = None
-        self._closing = False
-        backend.connect(lambda updates: self._post(self._deliver, updates), self._died)
-        atexit.register(backend.quit)  # a daemon thread inside XLA would crash the process at exit
+        self._requests = AsyncRequests(backend, tokenizer, interval, lazy=lazy)
+        self.loras = AsyncLoras(self.do, lambda: self.backend.limits)
 
     @property
     def load(self) -> Load:
         """How busy the engine is, as it last reported."""
         return self.backend.load
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of requests that pass none: the model's generation_config.json, unless
-        generation_config is "vllm".
-        """
-        return self._default_params
 
     # --- public, called in the event loop --------------------------------------------------------
 
@@ -166,7 +156,6 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, VllmMet
             InvalidArgument: when the iteration begins; the prompt or a parameter is invalid, or too large.
                 Nothing has been queued.
             ModelError: the adapter cannot be loaded.
-            EngineDead: the engine has failed, or was closed.
         """
         await self.loras.require(lora_request)
         work: Prompt | PreparedPrompt = prompt
@@ -213,44 +202,159 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, VllmMet
         """End a request; its iteration gets a last output with finish_reason "abort". False: the id is
         unknown, or it has ended.
         """
-        handle = self._handles.get(request_id)
-        return handle is not None and handle.abort()
+        return self._requests.abort(request_id)
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        client: str = "",
+        timeout: float | None = None,
+        lora_request: LoRARequest | str | None = None,
+    ) -> EmbeddingRequestOutput:
+        """Embed one prompt. Cancelling this aborts the request.
+
+        Args:
+            pooling, normalize, dimensions: as for LLM.embed.
+            request_id, priority, client, lora_request: as for `generate`.
+            timeout: seconds, after which the request is aborted.
+
+        Raises:
+            InvalidArgument: it can never be answered, or the engine has no `embeddings`. Nothing has been
+                queued.
+            JengineError: the request was aborted.
+        """
+        await self.loras.require(lora_request)
+        prepare = partial(
+            self.prepare_embedding, prompt, pooling=pooling, normalize=normalize, dimensions=dimensions
+        )
+        prepared = await asyncio.to_thread(prepare) if is_slow(prompt) else prepare()
+        handle = self.submit(
+            prepared,
+            request_id=request_id,
+            priority=priority,
+            client=client,
+            timeout=timeout,
+            output_kind="final",
+            lora_request=lora_request,
+        )
+        async with handle:
+            return EmbeddingRequestOutput.of(await anext(handle))
 
     async def do[T](self, operation: Operation[T]) -> T:
         """Have the engine do an operation, and return its answer. The methods below are shorter forms of it.
 
         Raises:
             InvalidArgument: this engine cannot do it.
-            EngineDead: the engine has failed, or was closed.
         """
-        self._check_usable()
-        self._bind()
-        pending: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._order(operation, partial(self._post, _resolve, pending))
-        self._pending.add(pending)  # it is settled in a later iteration of the event loop
-        pending.add_done_callback(self._pending.discard)
-        return await pending
+        return await self._requests.do(operation)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache; running requests keep their pages. Returns True, as in vLLM."""
+        return await self.do(operations.ResetPrefixCache())
+
+    def set_strategy(self, strategy: str) -> None:
+        """Change the strategy, from the next step on; see EngineConfig.strategy. May be called in any thread.
+
+        Raises:
+            InvalidArgument: there is no such strategy, or the engine's batching mode excludes it.
+        """
+        self._requests.order(operations.SetStrategy(strategy), lambda answer, error: None)
+
+    async def trace(self, seconds: float | None = None) -> Trace:
+        """Records of the engine's last `seconds` seconds, or all that are kept; see `LLM.trace`.
+
+        Raises:
+            InvalidArgument: `seconds` is not above 0.
+        """
+        return await self.do(operations.GetTrace(seconds))
+
+    async def explain(self, seconds: float = 60.0) -> Explanation:
+        """Bottlenecks of the engine in the last `seconds` seconds; see `LLM.explain`. Raises as `trace`."""
+        return await asyncio.to_thread(explain, await self.trace(seconds))
+
+    async def profile(self, options: ProfileOptions, folder: Path) -> None:
+        """Makes the engine's process write its profile to this folder; see `capture_process`.
+
+        An engine in this process writes none: profile this process instead.
+
+        Raises:
+            InvalidArgument: that process is already being profiled.
+        """
+        await self.do(operations.WriteProfile(options, str(folder), os.getpid()))
+
+    def costs(self) -> CostReport:
+        """Step costs on this machine; see `LLM.costs`.
+
+        Raises:
+            JengineError: the engine runs in another process.
+        """
+        engine: Any = getattr(self.backend, "engine", None)
+        if not hasattr(engine, "costs"):
+            raise JengineError("costs are not available here: the engine runs in another process")
+        report: CostReport = engine.costs()
+        return report
+
+    async def update_weights(self, weights: Any, version: Version | None = None, **options: bool) -> Version:
+        """Replace the weights as LLM.update_weights, also for errors. An engine in another process takes them
+        from a folder only. options: check_finite, keep_cache.
+        """
+        return await self.do(operations.update_of(weights)(weights, version, **options))
+
+    async def score_tokens(self, prompts: TokenLists, completions: TokenLists) -> list[list[float]]:
+        """Log probabilities of given completions, as LLM.score_tokens. Cancelling this aborts the requests.
+        An engine in another process does not score tokens.
+        """
+        if self.backend.makes_masks:  # which cannot be sent
+            raise InvalidArgument("engine", "in another process", "does not score tokens")
+        limits, mode = self.backend.limits, self.started.logprobs_mode
+        work = given_requests(prompts, completions, limits, mode, lambda *each: self.prepare(*each).requests)
+        with ExitStack() as stack:
+            handles = []
+            for requests in work:
+                handles.append(self.submit(PreparedPrompt(requests, StopAutomaton(())), output_kind="final"))
+                stack.callback(handles[-1].close)
+            outputs = [await anext(handle) for handle in handles]
+        return [*map(logprobs_of, completions, outputs)]
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Stop working on requests until `resume`."""
+        await self.do(operations.Pause(mode))
+        while not (await self.do(operations.GetPauseState())).idle:
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def resume(self) -> None:
+        """End a pause."""
+        await self.do(operations.Resume())
+
+    async def is_paused(self) -> bool:
+        """Whether the engine is paused, or sleeps."""
+        return (await self.do(operations.GetPauseState())).paused
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort", tags: Iterable[Tag] = TAGS) -> None:
+        """Pause, and give memory back until `wake_up`."""
+        operation = operations.Sleep(level, mode, tuple(tags))
+        while not await self.do(operation):
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def wake_up(self, tags: Iterable[Tag] | None = None) -> None:
+        """Take back what `sleep` has freed."""
+        await self.do(operations.WakeUp(TAGS if tags is None else tuple(tags)))
+
+    async def is_sleeping(self) -> bool:
+        """Whether something is freed."""
+        return bool((await self.do(operations.GetPauseState())).asleep)
 
     async def close(self, drain: float = 0.0) -> None:
         """Stop accepting requests, give running ones up to `drain` seconds to finish, abort the rest with
         stop_reason "shutdown", and end the engine's thread. May be called again.
         """
-        self._closing = True
-        self._bind()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + drain
-        while (
-            self._dead is None
-            and loop.time() < deadline
-            and any(not handle.finished for handle in self._handles.values())
-        ):
-            await asyncio.sleep(0.01)
-        if self._dead is None:
-            for handle in self._handles.values():
-                handle.abort("shutdown")
-        await loop.run_in_executor(None, self.backend.quit)
-        self._fail_asked(EngineDead("the engine has been closed"))
-        atexit.unregister(self.backend.quit)
+        await self._requests.close(drain)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the engine's thread, also from outside the event loop. Running requests fail with EngineDead;
@@ -259,10 +363,7 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, VllmMet
         Args:
             timeout: accepted as in vLLM, and not used: the thread ends after its current step.
         """
-        self._closing = True
-        self.backend.quit()
-        self._died(EngineDead("it was shut down"))
-        atexit.unregister(self.backend.quit)
+        self._requests.quit()
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -292,6 +393,28 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, VllmMet
         self.backend.limits.validate(requests[0])
         return PreparedPrompt(requests, StopAutomaton(tuple(requests[0].params.stop)))
 
+    def prepare_embedding(
+        self,
+        prompt: Prompt,
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+    ) -> PreparedPrompt:
+        """Like `prepare`, for an embedding; see `embed`. The embedding is in the last output of the handle
+        returned by `submit`.
+
+        Raises:
+            InvalidArgument: it can never be answered, or the engine has no `embeddings`.
+        """
+        params = require_embedder(self.backend.limits.embedder).params(pooling, normalize, dimensions)
+        request_id, length = f"request-{next(self._ids)}", self.backend.limits.sequence.max_model_len
+        requests = make_requests(
+            self.tokenizer, prompt, None, request_id, max_model_len=length, pooling=params
+        )
+        self.backend.limits.validate(requests[0])
+        return PreparedPrompt(requests, StopAutomaton(()))
+
     def submit(
         self,
         prompt: Prompt | PreparedPrompt,
@@ -313,138 +436,17 @@ class AsyncLLM(AsyncEngineMethods, AsyncRolloutMethods, AsyncEmbeddings, VllmMet
 
         Raises:
             InvalidArgument: the prompt or a parameter is invalid, or too large. Nothing has been queued.
-            EngineDead: the engine has failed, or was closed.
         """
-        self._check_usable()
         output_kind = output_kind or getattr(sampling_params, "output_kind", None) or "cumulative"
-        _check_options(request_id, timeout, output_kind)
+        self._requests.check(request_id, timeout, output_kind)
         service, adapter = ServiceLevel(**level), self.loras.name(lora_request)
-        self._bind()
-        self._check_id(request_id)
         prepared = prompt if isinstance(prompt, PreparedPrompt) else self.prepare(prompt, sampling_params)
-        requests, key = prepared.requests, prepared.requests[0].request_id
-        if request_id is None:
-            self._check_id(request_id := key)
-        service.apply(requests)
-        for request in requests:
+        service.apply(prepared.requests)
+        for request in prepared.requests:
             request.lora_name = adapter
-        self.backend.add(*requests)  # updates are delivered in a later iteration of the event loop
-        output = self._live.open(requests, prepared.stops)
-        output.request_id = request_id
-        end, settle = partial(self._end, key), partial(self._settle, key)
-        handle = RequestHandle(output, output_kind, end, self._forget, settle, self._interval)
-        self._handles[request_id] = handle
-        if timeout is not None:
-            handle.timer = asyncio.get_running_loop().call_later(timeout, handle.abort, "timeout")
-        return handle
+        return self._requests.open(prepared, request_id, timeout, output_kind)
 
     @property
     def max_model_len(self) -> int:
         """Tokens a sequence may have, prompt and output together."""
         return self.backend.limits.sequence.max_model_len
-
-    def _check_usable(self) -> None:
-        check_process(self._pid)
-        if self._dead is not None:
-            raise EngineDead(f"the engine has stopped: {self._dead!r}") from self._dead
-        if self._closing:
-            raise EngineDead("the engine has been closed")
-
-    def _order(self, operation: Operation[Any], done: Done) -> None:
-        self._check_usable()
-        operation.check(self.backend.limits)
-        self.backend.do(operation, done)
-
-    def _check_id(self, request_id: str | None) -> None:
-        if request_id in self._handles:
-            raise InvalidArgument("request_id", request_id, "a request with this id is not finished yet")
-
-    def _bind(self) -> None:
-        """Bind to the running event loop, unless requests may be waiting in another one."""
-        loop = asyncio.get_running_loop()
-        if self._loop is loop:
-            return
-        if self._loop is not None:
-            if not self._loop.is_closed():
-                raise JengineError("this AsyncLLM is used in another event loop, which has not been closed")
-            for handle in self._handles.values():
-                handle.abort()
-            self._handles.clear()
-            self._pending.clear()
-        self._loop = loop
-
-    def _end(self, key: str, why: str | None) -> bool:
-        """Ends the request with this engine-side key. Keys are never reused, so late tokens cannot reach
-        another request."""
-        with self._making_text():
-            if self._live.abort(key, why) is not None:
-                self._pass_on()
-                return True
-        return False
-
-    def _forget(self, handle: RequestHandle) -> None:
-        if self._handles.get(handle.request_id) is handle:
-            del self._handles[handle.request_id]
-
-    def _pass_on(self) -> None:
-        """Reports ended requests to the engine."""
-        for ended in self._live.ended:
-            self.backend.end(*ended)
-        self._live.ended.clear()
-
-    def _deliver(self, updates: Updates) -> None:
-        with self._making_text():
-            for output in self._live.take(updates):
-                self._handles[output.request_id].grow()
-            self._pass_on()
-
-    def _settle(self, key: str) -> None:
-        with self._making_text():
-            self._live.settle(key)
-
-    @contextlib.contextmanager
-    def _making_text(self) -> Iterator[None]:
-        """A fault ends everything: the event loop would only log it, and all requests would hang."""
-        try:
-            yield
-        except Exception as error:
-            self.backend.quit(wait=False)
-            self._fail(error)
-
-    def _died(self, error: BaseException) -> None:
-        self._dead = error  # set first, so that further requests are rejected immediately
-        self._post(self._fail, error)
-
-    def _fail(self, error: BaseException) -> None:
-        self._dead = error
-        for handle in self._handles.values():
-            handle.fail(error)
-        self._fail_asked(EngineDead(f"the engine has stopped: {error!r}"))
-
-    def _fail_asked(self, error: EngineDead) -> None:
-        for pending in self._pending:
-            _resolve(pending, None, error)
-
-    def _post(self, call: Callable[..., None], *arguments: object) -> None:
-        """Calls a function in the event loop, from any thread."""
-        if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has been closed: no caller is waiting
-                self._loop.call_soon_threadsafe(call, *arguments)
-
-
-def _resolve[T](pending: asyncio.Future[T], answer: T, error: Exception | None) -> None:
-    if pending.done():  # the caller may have been cancelled
-        return
-    if error is None:
-        pending.set_result(answer)
-    else:
-        pending.set_exception(error)
-
-
-def _check_options(request_id: object, timeout: object, output_kind: object) -> None:
-    if output_kind not in OUTPUT_KINDS:
-        raise InvalidArgument("output_kind", output_kind, f"must be one of {', '.join(OUTPUT_KINDS)}")
-    if timeout is not None:
-        check_number("timeout", timeout, 0.0, math.inf, "a finite number of seconds, at least 0")
-    if request_id is not None and not isinstance(request_id, str):
-        raise InvalidArgument("request_id", request_id, "must be text")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
@@ -12,35 +10,36 @@ from typing import Any, Unpack
 from jax.sharding import Mesh
 
 from jengine.api.chat import ChatOptions, Conversation, chat_prompt, conversations, split_options
-from jengine.api.embedding_methods import LLMEmbeddings
-from jengine.api.engine_methods import EngineMethods
-from jengine.api.llm_beams import LLMBeams
+from jengine.api.embeddings import EmbeddingRequestOutput, ScoringRequestOutput
 from jengine.api.llm_engine import LLMEngine
 from jengine.api.llm_facts import facts_of, stats_of
+from jengine.api.llm_requests import LLMRequests
 from jengine.api.loras import LoraRequests, Loras
 from jengine.api.metrics import get_metrics
-from jengine.api.prompts import Prompt, TokensPrompt, listed, make_requests
-from jengine.api.request_handle import tokens_of
-from jengine.api.rollout_methods import RolloutMethods
-from jengine.api.shared_engine import SharedEngine, ThreadCall
+from jengine.api.prompts import Prompt, TokensPrompt
+from jengine.api.scoring import scoring_of
+from jengine.api.shared_engine import SharedEngine
+from jengine.api.token_scores import TokenLists, given_requests, logprobs_of
 from jengine.api.vllm_methods import VllmMethods
-from jengine.base.checks import check_whole
 from jengine.base.display import Summary
 from jengine.base.errors import EngineDead, InvalidArgument
-from jengine.base.progress import progress_bar
+from jengine.core.beam_outputs import BeamSearchOutput
 from jengine.core.beam_params import BeamSearchParams
 from jengine.core.config import EngineConfig
 from jengine.core.engine_options import EngineOptions
 from jengine.core.lora import LoRARequest
-from jengine.core.pooling import PoolingParams
-from jengine.core.request import Request, RequestOutput, SamplingParams
-from jengine.core.service_level import BatchLevelOptions, ServiceLevel, levels, one_each
-from jengine.engine.ranks import AnyEngine
+from jengine.core.pooling import Pooling, require_embedder
+from jengine.core.request import RequestOutput, SamplingParams
+from jengine.core.service_level import BatchLevelOptions
+from jengine.core.weights import TAGS, PauseMode, Tag, Version
+from jengine.engine import operations
+from jengine.engine.ranks import AnyEngine, ranks_of
 from jengine.engine.start import start_engine
+from jengine.insight.explanations.explain import Explanation, explain
+from jengine.insight.recording.cost_report import CostReport
+from jengine.insight.recording.trace import Trace
 from jengine.parallel.mesh import with_mesh_size
-from jengine.scheduling.forecasts.expectations import expect, hypothetical
 from jengine.scheduling.forecasts.forecast import Prediction
-from jengine.scheduling.scheduler import Scheduler
 from jengine.vllm.translate import accepts
 
 
@@ -48,11 +47,12 @@ class LLMChatOptions(ChatOptions, BatchLevelOptions, total=False):
     """LLM.chat's keywords."""
 
 
-class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
+class LLM(VllmMethods):
     """A model, loaded and compiled, ready for prompts.
 
     Any number of threads may call one LLM: their requests share batches, and each call returns when its own
-    requests have ended. A process that is forked later cannot use the LLM.
+    requests have ended. A process that is forked later cannot use the LLM. Calls raise EngineDead after
+    `close`, and when a step has failed, perhaps in another thread.
 
     Args:
         model: `demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id: owner/name, or
@@ -85,13 +85,14 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
     ) -> None:
         config = EngineConfig.of(str(model), with_mesh_size(dict(options), mesh))
         self.model = config.model
-        self._interval = config.stream_interval
         engine, self.started = start_engine(config, mesh=mesh, params=params, progress=progress, offline=True)
         self.tokenizer = self.started.require_tokenizer()
         self._shared = SharedEngine(engine, self.tokenizer)
         self.loras = Loras(self._shared.do)
         self._default_params = self.started.default_sampling_params
-        self._ids = itertools.count()
+        self._requests = LLMRequests(
+            self._shared, self.tokenizer, self.loras, self._default_params, config.stream_interval
+        )
 
     @accepts
     def generate(
@@ -118,16 +119,9 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
             InvalidArgument: a prompt or parameter is invalid, or too large for this engine. Nothing has been
                 run.
             ModelError: an adapter cannot be loaded.
-            EngineDead: the LLM was closed, or a step has failed, perhaps in another thread.
         """
-        each = listed(prompts)
-        params = one_each("sampling_params", sampling_params, len(each))
-        names, every = self.loras.names(lora_request, len(each)), levels(len(each), level)
-        work = [
-            self._requests(prompt, sampling, level, lora_name=name)
-            for prompt, sampling, level, name in zip(each, params, every, names, strict=True)
-        ]
-        return self._wait_for(work, "generating", use_tqdm)
+        work = self._requests.make(prompts, sampling_params, lora_request, level)
+        return self._requests.run(work, "generating", use_tqdm)
 
     def stream(
         self,
@@ -143,14 +137,13 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
 
         Raises:
             InvalidArgument: at the call, as `generate`.
-            EngineDead: as `generate`.
         """
         if isinstance(prompt, list) and any(not isinstance(item, int) for item in prompt):
             raise InvalidArgument(
                 "prompt", prompt, "must be one prompt: text or a list of token ids; generate takes several"
             )
         [name] = self.loras.names(lora_request, 1)
-        return self._follow(self._requests(prompt, sampling_params, lora_name=name))
+        return self._requests.stream(self._requests.make_one(prompt, sampling_params, lora_name=name))
 
     @accepts
     def chat(
@@ -199,13 +192,8 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
 
         Raises:
             InvalidArgument: as `generate`; or prompts and prompt_tokens are both given, or neither is.
-            EngineDead: as `generate`.
         """
-        lengths = [prompt_tokens] if isinstance(prompt_tokens, int) else [*prompt_tokens]
-        each = prompts_or_lengths(prompts, lengths, self.max_model_len)
-        params = one_each("sampling_params", sampling_params, len(each))
-        work = [self._requests(prompt, sampling) for prompt, sampling in zip(each, params, strict=True)]
-        return predicted(self.engine.scheduler, work, of_lengths=bool(lengths))
+        return self._requests.predict(prompts, sampling_params, prompt_tokens)
 
     def chat_prompt(self, messages: Conversation, **options: Unpack[ChatOptions]) -> TokensPrompt:
         """Make the prompt that `chat` would complete for one conversation, for `stream` or to count its
@@ -213,13 +201,231 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
         """
         return chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **options)
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of requests that pass none: the model's generation_config.json, unless
-        generation_config is "vllm".
+    @accepts
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        client: str | list[str] | tuple[str, ...] = "",
+        lora_request: LoraRequests = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embeds every prompt: one vector each, in `outputs.embedding`. Results are in the order of the
+        prompts.
 
-        SamplingParams that a request passes are used unchanged, without these defaults.
+        Args:
+            prompts, priority, client, lora_request: as for `generate`. Prompts are embedded as they are; add
+                instructions yourself.
+            pooling, normalize, dimensions: see PoolingParams. None uses the settings in the model's
+                sentence-transformers files, or else the last token, normalized, with all dimensions.
+
+        Raises:
+            InvalidArgument: a prompt or parameter that can never be answered, or an engine without
+                `embeddings`. Nothing has been run.
         """
-        return self._default_params
+        params = require_embedder(self._shared.limits.embedder).params(pooling, normalize, dimensions)
+        level: BatchLevelOptions = {"priority": priority, "client": client}
+        work = self._requests.make(prompts, None, lora_request, level, pooling=params)
+        return [EmbeddingRequestOutput.of(each) for each in self._requests.run(work, "embedding", use_tqdm)]
+
+    @accepts
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        use_tqdm: bool = True,
+        lora_request: LoRARequest | str | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Scores pairs of a query and a document, in `outputs.score`.
+
+        An embedding model gives the cosine similarity, in [-1, 1]. A reranker gives the probability that the
+        document fits, in [0, 1].
+
+        Args:
+            queries, documents: one query for all documents, or one query for each document.
+            instruction: for rerankers; None uses the one in the model's files.
+            lora_request: the adapter that computes both, as for `generate`.
+
+        Raises:
+            InvalidArgument: a text that can never be scored, or a model that cannot score. Nothing has been
+                run.
+        """
+        limits = self._shared.limits
+        scoring = scoring_of(queries, documents, instruction, limits, self.tokenizer)
+        pooling = require_embedder(limits.embedder).params(None, None, None) if scoring.embeds else None
+        [name] = self.loras.names(lora_request, 1)
+        work = [
+            self._requests.make_one(task.prompt(), task.params, pooling=pooling, lora_name=name)
+            for task in scoring.tasks
+        ]
+        return scoring.results(self._requests.run(work, "scoring", use_tqdm))
+
+    @accepts
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+        lora_request: LoraRequests = None,
+    ) -> list[BeamSearchOutput]:
+        """Runs a beam search for every prompt. Results are in the order of the prompts.
+
+        Args:
+            prompts, lora_request: as for `generate`.
+            concurrency_limit: maximum number of prompts searched at the same time; None: as many as fit.
+
+        Raises:
+            InvalidArgument: a prompt or parameter that can never be answered. Nothing has been run.
+        """
+        return self._requests.search(prompts, params, concurrency_limit, lora_request, use_tqdm)
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache; running requests keep their pages. Returns True, as in vLLM."""
+        return self._shared.do(operations.ResetPrefixCache())
+
+    def set_strategy(self, strategy: str) -> None:
+        """Change the strategy, from the next step on; see EngineConfig.strategy.
+
+        Raises:
+            InvalidArgument: there is no such strategy, or this batching mode excludes it.
+        """
+        self._shared.do(operations.SetStrategy(strategy))
+
+    def costs(self) -> CostReport:
+        """Report what steps cost on this machine: measured at warm-up, refined by every step, saved for the
+        next start. The report is shown as a table; in a notebook also as a plot, if matplotlib is installed.
+        May be called from any thread.
+        """
+        return self.engine.costs()
+
+    def trace(self, seconds: float | None = None) -> Trace:
+        """Return what the engine did in the last `seconds`, or in the last 8192 steps; it always records
+        them. `trace().save("trace.json")` writes a file for https://ui.perfetto.dev. May be called from any
+        thread.
+        """
+        return self.engine.trace(seconds)
+
+    def explain(self, seconds: float = 60.0) -> Explanation:
+        """Find the engine's bottlenecks in the last `seconds`, with the evidence, the option to change and
+        the predicted effect. May be called from any thread.
+        """
+        return explain(self.trace(seconds))
+
+    @property
+    def weights_version(self) -> Version:
+        """The version of the weights that steps use: 0 at the start; see `update_weights`."""
+        return self.engine.weights_version
+
+    @property
+    def abstract_params(self) -> Any:
+        """The parameters that programs take: nested dicts of jax.ShapeDtypeStruct with shardings."""
+        return self.engine.weights.params
+
+    def update_weights(
+        self,
+        weights: Any,
+        version: Version | None = None,
+        *,
+        check_finite: bool = False,
+        keep_cache: bool = False,
+    ) -> Version:
+        """Replace the weights between two steps, without compilation. Needs weight_updates=True. All weights
+        are checked before anything changes; each old parameter is freed before the new one is made.
+
+        Cached pages are forgotten. Running requests go on with the new weights: they compute their tokens so
+        far again, but not their prompt_logprobs. Call `pause` first to end them, or to wait for them.
+
+        Args:
+            weights: all of the model's, as `params` of `start_engine`: by a checkpoint's names, in the
+                model's dtype or float32, copied; or by the names of `abstract_params`, shared with the caller
+                where they fit. Or a folder with model.safetensors, or with shards and their index.
+            version: a name for these weights; None: the number after the current one.
+            check_finite: reject infinity and NaN. Looks at every number, on the host.
+            keep_cache: running requests keep the keys and values that earlier weights computed.
+
+        Returns:
+            The version; `CompletionOutput.weights_versions` says which one made which token.
+
+        Raises:
+            InvalidArgument: the weights are not arrays by name, or the version is invalid. Nothing has
+                changed.
+            ModelError: a tensor, which the message names, is missing, unknown, or has another shape or dtype,
+                or is not finite. Nothing has changed.
+        """
+        return self._shared.do(operations.update_of(weights)(weights, version, check_finite, keep_cache))
+
+    def score_tokens(
+        self, prompts: TokenLists, completions: TokenLists, *, use_tqdm: bool = False
+    ) -> list[list[float]]:
+        """Log probabilities of given completions, from the raw logits, computed as `generate` computes those
+        of its own: with batch_invariant=True, they equal a rollout's to the last bit. Scoring with
+        prompt_logprobs is faster, but computes completions as prompts, so last bits differ.
+
+        Raises:
+            InvalidArgument: a prompt or completion is empty, invalid or too long; or logprobs_mode is not
+                raw_logprobs. Nothing has been run.
+            JengineError: `pause` or `sleep` has aborted it.
+        """
+        limits, mode = self._shared.limits, self.started.logprobs_mode
+        work = given_requests(prompts, completions, limits, mode, self._requests.make_one)
+        return [*map(logprobs_of, completions, self._requests.run(work, "scoring", use_tqdm))]
+
+    def pause(self, mode: PauseMode = "abort") -> None:
+        """Stop working on requests until `resume`. Requests that arrive meanwhile wait.
+
+        Args:
+            mode: what becomes of running requests. abort: they end, with finish_reason "abort" and
+                stop_reason "paused"; wait: this call returns when they have finished; keep: they stop, and
+                go on where they were after `resume`.
+
+        Raises:
+            InvalidArgument: there is no such mode.
+        """
+        self._shared.do(operations.Pause(mode))
+        self._shared.step_until(self._is_idle)
+
+    def resume(self) -> None:
+        """End a pause. Raises InvalidArgument if the engine sleeps, or has no weights."""
+        self._shared.do(operations.Resume())
+
+    def is_paused(self) -> bool:
+        """Whether the engine is paused, or sleeps."""
+        return self._shared.do(operations.GetPauseState()).paused
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort", tags: Iterable[Tag] = TAGS) -> None:
+        """Pause, and give memory back until `wake_up`. The cache is dropped; programs stay.
+
+        Args:
+            level: 1 moves the weights to the host's memory, which on a CPU holds them already; 2 drops them,
+                so the engine then needs `update_weights`. Shared weights stay at level 1.
+            mode: as for `pause`, unless the engine is paused already. Requests that are kept compute their
+                tokens again.
+            tags: what to free.
+
+        Raises:
+            InvalidArgument: there is no such level, mode or tag.
+        """
+        operation = operations.Sleep(level, mode, tuple(tags))
+        while not self._shared.do(operation):
+            self._shared.step_until(self._is_idle)
+
+    def wake_up(self, tags: Iterable[Tag] | None = None) -> None:
+        """Take back what `sleep` has freed, or some of it. The engine goes on when it has everything, unless
+        it was paused before. Raises InvalidArgument if there is no such tag.
+        """
+        self._shared.do(operations.WakeUp(TAGS if tags is None else tuple(tags)))
+
+    def is_sleeping(self) -> bool:
+        """Whether `sleep` has freed something that `wake_up` has not taken back."""
+        return bool(self._shared.do(operations.GetPauseState()).asleep)
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
         """Wait until every program is ready, as with warm_up="all". Requests are served meanwhile.
@@ -233,6 +439,10 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
         done = self.engine.wait_until_compiled(timeout)
         self._shared.step_until(lambda: not self.engine.has_unused_programs)
         return done
+
+    def _is_idle(self) -> bool:
+        """Whether a paused engine has finished the requests that it should."""
+        return all(map(operations.idle, ranks_of(self.engine)))
 
     def close(self) -> None:
         """Free weights and cache. Calls in other threads end with EngineDead. May be called again."""
@@ -277,93 +487,3 @@ class LLM(EngineMethods, RolloutMethods, LLMEmbeddings, LLMBeams, VllmMethods):
 
     def _repr_html_(self) -> str:
         return self.summary()._repr_html_()
-
-    def _wait_for(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
-        """Returns the outputs of these requests when all have ended."""
-        call = ThreadCall()
-        try:
-            self._shared.open(call, work)
-            with progress_bar(total=len(work), desc=desc, unit="request", show=show) as bar:
-                self._finish(call, bar)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt from None  # without the frames in which the step was interrupted
-        finally:
-            self._shared.close(call)
-        return call.outputs
-
-    def _requests(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None,
-        level: ServiceLevel | None = None,
-        *,
-        pooling: PoolingParams | None = None,
-        beams: BeamSearchParams | None = None,
-        lora_name: str | None = None,
-    ) -> list[Request]:
-        """Creates and validates a prompt's requests."""
-        self._shared.check()
-        params = self._default_params if params is None else params
-        limits = self._shared.limits
-        request_id, length = str(next(self._ids)), limits.sequence.max_model_len
-        requests = make_requests(
-            self.tokenizer, prompt, params, request_id, max_model_len=length, pooling=pooling, beams=beams
-        )
-        for request in requests:
-            request.lora_name = lora_name
-        limits.validate(requests[0])
-        if level is not None:
-            level.apply(requests)
-        return requests
-
-    def _finish(self, call: ThreadCall, bar: Any) -> None:
-        """Works until all outputs have ended."""
-        left, tokens, start = len(call.outputs), 0, time.perf_counter()
-        while left:
-            for output in self._shared.take(call):
-                left -= 1
-                tokens += _work_of(output)
-                bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
-                bar.update()
-
-    def _follow(self, requests: list[Request]) -> Generator[RequestOutput]:
-        """Yields a prompt's output whenever it has grown, also when other threads step the engine."""
-        call, ended, shown = ThreadCall(each_token=True), False, 0
-        try:
-            self._shared.open(call, [requests])
-            while not ended:
-                for output in self._shared.take(call):
-                    ended, tokens = output.finished, tokens_of(output)
-                    if ended or not shown or tokens - shown >= self._interval:
-                        shown = tokens
-                        yield output
-        finally:
-            self._shared.close(call)
-
-
-def _work_of(output: RequestOutput) -> int:
-    """Number of generated or embedded tokens."""
-    return tokens_of(output) if output.embedding is None else len(output.prompt_token_ids)
-
-
-def prompts_or_lengths(
-    prompts: Prompt | Sequence[Prompt], lengths: list[int], max_model_len: int
-) -> list[Prompt]:
-    """The prompts, or prompts of these lengths.
-
-    Raises:
-        InvalidArgument: both are given, or neither is; or a length is out of range.
-    """
-    each = [] if prompts == () else listed(prompts)
-    if bool(lengths) == bool(each):
-        limit = "either prompts or their lengths must be given"
-        raise InvalidArgument("prompt_tokens", lengths[0] if len(lengths) == 1 else lengths, limit)
-    for length in lengths:
-        check_whole("prompt_tokens", length, 1, max_model_len - 1)
-    return each or [[0] * length for length in lengths]
-
-
-def predicted(scheduler: Scheduler, work: list[list[Request]], *, of_lengths: bool) -> list[Prediction]:
-    """Predictions for requests, by prompt. Nothing is cached for those of which only the length is known."""
-    new = [hypothetical(scheduler, requests[0], len(requests)) for requests in work]
-    return expect(scheduler, [one._replace(cached=0) for one in new] if of_lengths else new)

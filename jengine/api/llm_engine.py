@@ -80,7 +80,7 @@ class LLMEngine:
         [adapter] = self.llm.loras.names(lora_request, 1)
         pooling, sampling = (params, None) if isinstance(params, PoolingParams) else (None, params)
         level = ServiceLevel(priority=priority)
-        requests = self.llm._requests(prompt, sampling, level, pooling=pooling, lora_name=adapter)
+        requests = self.llm._requests.make_one(prompt, sampling, level, pooling=pooling, lora_name=adapter)
         added = _Added(ThreadCall(each_token=True), getattr(params, "output_kind", None) or "cumulative", {})
         self.llm._shared.open(added.call, [requests])
         self._added[request_id] = added

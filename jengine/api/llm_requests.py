@@ -1,24 +1,69 @@
-"""What parts of LLM need of the whole to run requests."""
+"""The requests of LLM's calls, and the loops of the threads that wait for them."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import itertools
+import time
+from collections.abc import Generator, Sequence
+from typing import Any
 
-from jengine.api.loras import Loras
-from jengine.api.prompts import Prompt
+from jengine.api.loras import LoraRequests, Loras
+from jengine.api.prompts import Prompt, listed, make_requests
+from jengine.api.request_handle import tokens_of
+from jengine.api.shared_engine import SharedEngine, ThreadCall
+from jengine.base.checks import check_whole
+from jengine.base.errors import InvalidArgument
+from jengine.base.progress import progress_bar
+from jengine.core.beam_outputs import BeamSearchOutput, BeamSearchSequence, sampling_of
 from jengine.core.beam_params import BeamSearchParams
 from jengine.core.pooling import PoolingParams
-from jengine.core.request import Request, RequestOutput, SamplingParams
-from jengine.core.service_level import ServiceLevel
+from jengine.core.request import CompletionOutput, Request, RequestOutput, SamplingParams
+from jengine.core.service_level import BatchLevelOptions, ServiceLevel, levels, one_each
+from jengine.scheduling.forecasts.expectations import expect, hypothetical
+from jengine.scheduling.forecasts.forecast import Prediction
+from jengine.text.tokenizer import Tokenizer
 
 
-class LLMRequests(ABC):
-    """How LLM makes requests and runs them."""
+class LLMRequests:
+    """Makes and validates requests, and runs them in the calling thread.
 
-    loras: Loras
+    Args:
+        default_params: of prompts without sampling parameters.
+        interval: see EngineConfig.stream_interval.
+    """
 
-    @abstractmethod
-    def _requests(
+    def __init__(
+        self,
+        shared: SharedEngine,
+        tokenizer: Tokenizer,
+        loras: Loras,
+        default_params: SamplingParams,
+        interval: int,
+    ) -> None:
+        self._shared, self._tokenizer, self._loras = shared, tokenizer, loras
+        self._default_params, self._interval = default_params, interval
+        self._ids = itertools.count()
+
+    def make(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams | None] | None = None,
+        lora_request: LoraRequests = None,
+        level: BatchLevelOptions | None = None,
+        *,
+        pooling: PoolingParams | None = None,
+        beams: BeamSearchParams | None = None,
+    ) -> list[list[Request]]:
+        """The requests of each prompt. Loads adapters that are not loaded yet."""
+        each = listed(prompts)
+        every, all_levels = one_each("sampling_params", params, len(each)), levels(len(each), level or {})
+        names = self._loras.names(lora_request, len(each))
+        return [
+            self.make_one(prompt, params, level, pooling=pooling, beams=beams, lora_name=name)
+            for prompt, params, level, name in zip(each, every, all_levels, names, strict=True)
+        ]
+
+    def make_one(
         self,
         prompt: Prompt,
         params: SamplingParams | None,
@@ -28,8 +73,112 @@ class LLMRequests(ABC):
         beams: BeamSearchParams | None = None,
         lora_name: str | None = None,
     ) -> list[Request]:
-        """Creates and validates a prompt's requests."""
+        """One prompt's requests, with the adapter of this name, which is loaded."""
+        self._shared.check()
+        params = self._default_params if params is None else params
+        limits = self._shared.limits
+        request_id, length = str(next(self._ids)), limits.sequence.max_model_len
+        requests = make_requests(
+            self._tokenizer, prompt, params, request_id, max_model_len=length, pooling=pooling, beams=beams
+        )
+        for request in requests:
+            request.lora_name = lora_name
+        limits.validate(requests[0])
+        if level is not None:
+            level.apply(requests)
+        return requests
 
-    @abstractmethod
-    def _wait_for(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
-        """Returns the outputs of prompts' requests when all have ended."""
+    def run(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
+        """Returns the outputs of prompts' requests when all have ended.
+
+        Args:
+            desc, show: the progress bar's label, and whether to show it.
+        """
+        call = ThreadCall()
+        try:
+            self._shared.open(call, work)
+            with progress_bar(total=len(work), desc=desc, unit="request", show=show) as bar:
+                self._finish(call, bar)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None  # without the frames in which the step was interrupted
+        finally:
+            self._shared.close(call)
+        return call.outputs
+
+    def _finish(self, call: ThreadCall, bar: Any) -> None:
+        """Works until all outputs have ended."""
+        left, tokens, start = len(call.outputs), 0, time.perf_counter()
+        while left:
+            for output in self._shared.take(call):
+                left -= 1
+                tokens += tokens_of(output) if output.embedding is None else len(output.prompt_token_ids)
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
+                bar.update()
+
+    def stream(self, requests: list[Request]) -> Generator[RequestOutput]:
+        """Yields a prompt's output whenever it has grown, also when other threads step the engine."""
+        call, ended, shown = ThreadCall(each_token=True), False, 0
+        try:
+            self._shared.open(call, [requests])
+            while not ended:
+                for output in self._shared.take(call):
+                    ended, tokens = output.finished, tokens_of(output)
+                    if ended or not shown or tokens - shown >= self._interval:
+                        shown = tokens
+                        yield output
+        finally:
+            self._shared.close(call)
+
+    def search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        concurrency_limit: int | None,
+        lora_request: LoraRequests,
+        show: bool,
+    ) -> list[BeamSearchOutput]:
+        """LLM.beam_search."""
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidArgument("params", params, "must be a BeamSearchParams")
+        if concurrency_limit is not None:
+            check_whole("concurrency_limit", concurrency_limit, 1, None)
+        sampling = sampling_of(params, logprobs=2 * params.beam_width)
+        work = self.make(prompts, sampling, lora_request, beams=params)
+        return [
+            BeamSearchOutput([self._beam(output, beam, params) for beam in output.outputs])
+            for batch in itertools.batched(work, concurrency_limit or max(len(work), 1))
+            for output in self.run([*batch], "searching", show)
+        ]
+
+    def _beam(
+        self, output: RequestOutput, beam: CompletionOutput, params: BeamSearchParams
+    ) -> BeamSearchSequence:
+        tokens = [*output.prompt_token_ids, *beam.token_ids]
+        hides_stop = beam.finish_reason == "stop" and not params.include_stop_str_in_output
+        return BeamSearchSequence(
+            tokens=tokens,
+            logprobs=beam.logprobs or [],
+            cum_logprob=beam.cumulative_logprob or 0.0,
+            text=self._tokenizer.decode(tokens[:-1] if hides_stop else tokens),
+            finish_reason=beam.finish_reason,
+        )
+
+    def predict(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        prompt_tokens: int | Sequence[int],
+    ) -> list[Prediction]:
+        """LLM.predict."""
+        lengths = [prompt_tokens] if isinstance(prompt_tokens, int) else [*prompt_tokens]
+        each = [] if prompts == () else listed(prompts)
+        if bool(lengths) == bool(each):
+            limit = "either prompts or their lengths must be given"
+            raise InvalidArgument("prompt_tokens", lengths[0] if len(lengths) == 1 else lengths, limit)
+        for length in lengths:
+            check_whole("prompt_tokens", length, 1, self._shared.limits.sequence.max_model_len - 1)
+        scheduler = self._shared.engine.scheduler
+        work = self.make(each or [[0] * length for length in lengths], params)
+        new = [hypothetical(scheduler, requests[0], len(requests)) for requests in work]
+        # nothing is cached for prompts of which only the length is known
+        return expect(scheduler, [request._replace(cached=0) for request in new] if lengths else new)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jengine.base.errors import InvalidArgument
 from jengine.core.config import EngineConfig
+from jengine.core.request import SamplingParams
 from jengine.text.tokenizer import Tokenizer
 from jengine.vllm.names import OF_LLM, missing
 from jengine.vllm.translate import ENGINE_SETTINGS, translated, warn
@@ -54,12 +55,21 @@ class VllmMethods(ABC):
 
     tokenizer: Tokenizer
     model: str = ""
+    _default_params: SamplingParams
     _tokenizer_of_transformers: PreTrainedTokenizerFast | None = None
 
     @property
     @abstractmethod
     def max_model_len(self) -> int:
         """Tokens a sequence may have, prompt and output together."""
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of requests that pass none: the model's generation_config.json, unless
+        generation_config is "vllm".
+
+        SamplingParams that a request passes are used unchanged, without these defaults.
+        """
+        return self._default_params
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig, **more: Any) -> Self:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
@@ -434,3 +437,13 @@ class RequestOutput:
     def _repr_html_(self) -> str:
         prompt = f"[{counted(len(self.prompt_token_ids), 'token')}] " if self.prompt is None else self.prompt
         return answer_html(prompt, [(completion.text, completion._note()) for completion in self.outputs])
+
+
+def prompt_seed(seed: int, prompt_token_ids: Sequence[int]) -> int:
+    """Derives a 64-bit seed from a request's own seed, from -2**63 to 2**64 - 1, and its prompt.
+
+    So with one seeded SamplingParams, different prompts get different noise, and equal prompts the same,
+    wherever they are in a list. A seed is equivalent to its value modulo 2**64.
+    """
+    content = (seed % 2**64).to_bytes(8, "little") + array("i", prompt_token_ids).tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")

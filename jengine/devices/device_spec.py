@@ -89,8 +89,8 @@ def custom_device(
     Raises:
         InvalidArgument: the name is unknown, a figure is no number with a known unit, or one is missing.
     """
-    given = {"memory": memory, "bandwidth": bandwidth, "compute": compute}
-    if target is None and (missing := [name for name, figure in given.items() if figure is None]):
+    figures = {"memory": memory, "bandwidth": bandwidth, "compute": compute}
+    if target is None and (missing := [name for name, figure in figures.items() if figure is None]):
         raise InvalidArgument(
             missing[0],
             None,
@@ -105,7 +105,7 @@ def custom_device(
         )
         return DeviceSpec("custom GPU", DEFAULT_CAPABILITY, bytes_, moved, rates, 32e9, "PCIe 4 x16", 128)
     known = device_spec(target)
-    if given == dict.fromkeys(given):
+    if figures == dict.fromkeys(figures):
         return known
     faster = 1.0 if operations is None else operations / known.rates["float16"]
     return dataclasses.replace(
@@ -152,8 +152,8 @@ def _described(target: str) -> dict[str, Any]:
     text = description(target)
 
     def field(name: str) -> str:
-        [found] = re.findall(rf'^\s*{name}: "?([^"\n]+)', text, re.MULTILINE)
-        return str(found)
+        [value] = re.findall(rf'^\s*{name}: "?([^"\n]+)', text, re.MULTILINE)
+        return str(value)
 
     [(major, minor)] = re.findall(r"cuda_compute_capability \{ major: (\d+)(?: minor: (\d+))?", text)
     return {

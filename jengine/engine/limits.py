@@ -63,14 +63,14 @@ class Limits:
         raise InvalidArgument("strategy", strategy, f"must be one of {', '.join(self.strategies)}{why}")
 
     def _check_images(self, request: Request, images: PromptImages) -> None:
-        given = counted(len(images.parts), "part")
+        shown = counted(len(images.parts), "part")
         if not self.image_rows:
-            raise InvalidArgument("image", given, "this model, or this engine, reads no images")
+            raise InvalidArgument("image", shown, "this model, or this engine, reads no images")
         if request.pooling is not None:
-            raise InvalidArgument("image", given, "not in a request for an embedding")
+            raise InvalidArgument("image", shown, "not in a request for an embedding")
         if images.rows > self.image_rows:
             limit = f"{images.rows} embeddings; at most image_pool_rows = {self.image_rows}"
-            raise InvalidArgument("image", given, limit)
+            raise InvalidArgument("image", shown, limit)
 
     def validate(self, request: Request) -> None:
         """Checks one of a prompt's requests, as a representative of all of them.

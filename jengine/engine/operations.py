@@ -1,8 +1,8 @@
 """Operations on a running engine. Each is a message, plain data, with the handler that the engine runs for
 it.
 
-A new operation is a class here, and methods of LLM and AsyncLLM in api/engine_methods.py. Threads, engine
-processes and the RPC `Do` carry every operation alike.
+A new operation is a class here, and methods of LLM and AsyncLLM. Threads, engine processes and the RPC `Do`
+carry every operation alike.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import msgspec
 
 from jengine.base.checks import check_whole
 from jengine.base.errors import InvalidArgument
+from jengine.base.process import return_memory
 from jengine.core.lora import LoraInfo, LoraSource, check_lora_name
-from jengine.core.weights import TAGS, PauseMode, Tag, Version, check_mode, check_tags
+from jengine.core.weights import PAUSED, TAGS, PauseMode, Tag, Version, check_mode, check_tags, next_version
 from jengine.engine.limits import Limits
-from jengine.engine.loop.pausing import idle, pause, replace_weights, resume, sleep, wake_up
 from jengine.insight.profiling.data import ProfileOptions
 from jengine.insight.recording.trace import Trace
 
@@ -130,6 +130,11 @@ class LoadWeights(Operation[Version], frozen=True):
         )
 
 
+def update_of(weights: Any) -> type[UpdateWeights | LoadWeights]:
+    """The operation that takes these weights: arrays, or a folder."""
+    return LoadWeights if isinstance(weights, str | Path) else UpdateWeights
+
+
 class Pause(Operation[None], frozen=True):
     """Stops to plan steps; see LLM.pause. New requests wait."""
 
@@ -193,7 +198,25 @@ class Sleep(Operation[bool], frozen=True):
         check_tags(self.tags)
 
     def run(self, engine: Engine) -> bool:
-        return sleep(engine, self.level, self.mode, self.tags)
+        gate = engine.gate
+        if gate.mode is None:
+            pause(engine, self.mode)
+            gate.by_sleep = True
+        if not idle(engine):
+            return False
+        engine.settle()
+        freed = {*self.tags} - gate.asleep
+        if "kv_cache" in freed:
+            engine.scheduler.preempt_all()
+            engine.scheduler.blocks.reset()
+            engine.runner.free_cache()
+        if "weights" in freed:
+            engine.weights.there = self.level == 1
+            if self.level == 2 or not engine.weights.shared:
+                engine.runner.move_weights(away=True, keep=self.level == 1)
+        gate.asleep |= freed
+        return_memory()
+        return True
 
 
 class WakeUp(Operation[None], frozen=True):
@@ -206,7 +229,13 @@ class WakeUp(Operation[None], frozen=True):
         check_tags(self.tags)
 
     def run(self, engine: Engine) -> None:
-        wake_up(engine, self.tags)
+        woken = {*self.tags} & engine.gate.asleep
+        if "weights" in woken:
+            engine.runner.move_weights(away=False)
+        if "kv_cache" in woken:
+            engine.runner.allocate_cache()
+        engine.gate.asleep -= woken
+        go_on(engine)
 
 
 class SetStrategy(Operation[None], frozen=True):
@@ -325,3 +354,64 @@ class ListLoras(Operation[list[LoraInfo]], frozen=True):
 
     def run(self, engine: Engine) -> list[LoraInfo]:
         return [] if engine.loras is None else engine.loras.list_loaded()
+
+
+def pause(engine: Engine, mode: PauseMode) -> None:
+    """Stops planning steps; `LLM.pause` says what becomes of running requests."""
+    engine.gate.mode, engine.gate.by_sleep = mode, False
+    if mode == "wait":
+        return
+    engine.settle()
+    if mode == "abort":
+        engine.end_early([*engine.scheduler.registry.by_id], "abort", PAUSED)
+
+
+def idle(engine: Engine) -> bool:
+    """Whether a paused engine has nothing left to do before it resumes."""
+    return not (engine.gate.mode == "wait" and engine.scheduler.has_work)
+
+
+def resume(engine: Engine) -> None:
+    """Goes on with requests."""
+    gate = engine.gate
+    if gate.asleep:
+        limit = "the engine sleeps: call wake_up first"
+        raise InvalidArgument("asleep", ", ".join(sorted(gate.asleep)), limit)
+    if not engine.weights.there:
+        raise InvalidArgument("weights", None, "the engine has none: call update_weights first")
+    if gate.mode is not None:
+        gate.open(
+            engine.queue,
+            lambda requests, why: engine.end_early(
+                [request.request_id for request in requests], "error", str(why)
+            ),
+        )
+
+
+def go_on(engine: Engine) -> None:
+    """Resumes an engine that sleep has paused, once it has all that it needs."""
+    if engine.gate.by_sleep and not engine.gate.asleep and engine.weights.there:
+        resume(engine)
+
+
+def replace_weights(
+    engine: Engine, weights: Any, version: Version | None, *, check_finite: bool, keep_cache: bool
+) -> Version:
+    """Replaces the weights, all or none."""
+    live, gate = engine.weights, engine.gate
+    version = next_version(version, live.version)
+    checked = live.check(weights, check_finite=check_finite)
+    engine.settle()
+    if not keep_cache:
+        engine.scheduler.preempt_all()
+    engine.scheduler.blocks.reset()
+    if checked.encoder is not None:
+        engine.scheduler.registry.images.reset()
+    try:
+        live.replace(checked, version)
+    finally:
+        if not live.there and gate.mode is None:  # the devices failed: requests wait for weights
+            gate.mode, gate.by_sleep = "keep", True
+    gate.asleep.discard("weights")
+    go_on(engine)
+    return version

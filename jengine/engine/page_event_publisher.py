@@ -34,29 +34,35 @@ class PageEventPublisher:
         InvalidArgument: pyzmq is missing, or an address cannot be used.
     """
 
-    def __init__(self, how: PageEvents, maker: EventMaker, rank: int = 0) -> None:
+    def __init__(self, config: PageEvents, maker: EventMaker, rank: int = 0) -> None:
         try:
             import zmq
         except ModuleNotFoundError as missing:
-            raise InvalidArgument.needs_extra(NAME, how.endpoint, "fleets", missing) from None
-        self._maker, self._topic, self._rank = maker, how.topic.encode(), rank
-        self._changes: Queue[PageChange | None] = Queue(how.max_queue_size)
-        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=how.buffer_steps)
+            raise InvalidArgument.needs_extra(NAME, config.endpoint, "fleets", missing) from None
+        self._maker, self._topic, self._rank = maker, config.topic.encode(), rank
+        self._changes: Queue[PageChange | None] = Queue(config.max_queue_size)
+        self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._lock = threading.Lock()
         self._context = zmq.Context()
         self._out = self._context.socket(zmq.PUB)
-        self._out.set_hwm(how.hwm)
-        bound = "*" in how.endpoint or "::" in how.endpoint or how.endpoint.startswith(("ipc:", "inproc:"))
-        self._replay = None if how.replay_endpoint is None else self._context.socket(zmq.ROUTER)
+        self._out.set_hwm(config.hwm)
+        bound = (
+            "*" in config.endpoint
+            or "::" in config.endpoint
+            or config.endpoint.startswith(("ipc:", "inproc:"))
+        )
+        self._replay = None if config.replay_endpoint is None else self._context.socket(zmq.ROUTER)
         try:
             name = "endpoint"
-            (self._out.bind if bound else self._out.connect)(how.endpoint)
-            if self._replay is not None and how.replay_endpoint is not None:
+            (self._out.bind if bound else self._out.connect)(config.endpoint)
+            if self._replay is not None and config.replay_endpoint is not None:
                 name = "replay_endpoint"
-                self._replay.bind(how.replay_endpoint)
+                self._replay.bind(config.replay_endpoint)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise InvalidArgument(f"{NAME}.{name}", getattr(how, name), f"cannot be used: {error}") from None
+            raise InvalidArgument(
+                f"{NAME}.{name}", getattr(config, name), f"cannot be used: {error}"
+            ) from None
         self._threads = [threading.Thread(target=self._publish, name="page-events", daemon=True)]
         if self._replay is not None:
             again = threading.Thread(target=self._answer, name="page-events-replay", daemon=True)
@@ -115,8 +121,8 @@ class PageEventPublisher:
                     log.warning("a request for events to replay is invalid: it must be a number of 8 bytes")
                     continue
                 with self._lock:
-                    kept = [*self._kept]
-                for number, batch in kept:
+                    sent = [*self._kept]
+                for number, batch in sent:
                     if number >= start:  # of equal length
                         self._replay.send_multipart((who, *between, self._topic, number, batch))
                 self._replay.send_multipart((who, *between, b"", LAST, b""))

@@ -34,8 +34,8 @@ def digest_of(block: Block) -> bytes:
         parent = parent.parent
     before = parent.digest if isinstance(parent, Block) else _of_salt(parent)
     assert before is not None
-    for one in reversed(unnamed):
-        before = one.digest = _following(before, one.tokens)
+    for unnamed_block in reversed(unnamed):
+        before = unnamed_block.digest = _following(before, unnamed_block.tokens)
     return before
 
 
@@ -107,7 +107,7 @@ def files_digest(folder: Path, more: Iterable[Path] = ()) -> str:
     """Identity of a model's files by their names and contents: of large files, the size and evenly spaced
     samples of the contents. Takes no longer than reading a few megabytes of each.
     """
-    files = [folder] if folder.is_file() else sorted(one for one in folder.iterdir() if one.is_file())
+    files = [folder] if folder.is_file() else sorted(path for path in folder.iterdir() if path.is_file())
     whole = hashlib.blake2b(digest_size=NAME_BYTES)
     for file in (*files, *more):
         size = file.stat().st_size

@@ -21,7 +21,9 @@ from jengine.stores.server import PageServer
 MOST_PEERS = 64  # with open connections
 
 
-def check_transfer(config: EngineConfig, how: KvTransfer, source: ModelSource, spec: ExecutionSpec) -> None:
+def check_transfer(
+    config: EngineConfig, transfer: KvTransfer, source: ModelSource, spec: ExecutionSpec
+) -> None:
     """Checks that this engine's pages can travel.
 
     Raises:
@@ -35,7 +37,7 @@ def check_transfer(config: EngineConfig, how: KvTransfer, source: ModelSource, s
     elif spec.page_bytes * spec.mesh.size > MAX_PAGE:
         limit = f"must be None with pages above {MAX_PAGE >> 20} MiB: page_size must be smaller"
     if limit is not None:
-        raise InvalidArgument(NAME, how.connector, limit)
+        raise InvalidArgument(NAME, transfer.connector, limit)
 
 
 def weights_digest(config: EngineConfig, source: ModelSource) -> str:
@@ -44,31 +46,31 @@ def weights_digest(config: EngineConfig, source: ModelSource) -> str:
     return files_digest(source.folder, more)
 
 
-def make_stores(how: KvTransfer) -> Stores:
+def make_stores(transfer: KvTransfer) -> Stores:
     """Opens the folder, or the connections and the server.
 
     Raises:
         InvalidArgument: the folder or the address cannot be used, or there is no token.
     """
-    if how.connector == "disk":
-        assert how.root_dir is not None
+    if transfer.connector == "disk":
+        assert transfer.root_dir is not None
         try:
-            disk = DiskStore(how.root_dir, how.max_bytes)
+            disk = DiskStore(transfer.root_dir, transfer.max_bytes)
         except OSError as error:
             where = f"{NAME}.{EXTRA}.root_dir"
-            raise InvalidArgument(where, str(how.root_dir), f"cannot be used: {error}") from None
-        return _one(how, disk)
-    token = how.token()
-    if how.connector == "remote":
-        return _one(how, RemoteStore(*how.address, token, how.load_timeout))
-    peers = Peers(how, token)
-    if not how.keeps:
+            raise InvalidArgument(where, str(transfer.root_dir), f"cannot be used: {error}") from None
+        return _single(transfer, disk)
+    token = transfer.token()
+    if transfer.connector == "remote":
+        return _single(transfer, RemoteStore(*transfer.address, token, transfer.load_timeout))
+    peers = Peers(transfer, token)
+    if not transfer.keeps:
         return Stores(None, peers.get, close=peers.close)
-    memory = MemoryStore(how.buffer_bytes, how.lease)
+    memory = MemoryStore(transfer.buffer_bytes, transfer.lease)
     try:
-        server = PageServer(memory, token, *how.address)
+        server = PageServer(memory, token, *transfer.address)
     except OSError as error:
-        where, shown = f"{NAME}.kv_port", f"{how.address[0]}:{how.address[1]}"
+        where, shown = f"{NAME}.kv_port", f"{transfer.address[0]}:{transfer.address[1]}"
         raise InvalidArgument(where, shown, f"cannot be used: {error}") from None
 
     def close() -> None:
@@ -79,10 +81,10 @@ def make_stores(how: KvTransfer) -> Stores:
     return Stores(memory, peers.get, server, close)
 
 
-def _one(how: KvTransfer, store: PageStore) -> Stores:
+def _single(transfer: KvTransfer, store: PageStore) -> Stores:
     return Stores(
-        store if how.keeps else None,
-        lambda source: store if how.loads and source is None else None,
+        store if transfer.keeps else None,
+        lambda source: store if transfer.loads and source is None else None,
         close=store.close,
     )
 
@@ -90,17 +92,17 @@ def _one(how: KvTransfer, store: PageStore) -> Stores:
 class Peers:
     """Connections to the engines that may compute prompts for this one. Used by one thread."""
 
-    def __init__(self, how: KvTransfer, token: bytes) -> None:
-        self._how, self._token = how, token
+    def __init__(self, config: KvTransfer, token: bytes) -> None:
+        self._config, self._token = config, token
         self._stores: OrderedDict[str, RemoteStore] = OrderedDict()  # the least recently used first
 
     def get(self, source: str | None) -> PageStore | None:
         """The pages of an engine, by its host:port. None: it is none of the peers."""
-        if source is None or not self._how.is_peer(source):
+        if source is None or not self._config.is_peer(source):
             return None
         store = self._stores.pop(source, None)
         if store is None:
-            store = RemoteStore(*address_of("pages_from", source), self._token, self._how.load_timeout)
+            store = RemoteStore(*address_of("pages_from", source), self._token, self._config.load_timeout)
         self._stores[source] = store
         if len(self._stores) > MOST_PEERS:
             self._stores.popitem(last=False)[1].close()

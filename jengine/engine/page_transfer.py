@@ -17,16 +17,71 @@ import numpy as np
 from jengine.core.kv_transfer import KvTransfer
 from jengine.core.updates import StoreLoad
 from jengine.core.weights import FIRST_VERSION, Version
-from jengine.engine.page_lookup import Lookup, Place
 from jengine.engine.page_names import PageNames, digest_of, digests, page_name
-from jengine.execution.kv_cache import Page
-from jengine.execution.page_bytes import leaves_of, parts_of
-from jengine.scheduling.pages.block import Block, LoraSalt
+from jengine.execution.kv_cache import Page, leaves_of, parts_of
+from jengine.scheduling.pages.block import Block, LoraSalt, Salt
+from jengine.scheduling.pages.prefix_finder import first_seen
 from jengine.scheduling.requests.sequence import Sequence as RequestSequence
 from jengine.scheduling.scheduler import Scheduler
 from jengine.stores.memory import MemoryStore
 from jengine.stores.page_store import PageStore, StoreError, size_of
 from jengine.stores.server import PageServer
+
+Place = tuple[int, int]  # index of a block, cache group
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """A prompt for whose prefix pages may be in a store.
+
+    Attributes:
+        tokens: of the blocks that a hit may have at most.
+        here: for each of these blocks, whether the page of each group is on the device or on the host.
+        windows: of the groups.
+        grid: a hit has a multiple of this number of blocks.
+    """
+
+    salt: Salt
+    tokens: Sequence[int]
+    here: Sequence[Sequence[bool]]
+    windows: Sequence[int | None]
+    page_size: int
+    grid: int
+
+    @property
+    def missing(self) -> list[Place]:
+        """All pages that are not here."""
+        return [
+            (index, group)
+            for index, groups in enumerate(self.here)
+            for group, is_here in enumerate(groups)
+            if not is_here
+        ]
+
+    def longest(self, there: set[Place] | frozenset[Place] = frozenset()) -> int:
+        """The blocks of the longest hit of pages that are here and of these in a store."""
+        best, runs = 0, [0] * len(self.windows)  # number of consecutive blocks with a page, up to here
+        for index, groups in enumerate(self.here):
+            for group, is_here in enumerate(groups):
+                runs[group] = runs[group] + 1 if is_here or (index, group) in there else 0
+            blocks = index + 1
+            needed = [blocks - self._first(group, blocks) for group in range(len(runs))]
+            if blocks % self.grid == 0 and all(run >= need for run, need in zip(runs, needed, strict=True)):
+                best = blocks
+        return best
+
+    def needed(self, blocks: int) -> list[Place]:
+        """The pages that a hit of so many blocks needs and that are not here, the first blocks first."""
+        return [
+            (index, group)
+            for index, groups in enumerate(self.here[:blocks])
+            for group, is_here in enumerate(groups)
+            if not is_here and index >= self._first(group, blocks)
+        ]
+
+    def _first(self, group: int, blocks: int) -> int:
+        return first_seen(self.windows[group], blocks * self.page_size, self.page_size)
+
 
 log = logging.getLogger(__name__)
 MOST_WAITING = 512  # pages that wait to be kept; more are dropped, so that a slow store delays nothing
@@ -111,7 +166,7 @@ class PageTransfer:
 
     def __init__(
         self,
-        how: KvTransfer,
+        config: KvTransfer,
         stores: Stores,
         names: PageNames,
         scheduler: Scheduler,
@@ -119,7 +174,7 @@ class PageTransfer:
         version: Callable[[], Version],
         like: Any,
     ) -> None:
-        self._how, self._stores, self._names, self._like = how, stores, names, like
+        self._config, self._stores, self._names, self._like = config, stores, names, like
         self._scheduler, self._blocks, self._runner = scheduler, scheduler.blocks, runner
         self._version, self._space = version, names.space()
         self._spaced: Version = FIRST_VERSION
@@ -129,8 +184,8 @@ class PageTransfer:
         self._news, self._closed = threading.Event(), False
         self._queue: Queue[tuple[bytes, Block, int, Page] | None] = Queue(MOST_WAITING)
         self._lock = threading.Lock()  # of the counts and rates
-        self._counts, self._rates = StoreLoad(how.connector), dict[str | None, float]()
-        self._loaders = ThreadPoolExecutor(LOADERS, "page-loader") if how.loads else None
+        self._counts, self._rates = StoreLoad(config.connector), dict[str | None, float]()
+        self._loaders = ThreadPoolExecutor(LOADERS, "page-loader") if config.loads else None
         self._keeper: threading.Thread | None = None
         if stores.keep is not None:
             self._tier.give = self._give
@@ -199,14 +254,14 @@ class PageTransfer:
         if store is None or whole or isinstance(first.salt, LoraSalt) or self._loaders is None:
             return
         windows = [group.window for group in self._blocks.groups]
-        most = min((len(first.keys) - 1) // size, self._tier.capacity // len(windows))
-        known = self._blocks.known(first.keys, first.salt)[:most]
-        known += [[False] * len(windows)] * (most - len(known))
-        tokens, grid = tuple(first.keys[: most * size]), self._blocks.hit_grid // size
+        longest = min((len(first.keys) - 1) // size, self._tier.capacity // len(windows))
+        known = self._blocks.known(first.keys, first.salt)[:longest]
+        known += [[False] * len(windows)] * (longest - len(known))
+        tokens, grid = tuple(first.keys[: longest * size]), self._blocks.hit_grid // size
         lookup = Lookup(first.salt, tokens, known, windows, size, grid)
-        if lookup.longest() == most // grid * grid:
+        if lookup.longest() == longest // grid * grid:
             return
-        timeout, worth = self._how.load_timeout, float("inf")
+        timeout, worth = self._config.load_timeout, float("inf")
         if request.pages_from is None:  # no other engine is known to have computed them
             worth = self._scheduler.prefixes.compute_seconds(0, len(tokens))
             timeout = min(timeout, max(worth, LEAST_WAIT))
@@ -288,8 +343,8 @@ class PageTransfer:
         missing = lookup.missing
         names = [page_name(load.space, blocks[index], group) for index, group in missing]
         there = load.store.find(names, left if source is not None else 0.0)
-        found = {place for place, one in zip(missing, there, strict=True) if one}
-        had, longest = lookup.longest(), lookup.longest(found)
+        stored = {place for place, is_there in zip(missing, there, strict=True) if is_there}
+        had, longest = lookup.longest(), lookup.longest(stored)
         wanted = lookup.needed(longest) if longest > had else []
         self._count(queries=len(lookup.needed(len(blocks))))
         worth = load.worth * (longest - had) / max(len(blocks), 1)
@@ -297,7 +352,7 @@ class PageTransfer:
             return
         by_place = dict(zip(missing, names, strict=True))
         begun, came, size = time.monotonic(), 0, 0
-        pages = load.store.load([by_place[one] for one in wanted])
+        pages = load.store.load([by_place[place] for place in wanted])
         for data, place in zip(pages, wanted, strict=True):
             leaves = None if data is None else leaves_of(data, self._like)
             if data is None or leaves is None or time.monotonic() > load.until:

@@ -39,9 +39,9 @@ def check_ranks(config: EngineConfig, mesh: Mesh | None) -> None:
         "num_scheduler_steps": config.burst_steps > 1,
         "speculative_config": config.draft_tokens,
     }
-    for name, given in refused.items():
-        if given:
-            value = getattr(config, name, type(given).__name__)
+    for name, option in refused.items():
+        if option:
+            value = getattr(config, name, type(option).__name__)
             raise InvalidArgument(name, value, f"not with data_parallel_size={count}")
 
 
@@ -75,4 +75,4 @@ def prepare_ranks(
         for rank in range(spec.ranks)
     ]
     programs = ProgramSet(config, spec, None, max_bytes, progress, only=joint, beside=each, early=early)
-    return make_ranks(spec, programs.programs, weights, [one.programs for one in each]), programs
+    return make_ranks(spec, programs.programs, weights, [part.programs for part in each]), programs

@@ -102,11 +102,11 @@ class RankedEngine:
         its number.
         """
         schedulers = [rank.scheduler for rank in self.ranks]
-        oldest = min([one.cohorts.oldest for one in schedulers])
+        oldest = min([scheduler.cohorts.oldest for scheduler in schedulers])
         if schedulers[0].cohorts.stages > 1:
-            ready = any([one.rows.ready for one in schedulers])
-            for one in schedulers:
-                one.cohorts.waits = not ready and one.cohorts.oldest == oldest
+            ready = any([scheduler.rows.ready for scheduler in schedulers])
+            for scheduler in schedulers:
+                scheduler.cohorts.waits = not ready and scheduler.cohorts.oldest == oldest
         return oldest
 
     def do[T](self, operation: Operation[T]) -> T:
@@ -208,7 +208,7 @@ def agreed(wanted: dict[int, TrunkKey], ready: ReadyPrograms) -> list[tuple[Trun
     if not all(halves):  # no trunk covers several of one kind, such as with few of them ready
         first, *others = wanted
         halves = [{first: wanted[first]}, {i: wanted[i] for i in others}]
-    return [one for half in halves for one in agreed(half, ready)]
+    return [trunk for half in halves for trunk in agreed(half, ready)]
 
 
 def ranks_of(engine: AnyEngine) -> List[Engine]:

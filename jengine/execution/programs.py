@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax._src.interpreters import pxla  # JAX has no public way to call an executable
 from jax.sharding import NamedSharding
 
 from jengine.base.compiles import announced, retrieval_count
@@ -32,7 +34,6 @@ from jengine.execution.memory import ProgramMemory
 from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.program_cache import POLL, WAITING, ProgramCache
 from jengine.execution.program_store import packed, unpacked
-from jengine.execution.quick_call import QuickCall
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import shard_mapped
 from jengine.table.ready_programs import by_use, first_needed
@@ -375,3 +376,61 @@ def lower_priority() -> None:
     """Lowers this thread's priority permanently, on systems with priorities per thread."""
     if hasattr(os, "setpriority") and hasattr(os, "sched_getaffinity"):  # Linux
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+class QuickCall:
+    """A program whose arguments always have the shapes, dtypes and shardings that it was compiled for.
+
+    A trunk has hundreds of arguments, the weights. In every call, `jax.stages.Compiled` compares the type and
+    layout of each with what was compiled, a third of the host's time of a step on a GPU. Here only the first
+    call does that.
+
+    Args:
+        program: has neither effects nor callbacks. Its first call here compares all arguments, as usual.
+
+    Attributes:
+        program: the same.
+    """
+
+    def __init__(self, program: jax.stages.Compiled) -> None:
+        executable: Any = program._executable
+        run = executable.unsafe_call
+        self.program, self._compared = program, False
+        self._execute, self._handlers = run.xla_executable.execute_sharded, run.out_handler.handlers
+        self._out_tree = program.out_tree
+        self._kept = sorted(run.kept_var_idx)  # XLA removes arguments that are not used
+        kinds = zip(self._kept, executable.in_avals, executable._in_shardings, strict=True)
+        self._kinds = {
+            i: (like, where, where.addressable_devices_indices_map(like.shape)) for i, like, where in kinds
+        }
+
+    def __call__(self, weights: Sequence[jax.Array], *others: Any) -> Any:
+        """The program's results.
+
+        Args:
+            weights: a flat sequence.
+            others: trees of arrays, on the program's devices or the host.
+
+        Raises:
+            TypeError: an array on the host has another shape or dtype than the program was compiled for.
+        """
+        if not self._compared:
+            outs = self.program(weights, *others)
+            self._compared = True
+            return outs
+        flat = [*weights]
+        for i, array in enumerate(jax.tree.leaves(others), len(flat)):
+            flat.append(self._placed(i, array) if type(array) is np.ndarray else array)
+        if len(self._kept) < len(flat):
+            flat = [flat[i] for i in self._kept]
+        return jax.tree.unflatten(self._out_tree, self._execute(flat).consume_with_handlers(self._handlers))
+
+    def _placed(self, number: int, array: np.ndarray) -> Any:
+        """An argument from the host, on the program's devices."""
+        if number not in self._kinds:
+            return array
+        like, sharding, parts = self._kinds[number]
+        if array.shape != like.shape or array.dtype != like.dtype:
+            shape, expected = (f"{each.dtype}{[*each.shape]}" for each in (array, like))
+            raise TypeError(f"argument {number} is {shape}; the program takes {expected}")
+        return pxla.batched_device_put(like, sharding, [array[part] for part in parts.values()], [*parts])

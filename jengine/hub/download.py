@@ -45,18 +45,18 @@ def hub_error(model: str, revision: str | None, error: Exception) -> ModelError:
 
     # errors of the cache hide those that led to it
     first = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None
-    found = first if isinstance(first, Exception) else error
+    cause = first if isinstance(first, Exception) else error
     text = f"there is no such folder, and the hub has no such model: {_first_line(error)}"
     token = "`hf auth login`, or HF_TOKEN"
-    if isinstance(found, errors.GatedRepoError):
+    if isinstance(cause, errors.GatedRepoError):
         page = f"{constants.ENDPOINT}/{model}"
         text = f"is gated: accept its conditions at {page}, and give a token of that account ({token})"
-    elif isinstance(found, errors.RepositoryNotFoundError):
+    elif isinstance(cause, errors.RepositoryNotFoundError):
         text = (
             "there is no such folder, and the hub has no such model; if it is private, give a token that may"
             f" read it ({token})"
         )
-    elif isinstance(found, errors.RevisionNotFoundError):
+    elif isinstance(cause, errors.RevisionNotFoundError):
         text = f"the hub has no revision {revision!r} of this model"
     elif isinstance(error, errors.LocalEntryNotFoundError):
         where = f"the hub at {constants.ENDPOINT} cannot be reached"

@@ -68,15 +68,15 @@ def choose_gguf(repo: str, files: Sequence[str], quantization: str) -> str:
         ModelError: there is none, or several; or it is cut into parts, which jengine does not read.
     """
     ggufs = [file for file in files if file.endswith(SUFFIX) and not _any(file, PROJECTORS)]
-    found = [file for file in ggufs if quantization_of(file) == quantization.upper()]
-    whole = [file for file in found if not _PART.search(file.removesuffix(SUFFIX))]
+    matching = [file for file in ggufs if quantization_of(file) == quantization.upper()]
+    whole = [file for file in matching if not _PART.search(file.removesuffix(SUFFIX))]
     if len(whole) == 1:
         return whole[0]
     if whole:
         raise ModelError(f"has several files of {quantization}: {', '.join(sorted(whole))}", file=repo)
-    if found:
+    if matching:
         raise ModelError(
-            f"{quantization} is in {len(found)} files; GGUF files in parts are not supported", file=repo
+            f"{quantization} is in {len(matching)} files; GGUF files in parts are not supported", file=repo
         )
     names = sorted({name for file in ggufs if (name := quantization_of(file)) is not None})
     there = f"it has {', '.join(f'{repo}:{name}' for name in names)}" if names else "it has no GGUF files"
@@ -90,10 +90,12 @@ def model_files(name: HubName, files: Sequence[str]) -> list[str]:
         ModelError: it has no such model.
     """
     if name.quantization is None and "config.json" in files:
-        own = [file for file in files if "/" not in file and _any(file, HUB_FILES) and not _any(file, OTHERS)]
-        if not any(file.endswith(".safetensors") for file in own):
-            own += [file for file in files if "/" not in file and _any(file, BIN_FILES)]
-        return own + [file for file in files if _any(file, IN_FOLDERS)]
+        needed = [
+            file for file in files if "/" not in file and _any(file, HUB_FILES) and not _any(file, OTHERS)
+        ]
+        if not any(file.endswith(".safetensors") for file in needed):
+            needed += [file for file in files if "/" not in file and _any(file, BIN_FILES)]
+        return needed + [file for file in files if _any(file, IN_FOLDERS)]
     if name.quantization is None and not any(file.endswith(SUFFIX) for file in files):
         raise ModelError("has neither config.json nor GGUF files", file=name.repo)
     return [choose_gguf(name.repo, files, name.quantization or DEFAULT_QUANTIZATION)]

@@ -98,8 +98,8 @@ class Repository:
         if path.exists():
             return path
         path.parent.mkdir(exist_ok=True)
-        for most in HEADER_BYTES:
-            beginning = self._beginning(file, min(most, size))
+        for header_bytes in HEADER_BYTES:
+            beginning = self._beginning(file, min(header_bytes, size))
             try:
                 path.write_bytes(beginning)
                 with path.open("r+b") as sparse:
@@ -113,7 +113,7 @@ class Repository:
                 if complete or GgufFile(path).start <= len(beginning):
                     return path
             except ModelError:  # it ends in the middle
-                if most == HEADER_BYTES[-1]:
+                if header_bytes == HEADER_BYTES[-1]:
                     raise
         return path
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from jengine.models.layers import Attend
-from jengine.models.visual import with_deeper_images
 from pallas_kernels.elementwise.rotary import Rotation
-from pallas_kernels.products.rows import array_of
+from pallas_kernels.products.rows import Sum, array_of
 
 
 class Layered(Protocol):
@@ -74,3 +74,16 @@ def whole_pass(decoder: Layered, tokens: jax.Array, positions: jax.Array, attend
     x = decoder.enter(tokens, positions, attend)
     x = decoder.through(x, positions, attend, range(len(decoder.layers)))
     return decoder.leave(x)
+
+
+def with_deeper_images(x: jax.Array | Sum, attend: Attend, layer: int) -> jax.Array | Sum:
+    """The residual stream [N, hidden] after a layer, with an image's next level, if its rows have one more.
+
+    The first level takes the place of a token's own embedding, see `layers.with_images`. Each of the others,
+    of hidden size as well, is added after one of the first layers (DeepStack, Meng et al. 2024).
+    """
+    visual, hidden = getattr(attend, "visual", None), x.shape[1]
+    if visual is None or (layer + 1) * hidden >= visual.rows.shape[1]:
+        return x
+    level = visual.rows[:, (layer + 1) * hidden : (layer + 2) * hidden]
+    return Sum(x, jnp.where(visual.here[:, None], level, 0).astype(x.dtype))

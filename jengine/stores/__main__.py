@@ -38,10 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        most, token = parse_bytes("max_bytes", options.max_bytes), read_token(options.token_file)
-        assert most is not None
+        max_bytes, token = parse_bytes("max_bytes", options.max_bytes), read_token(options.token_file)
+        assert max_bytes is not None
         folder = options.root_dir
-        store: PageStore = MemoryStore(most) if folder is None else DiskStore(folder, most)
+        store: PageStore = MemoryStore(max_bytes) if folder is None else DiskStore(folder, max_bytes)
         server = PageServer(store, token, options.host, options.port, writable=True)
     except (InvalidArgument, OSError, OverflowError) as error:
         print(f"jengine.stores: error: {error}", file=sys.stderr)

@@ -24,7 +24,7 @@ SCANS = 16  # the folder is looked at again after writing this part of its bytes
 
 
 class DiskStore:
-    """At most `most` bytes of pages in a folder that only its owner may read. The folder outlives the
+    """At most `max_bytes` bytes of pages in a folder that only its owner may read. The folder outlives the
     process. Several processes may share it.
 
     A file holds the page's name and a digest of its contents. It is written under another name and then
@@ -37,8 +37,8 @@ class DiskStore:
         OSError: the folder cannot be made or read.
     """
 
-    def __init__(self, folder: Path, most: int) -> None:
-        self.folder, self.most = folder, most
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
         self._lock = threading.Lock()
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self.used = 0  # bytes
@@ -77,7 +77,7 @@ class DiskStore:
     def keep(self, name: bytes, page: Sequence[Part]) -> bool:
         """See PageStore."""
         size = HEAD_BYTES + size_of(page)
-        if size > min(self.most, MAX_PAGE):
+        if size > min(self.max_bytes, MAX_PAGE):
             return False
         path = self._path(name)
         if path.exists():
@@ -86,9 +86,9 @@ class DiskStore:
                 self._note(name, size)
             return True
         with self._lock:
-            if self._written > self.most // SCANS:
+            if self._written > self.max_bytes // SCANS:
                 self._scan()
-            while self._sizes and self.used + size > self.most:
+            while self._sizes and self.used + size > self.max_bytes:
                 self._remove(next(iter(self._sizes)))
         path.parent.mkdir(mode=0o700, exist_ok=True)
         new = self.folder / f"{os.getpid()}-{next(self._numbers)}{UNFINISHED}"
@@ -139,19 +139,19 @@ class DiskStore:
 
     def _scan(self) -> None:
         """Looks at what the folder holds, by time of use. Removes what ended processes left unfinished."""
-        found = list[tuple[int, bytes, int]]()
+        pages = list[tuple[int, bytes, int]]()
         for path in self.folder.glob(f"??/*{SUFFIX}"):
             with contextlib.suppress(OSError, ValueError):
                 name, facts = bytes.fromhex(path.stem), path.stat()
                 if len(name) == NAME_BYTES:
-                    found.append((facts.st_mtime_ns, name, facts.st_size))
+                    pages.append((facts.st_mtime_ns, name, facts.st_size))
         for path in self.folder.glob(f"*{UNFINISHED}"):
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < time.time() - OLD_SECONDS:
                     path.unlink()
-        self._sizes = OrderedDict((name, size) for _, name, size in sorted(found))
+        self._sizes = OrderedDict((name, size) for _, name, size in sorted(pages))
         self.used, self._written = sum(self._sizes.values()), 0
-        while self.used > self.most:
+        while self.used > self.max_bytes:
             self._remove(next(iter(self._sizes)))
 
 

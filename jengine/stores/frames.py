@@ -135,13 +135,13 @@ def greet(
     """
     until = time.monotonic() + seconds
     connection.settimeout(seconds)
-    own = secrets.token_bytes(NONCE_BYTES)
-    connection.sendall(HELLO + own)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(HELLO + nonce)
     hello = read(connection, len(HELLO) + NONCE_BYTES, until)
     if hello[: len(HELLO)] != HELLO:
         raise StoreError("the other side is no store of pages of this version")
-    other = bytes(hello[len(HELLO) :])
-    of_server, of_client = (own, other) if server else (other, own)
+    their_nonce = bytes(hello[len(HELLO) :])
+    of_server, of_client = (nonce, their_nonce) if server else (their_nonce, nonce)
 
     def proof(side: bytes) -> bytes:
         return hmac.digest(token, side + of_server + of_client, hashlib.sha256)

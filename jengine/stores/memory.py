@@ -21,7 +21,7 @@ class _Page:
 
 
 class MemoryStore:
-    """At most `most` bytes of pages. A page has a lease until it was loaded or `lease` seconds have passed;
+    """At most `max_bytes` of pages. A page has a lease until it was loaded or `lease` seconds have passed;
     until then, no other page takes its place.
 
     Args:
@@ -31,12 +31,12 @@ class MemoryStore:
 
     def __init__(
         self,
-        most: int,
+        max_bytes: int,
         lease: float = 0.0,
         coming: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.most, self.lease, self.coming, self._clock = most, lease, coming, clock
+        self.max_bytes, self.lease, self.coming, self._clock = max_bytes, lease, coming, clock
         self._pages: OrderedDict[bytes, _Page] = OrderedDict()  # least recently used first
         self._changed = threading.Condition()
         self.used = 0  # bytes
@@ -50,10 +50,10 @@ class MemoryStore:
         with self._changed:
             while True:
                 expected = wait > 0.0 and self.coming()  # before looking: a page that came since is found
-                found = [name in self._pages for name in names]
+                present = [name in self._pages for name in names]
                 left = end - time.monotonic()
-                if all(found) or not expected or left <= 0.0:
-                    return found
+                if all(present) or not expected or left <= 0.0:
+                    return present
                 self._changed.wait(min(left, POLL_SECONDS))
 
     def load(self, names: Sequence[bytes]) -> Iterator[bytes | None]:
@@ -96,7 +96,7 @@ class MemoryStore:
             self.used = 0
 
     def _make_room(self, size: int, now: float) -> bool:
-        free, evicted = self.most - self.used, list[bytes]()
+        free, evicted = self.max_bytes - self.used, list[bytes]()
         for name, page in self._pages.items():
             if free >= size:
                 break

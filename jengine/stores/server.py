@@ -99,7 +99,7 @@ class PageServer:
             raise
 
     def _make_room(self, address: str) -> None:
-        same = [one for one, other in self._greeting.items() if other == address]
+        same = [connection for connection, other in self._greeting.items() if other == address]
         if len(same) < MOST_OF_ADDRESS and len(self._greeting) < MOST_GREETING:
             return
         oldest = same[0] if len(same) >= MOST_OF_ADDRESS else next(iter(self._greeting))

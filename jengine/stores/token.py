@@ -18,13 +18,13 @@ def read_token(file: Path | None, field: str = "token_file") -> bytes:
         InvalidArgument: there is no token, it is too short, or the file cannot be read.
     """
     if file is None:
-        found, field = os.environ.get(TOKEN, "").strip().encode(), TOKEN
+        token, field = os.environ.get(TOKEN, "").strip().encode(), TOKEN
     else:
         try:
-            found = file.read_bytes().strip()
+            token = file.read_bytes().strip()
         except OSError as error:
             raise InvalidArgument(field, str(file), f"cannot be read: {error}") from None
-    if len(found) < FEWEST_BYTES:
+    if len(token) < FEWEST_BYTES:
         limit = f"must hold a token of at least {FEWEST_BYTES} bytes; or set token_file"
-        raise InvalidArgument(field, "a short token" if found else "", limit)
-    return found
+        raise InvalidArgument(field, "a short token" if token else "", limit)
+    return token

@@ -250,9 +250,9 @@ class ProgramTable:
         Rows: few, as many as take no longer than reading the weights, and from there powers of two. Tiles:
         factors of at least APART.
         """
-        most, most_tiles = max(max_num_seqs, MIN_ROWS), max(1, max_num_batched_tokens // tile_size)
-        few = min(FEW_ROWS, most)
-        rows = {few, *(_powers(READING_ROWS, most) if most > READING_ROWS else (most,))}
+        max_rows, most_tiles = max(max_num_seqs, MIN_ROWS), max(1, max_num_batched_tokens // tile_size)
+        few = min(FEW_ROWS, max_rows)
+        rows = {few, *(_powers(READING_ROWS, max_rows) if max_rows > READING_ROWS else (max_rows,))}
         tiles = [min(max(FEW_TOKENS // tile_size, 1), most_tiles)]
         while tiles[-1] * APART**2 <= most_tiles:
             tiles.append(tiles[-1] * APART)
@@ -260,7 +260,7 @@ class ProgramTable:
         first = next((count for count in tiles if count * tile_size >= BURST_TOKENS), most_tiles)
         return cls(
             tuple(sorted(rows)),
-            tuple(sorted({few, most})),
+            tuple(sorted({few, max_rows})),
             tuple(tiles),
             tile_size,
             pooling=pooling,

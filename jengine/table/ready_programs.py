@@ -166,14 +166,18 @@ def by_use(table: ProgramTable) -> list[TableKey]:
     """
     if table.batch_invariant:
         return first_needed(table)
-    least, most = table.mixed_row_buckets[0], table.mixed_row_buckets[-1]
+    fewest, all_rows = table.mixed_row_buckets[0], table.mixed_row_buckets[-1]
     few, many = table.tile_buckets[0], table.tile_buckets[-1]
     first, alone = _first_trunks(table), table.longest(table.row_buckets[0], 0)
     if table.first_tiles:
-        soon = [*reversed(first), alone, table.longest(most, many)]
+        soon = [*reversed(first), alone, table.longest(all_rows, many)]
     else:
-        soon = [alone, table.longest(most, 0), table.longest(most, few)]
-    rest = [table.longest(most, many), table.longest(least, many), *sorted(table.trunks(), key=table.tokens)]
+        soon = [alone, table.longest(all_rows, 0), table.longest(all_rows, few)]
+    rest = [
+        table.longest(all_rows, many),
+        table.longest(fewest, many),
+        *sorted(table.trunks(), key=table.tokens),
+    ]
     keys = _with_others(table, soon, VARIANTS[-1:])
     keys += _with_others(table, [*soon, *first, *rest], table.variants)
     return [*dict.fromkeys([*keys, *table.all_keys()])]

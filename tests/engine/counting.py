@@ -73,6 +73,8 @@ async def collect(
 
 
 def assert_idle(llm: AsyncLLM) -> None:
-    assert not llm.backend._thread.is_alive() and not llm.backend.engine.has_work and not llm._handles
+    assert (
+        not llm.backend._thread.is_alive() and not llm.backend.engine.has_work and not llm._requests._handles
+    )
     llm.backend.engine.scheduler.check_integrity()
     assert llm.backend.engine.scheduler.blocks.owned == 0

@@ -14,8 +14,7 @@ import numpy as np
 
 from jengine.api.outputs import LiveOutputs
 from jengine.api.prompts import make_requests
-from jengine.core.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
-from jengine.core.seeds import prompt_seed
+from jengine.core.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, prompt_seed
 from jengine.core.structured_outputs import StructuredOutputs
 from jengine.engine.loop.engine import Engine
 from jengine.execution.logits import ALL_ALLOWED, mask_words

@@ -66,7 +66,7 @@ def fresh(llm: LLM) -> Iterator[AsyncLLM]:
 
 async def wait_until_idle(llm: AsyncLLM) -> None:
     async with asyncio.timeout(10):
-        while llm.backend.engine.has_work or llm._handles:
+        while llm.backend.engine.has_work or llm._requests._handles:
             await asyncio.sleep(0.005)
     assert llm.backend.engine.scheduler.blocks.owned == 0
 
@@ -239,8 +239,8 @@ def test_refused_before_it_is_queued(prompt: Any, options: dict[str, Any], field
                 await collect(llm, prompt, **options)
             assert refused.value.field == field
             assert (
-                list(llm._handles) == ["taken"]
-                and len(llm._live._live) == 1
+                list(llm._requests._handles) == ["taken"]
+                and len(llm._requests._live._live) == 1
                 and len(llm.backend.engine.scheduler.registry.by_id) == 1
             )
         await llm.close()

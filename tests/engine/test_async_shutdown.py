@@ -36,7 +36,7 @@ def test_an_error_in_the_engine_reaches_everybody(fail_at: int) -> None:
                 )
             with pytest.raises(EngineDead, match="on fire"):
                 await collect(llm, TEXT)
-            assert not llm._handles
+            assert not llm._requests._handles
             await llm.close(drain=60)
 
     asyncio.run(main())
@@ -103,7 +103,7 @@ def test_shutdown_ends_requests_and_operations() -> None:
                 assert isinstance(end, EngineDead) and "shut down" in str(end)
         with pytest.raises(EngineDead, match="shut down"):
             await collect(llm, TEXT)
-        assert not llm._pending and not llm._handles
+        assert not llm._requests._pending and not llm._requests._handles
 
     ended = threading.Event()
     asyncio.run(main())

@@ -12,8 +12,7 @@ import pytest
 
 from jengine import LLM, AsyncLLM, InvalidArgument, SamplingParams
 from jengine.api.backend import EngineThread
-from jengine.core.request import Request
-from jengine.core.seeds import prompt_seed
+from jengine.core.request import Request, prompt_seed
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL

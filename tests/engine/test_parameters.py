@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jengine import LLM, RequestOutput, SamplingParams
-from jengine.core.seeds import prompt_seed
+from jengine.core.request import prompt_seed
 from jengine.text.tokenizer import Tokenizer
 from tests.engine.on_demand import on_demand
 from tests.engine.replay import LANGUAGES, Replay

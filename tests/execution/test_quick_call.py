@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jengine.execution.quick_call import QuickCall
+from jengine.execution.programs import QuickCall
 from jengine.parallel.mesh import make_mesh
 
 WHOLE = NamedSharding(make_mesh(1), PartitionSpec())

@@ -8,8 +8,7 @@ import threading
 
 import pytest
 
-from jengine.base import progress_log
-from jengine.base.progress_log import duration, progress_line
+from jengine.base.progress import duration, progress_line, progress_log
 
 
 class Lines(io.StringIO):
@@ -28,7 +27,7 @@ class Lines(io.StringIO):
 def test_lines_of_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
     log = Lines()
     monkeypatch.setattr(sys, "stderr", log)
-    with progress_log.progress_log(3, doing="compiling", unit="program", show=True, period=0.01) as count:
+    with progress_log(3, doing="compiling", unit="program", show=True, period=0.01) as count:
         assert log.written.wait(60), "a line before the first program"
         count()
         count()
@@ -45,7 +44,7 @@ def test_lines_of_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_is_written_if_it_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     log = Lines()
     monkeypatch.setattr(sys, "stderr", log)
-    with progress_log.progress_log(3, doing="compiling", unit="program", show=False, period=0.001) as count:
+    with progress_log(3, doing="compiling", unit="program", show=False, period=0.001) as count:
         count()
         assert not log.written.wait(0.05)
 

@@ -24,8 +24,7 @@ from jengine.core.updates import TokenUpdate
 from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import ResetPrefixCache
 from jengine.engine.start import start_engine
-from jengine.execution.programs import Programs, lower, memory_of
-from jengine.execution.quick_call import QuickCall
+from jengine.execution.programs import Programs, QuickCall, lower, memory_of
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
 from jengine.parallel.collectives import (

@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 import pytest
 
 from jengine import InvalidArgument
+from jengine.insight.profiling.capture import longest_operations
 from jengine.insight.profiling.data import Flame, Profile, ProfileOptions
-from jengine.insight.profiling.jax_capture import longest_operations
 from jengine.insight.profiling.report import report_html, summary
 from tests.profiling.profiles import process, stepping
 from tests.profiling.test_findings import HELD, LEAK, LOG, STORM

@@ -35,9 +35,9 @@ def main(args):
         max_num_batched_tokens=128,
     )
     tokenizer = llm.get_tokenizer()
-    prompt_ids = tokenizer.encode("for i in range(10):\n    print(i)\n" * 4, add_special_tokens=False)
+    prompt_ids = tokenizer.encode("x = 1\n" * 20, add_special_tokens=False)
     prompts = [TokensPrompt(prompt_token_ids=prompt_ids)]
-    sampling_params = SamplingParams(temperature=0, max_tokens=32)
+    sampling_params = SamplingParams(temperature=0, max_tokens=64)
     outputs = llm.generate(prompts, sampling_params=sampling_params, use_tqdm=False)
     if args.print_output:
         print(outputs[0].outputs[0].text)

@@ -61,7 +61,9 @@ class MockServer:
         """Waits until nothing runs or waits, no client is remembered, and all pages are free."""
         until = time.monotonic() + 60
         while (
-            self.engine.has_work or self.llm._handles or self.engine.load.free_pages != self.engine.load.pages
+            self.engine.has_work
+            or self.llm._requests._handles
+            or self.engine.load.free_pages != self.engine.load.pages
         ):
             assert time.monotonic() < until, self.engine.load
             time.sleep(0.002)

@@ -49,7 +49,7 @@ def with_llm(
         async with asyncio.timeout(60):
             await test(llm, *arguments)
             await llm.close()
-        assert not llm._pending
+        assert not llm._requests._pending
 
     with backend(kind, **options) as engine:
         asyncio.run(main(engine))
@@ -125,7 +125,7 @@ def test_an_answer_for_a_cancelled_caller_is_dropped(tokenizer: Tokenizer, kind:
         left = asyncio.create_task(llm.do(Count()))
         await asyncio.sleep(0)
         left.cancel()
-        assert await llm.do(Count()) == 2 and not llm._pending
+        assert await llm.do(Count()) == 2 and not llm._requests._pending
 
     with_llm(tokenizer, kind, uses)
 

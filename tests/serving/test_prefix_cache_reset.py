@@ -45,11 +45,11 @@ async def uses(llm: AsyncLLM) -> None:
     assert await llm.reset_prefix_cache() is True
     assert [await ask(llm), await ask(llm, "s")] == [0, 0]
     many = await asyncio.gather(*[llm.reset_prefix_cache() for _ in range(20)], ask(llm))
-    assert many[:-1] == [True] * 20 and not llm._pending
+    assert many[:-1] == [True] * 20 and not llm._requests._pending
     left = asyncio.ensure_future(llm.reset_prefix_cache())
     await asyncio.sleep(0)
     left.cancel()
-    assert await llm.reset_prefix_cache() and not llm._pending
+    assert await llm.reset_prefix_cache() and not llm._requests._pending
     await llm.close()
     with pytest.raises(EngineDead, match="closed"):
         await llm.reset_prefix_cache()

@@ -36,7 +36,7 @@ def run(tokenizer_folder: Path) -> Callable[..., None]:
             async with AsyncLLM.over(EngineThread(engine), Tokenizer.load(tokenizer_folder)) as llm:
                 await test(llm)
                 wait_until(lambda: not engine.has_work)
-                assert not llm._handles and not llm._live._live
+                assert not llm._requests._handles and not llm._requests._live._live
 
         asyncio.run(main())
 
@@ -59,7 +59,7 @@ def test_it_is_queued_when_submit_returns(run: Callable[..., None]) -> None:
 
 def test_outputs_come_after_so_many_tokens(run: Callable[..., None]) -> None:
     async def test(llm: AsyncLLM) -> None:
-        llm._interval = 4
+        llm._requests._interval = 4
         outputs = [
             output async for output in llm.submit([7, 8], SamplingParams(max_tokens=30), output_kind="delta")
         ]

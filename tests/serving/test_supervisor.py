@@ -245,7 +245,7 @@ def test_a_fault_in_making_text_brings_another_engine(
     async def main() -> None:
         await watched.supervisor.start()
         with monkeypatch.context() as patch:
-            patch.setattr(watched.supervisor.llm._live, "take", lambda updates: 1 // 0)
+            patch.setattr(watched.supervisor.llm._requests._live, "take", lambda updates: 1 // 0)
             with pytest.raises(EngineDead, match="ZeroDivisionError"):
                 await watched.ask()
         await watched.until_state(False)

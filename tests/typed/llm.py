@@ -10,6 +10,7 @@ from jengine import LLM, AsyncLLM, SamplingParams
 def misspelt(llm: LLM, async_llm: AsyncLLM) -> None:
     llm.genrate("x")  # type: ignore[attr-defined]
     async_llm.genrate("x")  # type: ignore[attr-defined]
+    llm.pause("later")  # type: ignore[arg-type]
     LLM("demo", max_num_seqz=8)  # type: ignore[call-arg]
     AsyncLLM("demo", max_num_seqz=8)  # type: ignore[call-arg]
     LLM("demo", max_num_seqs="eight")  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jengine.base.errors import InvalidArgument, OutOfMemory
-from jengine.base.progress_log import progress_log
+from jengine.base.progress import progress_log
 from jengine.core.config import EngineConfig
 from jengine.devices.cpu_threads import limit_cpu_threads
 from jengine.devices.device_defaults import sizes

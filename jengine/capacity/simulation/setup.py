@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from jengine.base.errors import InvalidArgument
-from jengine.capacity.simulation.drafts import AssumedDrafts
 from jengine.capacity.simulation.replay import EngineShape
 from jengine.core.config import EngineConfig
 from jengine.core.speculation import Speculation
@@ -19,8 +18,13 @@ from jengine.execution.memory import claim_gpu_memory, device_bytes, pages_that_
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.cache import paged
 from jengine.scheduling.costs.step_costs import StepCosts
+from jengine.scheduling.drafters.drafter import Draft
 from jengine.scheduling.pages.block_table import GroupPages
+from jengine.scheduling.requests.sequence import Sequence
 from jengine.table.program_table import ProgramTable
+
+WRONG = 2**31 - 1  # a token that no simulated request generates
+SIXTEEN_BITS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +156,35 @@ def _stage_pages(config: EngineConfig, spec: ExecutionSpec) -> int:
     ):
         return pages
     return max(pages - device_bytes(spec.weights) // spec.page_bytes, 2)
+
+
+class AssumedDrafts:
+    """Proposes tokens of which a given share is right.
+
+    A simulated request generates one token again and again, so its last one is known to be the next. Which
+    drafts are right depends on the request and the position alone.
+
+    Args:
+        right: share of drafts that are right, given that all before them are.
+        most: see Drafter.
+    """
+
+    def __init__(self, right: float, most: int) -> None:
+        self._right, self.most = right * SIXTEEN_BITS, most
+
+    def draft(self, sequence: Sequence, most: int) -> Draft | None:
+        """See Drafter."""
+        at, number = len(sequence.tokens), sequence.number
+        if at == sequence.prompt_len:
+            return None
+        token = sequence.tokens[-1]
+        return Draft(
+            [
+                token if hash((number, position)) % SIXTEEN_BITS < self._right else WRONG
+                for position in range(at, at + most)
+            ],
+            source="assumed",
+        )
+
+    def forget(self, sequence: Sequence) -> None:
+        """See Drafter."""

@@ -8,21 +8,20 @@ import weakref
 from collections import deque
 from collections.abc import Sequence as List
 from functools import partial
-from typing import cast
+from typing import Protocol, cast
 
 import numpy as np
 
 from jengine.base.compiles import engine_compile_count
 from jengine.base.errors import JengineError
-from jengine.core.request import FinishReason, Request
-from jengine.core.seeds import prompt_seed
+from jengine.core.request import FinishReason, Request, prompt_seed
 from jengine.core.updates import BeamsFound, Ended, Load, Pooled, TokenUpdate, Update
 from jengine.core.weights import Version
 from jengine.engine.limits import Limits
 from jengine.engine.loop.engine_parts import EngineParts, programs_ready
 from jengine.engine.loop.first_use import FirstUse
+from jengine.engine.loop.gate import Gate
 from jengine.engine.loop.mask_rows import fill_masks, masked_rows
-from jengine.engine.loop.pausing import Gate
 from jengine.engine.loop.reports import Reports, load_of
 from jengine.engine.loop.step_clock import StepClock
 from jengine.engine.loop.step_updates import (
@@ -41,7 +40,6 @@ from jengine.engine.loop.turns import (
     take_programs,
     wait_for_work,
 )
-from jengine.engine.operations import Operation
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.runner import InFlight, PendingSample, Runner, StepResult
 from jengine.insight.recording.cost_report import CostReport, cost_report
@@ -59,6 +57,12 @@ from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step.collected import Collected
 from jengine.scheduling.step_plan import StepPlan
 from jengine.text.mask_thread import MASK_SECONDS, MaskThread
+
+
+class Runs[T](Protocol):
+    """An operation; operations.py has them all."""
+
+    def run(self, engine: Engine) -> T: ...
 
 
 class Engine:
@@ -264,7 +268,7 @@ class Engine:
         """Reads all steps in flight. The next call of `step` returns their updates."""
         self._early += self._read_all_but(0)
 
-    def do[T](self, operation: Operation[T]) -> T:
+    def do[T](self, operation: Runs[T]) -> T:
         """Does an operation that its `check` has accepted, and returns the answer; see operations.py."""
         return operation.run(self)
 

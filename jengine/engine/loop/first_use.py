@@ -75,10 +75,10 @@ class FirstUse:
             return
         if in_flight and len(self._runner.spec.stages) > 1:
             return
-        key = next(iter(self._examples))
-        ran = self._runner.run_example(key, self._examples[key], times=RUNS)
-        for one in ran:
-            self._examples.pop(one, None)
-            self._used[one] = None
+        first = next(iter(self._examples))
+        ran = self._runner.run_example(first, self._examples[first], times=RUNS)
+        for done in ran:
+            self._examples.pop(done, None)
+            self._used[done] = None
         ended = time.perf_counter()
         self._not_before = ended + SHARE * (ended - begun)

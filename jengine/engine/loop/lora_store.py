@@ -107,9 +107,9 @@ class LoraStore:
             raise InvalidArgument(
                 "lora_name", name, "an adapter of this name is loaded; load_inplace replaces it"
             )
-        most = self.limits.max_cpu_loras
+        limit = self.limits.max_cpu_loras
         makes_room = (evict and self._loras.idle()) or (loaded and not loaded.users)
-        if most is not None and len(self._infos) >= most and not makes_room:
+        if limit is not None and len(self._infos) >= limit and not makes_room:
             why = "that of this name is in use" if loaded else "unload one to make room"
             why = "all of them are in use" if evict else why
-            raise InvalidArgument("lora_name", name, f"max_cpu_loras={most} adapters are loaded; {why}")
+            raise InvalidArgument("lora_name", name, f"max_cpu_loras={limit} adapters are loaded; {why}")

@@ -24,15 +24,15 @@ def needs_mask(sequence: Sequence) -> bool:
 
 def masked_rows(plan: StepPlan, by_number: Mapping[int, Sequence]) -> list[tuple[int, Sequence, List[int]]]:
     """First sampler rows that have a mask, with their sequences, if these have not ended, and drafts."""
-    found = list[tuple[int, Sequence, List[int]]]()
+    masked = list[tuple[int, Sequence, List[int]]]()
     for row, sample in enumerate(plan.samples):
         sequence, span = by_number.get(sample.seq), plan.spans[sample.span]
         if sequence is not None and needs_mask(sequence):
             if not span.guesses:
-                found.append((row, sequence, ()))
+                masked.append((row, sequence, ()))
             elif not sample.offset:
-                found.append((row, sequence, span.following or ()))
-    return found
+                masked.append((row, sequence, span.following or ()))
+    return masked
 
 
 def fill_masks(rows: np.ndarray, sequence: Sequence, drafts: List[int]) -> tuple[int, Exception] | None:

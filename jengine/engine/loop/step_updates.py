@@ -64,14 +64,14 @@ def several_updates(
 
 def beam_candidates(plan: StepPlan, result: StepResult, scheduler: Scheduler) -> dict[int, ScoredToken]:
     """Candidates of beams, by index of the sample."""
-    got, found = result.logprobs, {}
+    got, candidates = result.logprobs, {}
     for row, sample in enumerate(plan.samples if got is not None and scheduler.searches.running else ()):
         sequence = scheduler.registry.by_number.get(sample.seq)
         if sequence is not None and sequence.request.beams is not None and got is not None:
             token = result.tokens[row]
             assert isinstance(token, int)
-            found[row] = ScoredToken(token, logprobs_of(got, row, 2 * sequence.request.beams.beam_width))
-    return found
+            candidates[row] = ScoredToken(token, logprobs_of(got, row, 2 * sequence.request.beams.beam_width))
+    return candidates
 
 
 def pooled_update(sequence: Sequence, version: Version) -> Pooled:

@@ -66,7 +66,9 @@ class Devices:
     def local(self) -> jax.Device:
         """One of this process's devices."""
         mine = jax.process_index()
-        return next(one for mesh in self.stages for one in mesh.devices.flat if one.process_index == mine)
+        return next(
+            device for mesh in self.stages for device in mesh.devices.flat if device.process_index == mine
+        )
 
     def agree(self, value: Any) -> Any:
         """Process 0's value."""

@@ -39,11 +39,11 @@ def build_draft(draft: ModelConfig, spec: ExecutionSpec) -> Model:
 
 def _build(draft: ModelConfig, spec: ExecutionSpec) -> Model:
     """An MTP head's weights are quantized as the model's are; others come as they are stored."""
-    model, how = spec.model, (spec.model.dtype, spec.max_model_len)
+    model, arguments = spec.model, (spec.model.dtype, spec.max_model_len)
     over: dict[str, Any] = {"shards": model.config.shards, "expert_shards": model.config.expert_shards}
     if not draft.family.endswith("_mtp"):
-        return build(draft, *how, None, **over).sharing(model)
-    built = build(draft, *how, model.quantization, group_size=model.group_size, **over)
+        return build(draft, *arguments, None, **over).sharing(model)
+    built = build(draft, *arguments, model.quantization, group_size=model.group_size, **over)
     return built.sharing(model)
 
 

@@ -36,7 +36,7 @@ def with_images(config: EngineConfig, spec: ExecutionSpec, vision: Vision) -> Ex
     encoder, model = Encoder.of(vision, spec.model.dtype), spec.model
     if model.text_part is not None:
         model = dataclasses.replace(model, text_part=dataclasses.replace(model.text_part, why=""))
-    buckets = encoder_buckets(vision.smallest, vision.largest, one=config.batch_invariant)
+    buckets = encoder_buckets(vision.smallest, vision.largest, single=config.batch_invariant)
     table = dataclasses.replace(spec.table, encoders=buckets)
     return dataclasses.replace(
         spec,
@@ -66,14 +66,14 @@ def with_whole(config: EngineConfig, spec: ExecutionSpec, table: ProgramTable, r
     return dataclasses.replace(table, whole_tiles=tiles)
 
 
-def encoder_buckets(smallest: int, largest: int, *, one: bool) -> tuple[int, ...]:
+def encoder_buckets(smallest: int, largest: int, *, single: bool) -> tuple[int, ...]:
     """Patches of the encoder's programs, ascending: multiples of the smallest part, each at least twice the
     one before. The last one holds the largest part.
 
     Args:
-        one: whether a single program encodes everything, so that it always rounds equally.
+        single: whether one program encodes everything, so that it always rounds equally.
     """
-    if one:
+    if single:
         return (largest,)
     if smallest == largest:
         return smallest, PACKED * smallest

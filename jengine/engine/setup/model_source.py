@@ -136,8 +136,8 @@ class ModelSource:
             return ModelSource.find(named) if weights else ModelSource.without_weights(named)
         folder = resolve(speculation.model, None, HUB_FILES if weights else CONFIG_FILES)
         known = weights or any(folder.glob("*.safetensors"))
-        own = known and has_tensors(folder, "embed_tokens.")
-        head = of_model(eagle3_config(folder), self.config.num_layers, own)
+        has_embeddings = known and has_tensors(folder, "embed_tokens.")
+        head = of_model(eagle3_config(folder), self.config.num_layers, has_embeddings)
         return ModelSource(folder, head, None)
 
     def complete(self, options: EngineConfig) -> EngineConfig:
@@ -178,8 +178,8 @@ class ModelSource:
         if self.draft is None or spec.draft is None:
             return None
         shared = {name: params[name] for name in spec.draft.shared if name in params}
-        own = load(self.draft.folder, spec.draft.alone, spec.mesh, progress, self.draft.params)
-        return {**own, **shared}
+        weights = load(self.draft.folder, spec.draft.alone, spec.mesh, progress, self.draft.params)
+        return {**weights, **shared}
 
 
 def _vision(options: EngineConfig, folder: Path) -> Vision | None:

@@ -94,18 +94,18 @@ def prepare(
         seconds[name], clock = now - clock, now
 
     begin(progress, "reading the configuration")
-    given, config = given_programs(config)
+    prebuilt, config = given_programs(config)
     source, limit = ModelSource.find(config, params), cache_limit(config.cache_max_size)
     if params is not None or is_converted(source.folder):
         refuse_stages(config, "params" if params is not None else "a converted folder")
     claim_gpu_memory(config.gpu_memory_utilization)
     devices = Devices.take(config, link, mesh)
-    config, shapes = spec_of(config, source, devices, given, offline=offline)
+    config, shapes = spec_of(config, source, devices, prebuilt, offline=offline)
     check_spec(config, shapes)
     started = _facts(config, source, shapes, seconds)
-    if given is not None:
+    if prebuilt is not None:
         # before reading the weights, which may take minutes
-        given.check(with_pages(config, shapes, devices).identity())
+        prebuilt.check(with_pages(config, shapes, devices).identity())
     lap("configuration")
     early = _compile_early(config, shapes, devices, limit)
     if early is not None:
@@ -140,7 +140,7 @@ def prepare(
     if spec.ranks > 1:
         ranks, programs = prepare_ranks(config, spec, weights, limit, progress, early)
     else:
-        programs = ProgramSet(config, spec, given, limit, progress, early=early)
+        programs = ProgramSet(config, spec, prebuilt, limit, progress, early=early)
     started.programs = len(programs.keys)
     started.programs_compiled, started.programs_loaded = programs.compiled, programs.loaded
     lap("programs")
@@ -167,7 +167,7 @@ def _compile_early(
     Args:
         max_bytes: of the cache of programs.
     """
-    children = make_children(config, [one for mesh in devices.stages for one in mesh.devices.flat])
+    children = make_children(config, [device for mesh in devices.stages for device in mesh.devices.flat])
     if children is None:
         return None
     try:

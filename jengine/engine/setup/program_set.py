@@ -52,7 +52,7 @@ class ProgramSet:
     """All programs of a spec. Some are ready at the start, with warm_up="progressive"; the others may follow.
 
     Args:
-        given: programs that the user gave; None: those of the cache, and others are compiled.
+        prebuilt: programs that the user gave; None: those of the cache, and others are compiled.
         max_bytes: of the cache.
         only: obtains these programs, all at the start; None: all of the table.
         beside: sets with the others, for steps that run programs of several sets.
@@ -70,7 +70,7 @@ class ProgramSet:
         self,
         config: EngineConfig,
         spec: ExecutionSpec,
-        given: PrebuiltPrograms | None,
+        prebuilt: PrebuiltPrograms | None,
         max_bytes: int,
         progress: Progress,
         *,
@@ -80,12 +80,12 @@ class ProgramSet:
     ) -> None:
         self._root, self._early = process_root(config), early
         self.keys = program_keys(spec)
-        if only is None and config.warm_up == "progressive" and given is None:
+        if only is None and config.warm_up == "progressive" and prebuilt is None:
             only = first_keys(spec)
         stages = [
             Programs(
                 stage,
-                given
+                prebuilt
                 or (early and early.cache_for(stage))
                 or open_cache(stage, self._root, max_bytes, wait=config.num_processes == 1),
                 threads=sizes(config, spec.mesh.devices.flat[0].platform).compile_threads,
@@ -96,10 +96,10 @@ class ProgramSet:
             for stage in spec.local_stages
         ]
         self.programs = StagePrograms(stages, only or self.keys) if spec.pipeline else stages[0]
-        self.compiled: int = self.programs.compiled + sum(one.compiled for one in beside)  # at the start
-        self.loaded: int = self.programs.loaded + sum(one.loaded for one in beside)
-        self._sets = [self.programs, *(one.programs for one in beside)]
-        if given is not None:
+        self.compiled: int = self.programs.compiled + sum(part.compiled for part in beside)  # at the start
+        self.loaded: int = self.programs.loaded + sum(part.loaded for part in beside)
+        self._sets = [self.programs, *(part.programs for part in beside)]
+        if prebuilt is not None:
             check_room(spec, running(self.programs.memory))
 
     def obtain_others(self, link: Link) -> BackgroundPrograms | None:
@@ -155,8 +155,8 @@ def given_programs(config: EngineConfig) -> tuple[PrebuiltPrograms | None, Engin
     """
     if config.programs is None:
         return None, config
-    given = PrebuiltPrograms(Path(config.programs))
-    return given, given.complete(config)
+    prebuilt = PrebuiltPrograms(Path(config.programs))
+    return prebuilt, prebuilt.complete(config)
 
 
 def saved_costs(config: EngineConfig, spec: ExecutionSpec) -> StepCosts | None:

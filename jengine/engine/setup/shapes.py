@@ -62,22 +62,22 @@ def describe_engine(config: EngineConfig) -> tuple[EngineConfig, ExecutionSpec]:
     Raises the errors of `start_engine`.
     """
     limit_cpu_threads(config.cpu_threads)
-    given, config = given_programs(config)
-    return spec_of(config, ModelSource.find(config), Devices.take(config, SingleProcess()), given)
+    prebuilt, config = given_programs(config)
+    return spec_of(config, ModelSource.find(config), Devices.take(config, SingleProcess()), prebuilt)
 
 
 def spec_of(
     config: EngineConfig,
     source: ModelSource,
     devices: Devices,
-    given: PrebuiltPrograms | None,
+    prebuilt: PrebuiltPrograms | None,
     *,
     offline: bool = False,
 ) -> tuple[EngineConfig, ExecutionSpec]:
     """The completed options and the spec, for a model and devices.
 
     Args:
-        given: programs that the user gave.
+        prebuilt: programs that the user gave.
         offline: see `start_engine`.
     """
     if config.pipeline_parallel_size > 1:
@@ -93,7 +93,7 @@ def spec_of(
         config, source.config, devices.mesh, devices.root, source.draft_config, vision=source.vision
     )
     shapes = with_stages(config, shapes, devices.stages)
-    forms = devices.agree(product_forms(shapes, devices.root) if given is None else given.product_forms)
+    forms = devices.agree(product_forms(shapes, devices.root) if prebuilt is None else prebuilt.product_forms)
     return config, with_forms(shapes, dict(forms))
 
 
@@ -201,7 +201,9 @@ def describe(
             declared.unquantized_inputs,
             dtype,
         )
-    elif (kept := declared.config.stored) is not None and kept.inputs and not _by_row(model):
+    elif (
+        (stored_format := declared.config.stored) is not None and stored_format.inputs and not _by_row(model)
+    ):
         log.warning(
             "the checkpoint quantizes inputs of products (%s); here each row's scale comes from its numbers",
             model.quantized_inputs,

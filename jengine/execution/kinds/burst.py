@@ -41,14 +41,14 @@ class Burst(Kind[BurstKey]):
             head_lora_of(spec) if key.trunk.adapted else None,
         )
         stacks = (spec.stacks,) if key.trunk.adapted else ()
-        own = spec.cache, spec.slots, ints(spec, layout.size + key.trunk.rows)
+        arrays = spec.cache, spec.slots, ints(spec, layout.size + key.trunk.rows)
         out = partitions(spec.cache), PartitionSpec(), PartitionSpec()
         name = f"burst_{key.trunk.rows}_{key.sampler.variant}_{key.trunk.pages}"
         first = 1 + len(stacks)
         return Program(
             f"{name}{f'_lora{key.trunk.adapted}' if key.trunk.adapted else ''}",
             of_leaves(spec, burst),
-            (spec.leaves, *stacks, *own),
+            (spec.leaves, *stacks, *arrays),
             out,
             (first, first + 1),
         )

@@ -42,6 +42,6 @@ class MoveWeights(CallKind[str]):
 def _moved(leaves: Sequence[jax.Array], like: Sequence[Any], away: bool) -> tuple[jax.Array, ...]:
     """Copies of these leaves, if there are any, on the host or on the devices."""
     memory = PINNED if away else None
-    moved = (copied(leaf, one.sharding, memory) for leaf, one in zip(leaves, like, strict=False))
+    moved = (copied(leaf, target.sharding, memory) for leaf, target in zip(leaves, like, strict=False))
     done: tuple[jax.Array, ...] = jax.block_until_ready(tuple(moved))
     return done

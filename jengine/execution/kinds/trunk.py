@@ -42,13 +42,18 @@ class Trunk(Kind[TrunkKey]):
             adapt=lora_of(spec, key),
             sees=spec.images is not None,
         )
-        own = spec.cache, spec.slots, spec.packed(key), *(() if spec.images is None else (spec.images.pool,))
+        arrays = (
+            spec.cache,
+            spec.slots,
+            spec.packed(key),
+            *(() if spec.images is None else (spec.images.pool,)),
+        )
         out = partitions(spec.cache), *[spec.by_rank] * 3
         name = f"trunk_{key.rows}_{key.tiles}_{key.pages}{f'_lora{key.adapted}' if key.adapted else ''}"
         stacks = (spec.stacks,) if key.adapted else ()
         first = 1 + len(stacks)
         return Program(
-            name, of_both_leaves(spec, trunk), (spec.both_leaves, *stacks, *own), out, (first, first + 1)
+            name, of_both_leaves(spec, trunk), (spec.both_leaves, *stacks, *arrays), out, (first, first + 1)
         )
 
     def _of_stage(self, spec: ExecutionSpec, key: TrunkKey) -> Program:
@@ -71,8 +76,8 @@ class Trunk(Kind[TrunkKey]):
                 (state.leaving,) = results
             return
         stacks = (state.stacks,) if key.adapted else ()
-        own = state.cache, state.slots, state.put(array), *(() if state.pool is None else (state.pool,))
-        outs = state.programs[key](state.both_leaves, *stacks, *own)
+        arrays = state.cache, state.slots, state.put(array), *(() if state.pool is None else (state.pool,))
+        outs = state.programs[key](state.both_leaves, *stacks, *arrays)
         state.cache, state.slots, state.to_sample, state.tiles = outs
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[TrunkKey, StepPlan]:

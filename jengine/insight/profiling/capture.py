@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
+import re
 import resource
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+import tracemalloc
+import zipfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from jengine.base.errors import InvalidArgument
-from jengine.insight.profiling.data import ProcessProfile, Profile, ProfileOptions
-from jengine.insight.profiling.heap import heap_growth
-from jengine.insight.profiling.jax_capture import SECONDS, JaxCapture
-from jengine.insight.profiling.resident import resident_parts
+from jengine.insight.profiling.data import CallCount, HeapGrowth, ProcessProfile, Profile, ProfileOptions
+from jengine.insight.profiling.proc import input_output, thread_ids
 from jengine.insight.profiling.sampler import ThreadSampler
-from jengine.insight.profiling.system_calls import add_calls, kernel_counts
 from jengine.insight.recording.engines import engines
 from jengine.insight.recording.pauses import garbage_pauses
 from jengine.insight.recording.trace import Trace
@@ -30,6 +33,12 @@ if TYPE_CHECKING:
 
 PROFILE, JAX = "profile.json", "jax.zip"  # files that a capture writes
 NOT_ASKED = "it was not requested"
+HEAP_LINES = 20
+SETTLE = 0.2  # share of the time before the heap's first snapshot, so that both have temporary allocations
+OTHERS = [tracemalloc.Filter(False, tracemalloc.__file__), tracemalloc.Filter(False, __file__)]
+JAX_OPERATIONS = 25  # maximum number that is listed
+JAX_BYTES = 256 << 20  # maximum size of jax.profiler's capture
+JAX_SECONDS = 2.0  # maximum duration: writing it takes about as long again, and blocks the process
 Wait = Callable[[float], object]
 _lock = threading.Lock()
 
@@ -160,8 +169,151 @@ def _capture_jax(profile: ProcessProfile, options: ProfileOptions, folder: Path,
         capture = JaxCapture(Path(scratch))
         capture.start()
         if not capture.why:
-            wait(min(options.seconds, SECONDS))
+            wait(min(options.seconds, JAX_SECONDS))
         profile.operations = capture.stop()
         capture.pack(folder / JAX)
     if capture.why:
         profile.missing["jax.profiler"] = capture.why
+
+
+def heap_growth(seconds: float, wait: Callable[[float], object]) -> tuple[list[HeapGrowth], float]:
+    """Lines that have grown in this period, the largest first, and the seconds between the snapshots. Slows
+    allocations, and sees only those made meanwhile, unless tracemalloc is already on.
+    """
+    tracing = tracemalloc.is_tracing()
+    if not tracing:
+        tracemalloc.start(1)
+    try:
+        wait(SETTLE * seconds)
+        before, begun = tracemalloc.take_snapshot(), time.perf_counter()
+        wait((1.0 - SETTLE) * seconds)
+        after, elapsed = tracemalloc.take_snapshot(), time.perf_counter() - begun
+    finally:
+        if not tracing:
+            tracemalloc.stop()
+    grown = after.filter_traces(OTHERS).compare_to(before.filter_traces(OTHERS), "lineno")
+    lines = [line for line in grown if line.size_diff > 0][:HEAP_LINES]
+    return [HeapGrowth(_place(line.traceback[0]), line.size_diff, line.count_diff) for line in lines], elapsed
+
+
+def _place(frame: tracemalloc.Frame) -> str:
+    return "/".join(frame.filename.split("/")[-3:]) + f":{frame.lineno}"
+
+
+def resident_parts(parts: Mapping[str, int], on_devices: bool) -> dict[str, int]:
+    """Resident bytes by part. "other" is the rest: Python's objects, XLA's buffers, stacks, memory kept by
+    allocators.
+
+    Args:
+        parts: memory of engines, see `Engine.memory_parts`.
+        on_devices: whether the parts are outside this process's memory.
+    """
+    resident = {} if on_devices else {part: size for part, size in parts.items() if size}
+    try:
+        text = Path("/proc/self/smaps_rollup").read_text()
+    except OSError:
+        return resident
+    sizes = {name: 1024 * int(value) for name, value in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+    resident["files: libraries, mapped weights"] = sizes["Rss"] - sizes["Anonymous"]
+    resident["other"] = max(sizes["Rss"] - sum(resident.values()), 0)
+    return resident
+
+
+def kernel_counts() -> dict[int, dict[str, int]]:
+    """Reads and writes of files so far, by the system's id of each thread of this process."""
+    return {thread: input_output(thread) for thread in thread_ids()}
+
+
+def add_calls(profile: ProcessProfile, sampler: ThreadSampler, before: dict[int, dict[str, int]]) -> None:
+    """Adds the calls since `before`, an earlier result of `kernel_counts`, to the profile."""
+    threads, frames = sampler.names(), _usual_frames(sampler)
+    seconds: dict[tuple[str, str], float] = defaultdict(float)
+    for (thread, name, _), count in sampler.calls.items():
+        seconds[thread, name] += count * sampler.interval
+    for number, now in kernel_counts().items():
+        if number in sampler.own:
+            continue
+        if not now:
+            profile.missing["counts of system calls"] = "/proc/self/task/*/io is missing"
+        thread = threads.get(number, f"thread {number}")
+        for key, name in (("syscr", "read"), ("syscw", "write")):
+            if count := now.get(key, 0) - before.get(number, {}).get(key, 0):
+                where, spent = frames.get((thread, name), ""), seconds.pop((thread, name), 0.0)
+                profile.calls.append(CallCount(thread, name, count, spent, where))
+    profile.calls += [CallCount(*key, -1, spent, frames.get(key, "")) for key, spent in seconds.items()]
+    if sampler.knows_calls:
+        profile.slow_calls += sampler.slow_calls
+    else:
+        profile.missing["slow system calls"] = "/proc/self/task/*/syscall cannot be read"
+
+
+def _usual_frames(sampler: ThreadSampler) -> dict[tuple[str, str], str]:
+    """For each thread and call on files, the frame in most of its samples."""
+    samples = [*reversed(sampler.calls_at.most_common()), *reversed(sampler.calls.most_common())]
+    return {(thread, call): where for (thread, call, where), _ in samples}
+
+
+class JaxCapture:
+    """A capture by jax.profiler from `start` until `stop`: a folder for XProf, and the most expensive
+    operations. JAX allows one capture at a time.
+
+    Attributes:
+        why: the reason why there is no capture; empty if there is one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started = False
+        self.why = ""
+
+    def start(self) -> None:
+        jax: Any = sys.modules.get("jax")
+        if jax is None or not jax._src.xla_bridge.backends_are_initialized():
+            self.why = "this process does not use JAX"
+            return
+        options = jax.profiler.ProfileOptions()
+        # Python calls are sampled separately; level 1 includes the programs' own events
+        options.python_tracer_level, options.host_tracer_level = 0, 1
+        try:
+            jax.profiler.start_trace(str(self._folder), profiler_options=options)
+            self._started = True
+        except RuntimeError as error:  # another capture is running
+            self.why = str(error)
+
+    def stop(self) -> list[tuple[str, int, float]]:
+        """(name, count, seconds) of the most expensive operations, over all threads and devices."""
+        if not self._started:
+            return []
+        self._started = False
+        jax: Any = sys.modules["jax"]
+        jax.profiler.stop_trace()
+        found = sorted(self._folder.rglob("*.trace.json.gz"))
+        return longest_operations(json.loads(gzip.decompress(found[-1].read_bytes()))) if found else []
+
+    def pack(self, to: Path) -> bool:
+        """Writes the capture to a zip file. Returns False if there is none, or it is too large; see `why`."""
+        files = [file for file in self._folder.rglob("*") if file.is_file()]
+        size = sum(file.stat().st_size for file in files)
+        if not files or size > JAX_BYTES:
+            self.why = (
+                self.why or f"the capture has {size >> 20} MiB; the limit is {JAX_BYTES >> 20}"
+                if files
+                else self.why
+            )
+            return False
+        with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as packed:
+            for file in files:
+                packed.write(file, file.relative_to(self._folder))
+        return True
+
+
+def longest_operations(trace: dict[str, Any]) -> list[tuple[str, int, float]]:
+    """(name, count, seconds) from a capture's events in Chrome's format."""
+    counts: dict[str, int] = defaultdict(int)
+    seconds: dict[str, float] = defaultdict(float)
+    for event in trace.get("traceEvents", ()):
+        if event.get("ph") == "X":
+            counts[event["name"]] += 1
+            seconds[event["name"]] += 1e-6 * event.get("dur", 0.0)
+    longest = sorted(seconds, key=lambda name: -seconds[name])[:JAX_OPERATIONS]
+    return [(name[:120], counts[name], seconds[name]) for name in longest]

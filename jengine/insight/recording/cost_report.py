@@ -118,11 +118,11 @@ class CostReport:
         return [(trunk_head, trunks), (["sampler", "ms", "steps"], samplers)]
 
     def _summary(self) -> str:
-        most = max(self.host)
-        host = self.host[most]
+        rows = max(self.host)
+        host = self.host[rows]
         return (
             f"Steps deviate from this by {self.spread:.1%} on average; now they take {self.drift:.2f} times"
-            f" as long. The host takes {_ms(host.plan)} ms to plan a step of {most:,} rows and"
+            f" as long. The host takes {_ms(host.plan)} ms to plan a step of {rows:,} rows and"
             f" {_ms(host.collect)} ms to collect it."
         )
 

@@ -30,11 +30,11 @@ _lock = threading.Lock()
 def note_engine(engine: Observed) -> None:
     """Registers a new engine."""
     with _lock:
-        _engines[:] = [one for one in _engines if one() is not None]
+        _engines[:] = [reference for reference in _engines if reference() is not None]
         _engines.append(weakref.ref(engine))
 
 
 def engines() -> list[Observed]:
     """Existing engines, in order of creation."""
     with _lock:
-        return [engine for one in _engines if (engine := one()) is not None]
+        return [engine for reference in _engines if (engine := reference()) is not None]

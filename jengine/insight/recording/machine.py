@@ -87,11 +87,11 @@ class MachineClock:
 
     def _throttled(self) -> float:
         """Seconds for which this process's container had used up its quota."""
-        found = 0.0
+        seconds = 0.0
         for group, version in control_groups("cpu", self._root):
             name, unit = ("throttled_usec", 1e-6) if version == 2 else ("throttled_time", 1e-9)
-            found = max(found, (field_of(group / "cpu.stat", name) or 0) * unit)
-        return found
+            seconds = max(seconds, (field_of(group / "cpu.stat", name) or 0) * unit)
+        return seconds
 
     def _pressure(self) -> float:
         """Seconds for which some process of the machine waited for a processor."""

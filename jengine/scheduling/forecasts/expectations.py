@@ -94,10 +94,15 @@ def expect(scheduler: Scheduler, requests: List[Hypothetical]) -> list[Predictio
         new.append(SequenceGroup(min(cached, prompt - 1), prompt, output, 1, number))
         if samples > 1:
             new.append(SequenceGroup(prompt - 1, prompt, output, samples - 1, len(requests) + number))
-    found = forecast(_machine(scheduler, running), _jobs(scheduler, running), _jobs(scheduler, waiting), new)
-    lasts = [found.get(len(requests) + number, found[number]).last_token for number in range(len(requests))]
+    predictions = forecast(
+        _machine(scheduler, running), _jobs(scheduler, running), _jobs(scheduler, waiting), new
+    )
+    lasts = [
+        predictions.get(len(requests) + number, predictions[number]).last_token
+        for number in range(len(requests))
+    ]
     return [
-        Prediction(found[number].first_token, max(found[number].last_token, last))
+        Prediction(predictions[number].first_token, max(predictions[number].last_token, last))
         for number, last in enumerate(lasts)
     ]
 

@@ -202,13 +202,13 @@ class Forecast:
         fills, or one.
         """
         machine = self._machine
-        most = max((machine.max_tokens - self._rows) // machine.tile_size, 1)
+        room = max((machine.max_tokens - self._rows) // machine.tile_size, 1)
         pending = -self._computed
         for job in self._prompts:
             pending += job.size * self._tiles(job)
-            if pending >= most:
+            if pending >= room:
                 break
-        tiles = self._best(min(pending, most))
+        tiles = self._best(min(pending, room))
         first = self._prompts[0]
         count = max((first.size * self._tiles(first) - self._computed) // tiles, 1)
         before = self._tokens

@@ -314,12 +314,12 @@ class OutputLengths:
         longer = self._longer(generated, quantile)
         return limit - generated if longer is None else min(longer, limit) - generated
 
-    def least_rest(self, generated: int, most: int) -> int | None:
-        """Number of tokens, at most `most`, that a request will probably still generate at least; None:
+    def least_rest(self, generated: int, limit: int) -> int | None:
+        """Number of tokens, at most `limit`, that a request will probably still generate at least; None:
         unknown.
         """
         longer = self._longer(generated, 1.0 - QUANTILE)
-        return None if longer is None else min(longer - generated, most)
+        return None if longer is None else min(longer - generated, limit)
 
     def _longer(self, generated: int, quantile: float) -> int | None:
         """This quantile of the lengths above `generated`; None if there are too few."""

@@ -93,17 +93,19 @@ class Outlook(NamedTuple):
     def effort(self) -> int:
         """Approximate number of iterations that `best_way` takes."""
         watched = [
-            one
-            for some in (self.streams, self.prompts)
-            for one in some
-            if one.length is None and one.tpot < math.inf
+            promise
+            for kind in (self.streams, self.prompts)
+            for promise in kind
+            if promise.length is None and promise.tpot < math.inf
         ]
         return len(self.attended) * (2 + 2 * len(watched)) + len(self.streams) + len(self.prompts)
 
     @property
     def tpot(self) -> float:
         """The shortest promised time between tokens; inf: none was promised."""
-        return min([one.tpot for some in (self.streams, self.prompts) for one in some], default=math.inf)
+        return min(
+            [promise.tpot for kind in (self.streams, self.prompts) for promise in kind], default=math.inf
+        )
 
 
 class Way(NamedTuple):

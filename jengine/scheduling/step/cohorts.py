@@ -55,10 +55,10 @@ class Cohorts:
         last, ready = self._last, self.ready(decoding)
         if self.waits and not (ready or prompts):
             ready = [sequence for sequence in decoding if last.get(sequence, 0) <= self.oldest]
-        most = -(-len(decoding) // self.count)
-        if len(ready) <= most:
+        share = -(-len(decoding) // self.count)
+        if len(ready) <= share:
             return ready
-        chosen = {*sorted(ready, key=lambda sequence: last.get(sequence, 0))[:most]}
+        chosen = {*sorted(ready, key=lambda sequence: last.get(sequence, 0))[:share]}
         return [sequence for sequence in ready if sequence in chosen]
 
     def ready(self, decoding: list[Sequence]) -> list[Sequence]:
