@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.compiling import quickly_compiled
 from tests.kernels.executed import Executed, as_bytes, is_wrong
-from tests.kernels.shipped import PLAIN, Check, ampere_decode, decode, prefill
+from tests.kernels.shipped import PLAIN, Check, ampere_decode, decode, inputs_split, prefill
 from tools.ptx_machine.capture import Compiled
 from tools.ptx_machine.findings import Finding
 from tools.ptx_machine.schedules import Schedule
@@ -21,6 +21,7 @@ from tools.ptx_machine.schedules import Schedule
 VICTIMS: dict[str, Check] = {
     "decode": decode(128, 1, 4, 64, 3, "bfloat16", PLAIN, longest=330),
     "prefill": prefill(128, 1, 2, 64, 64, "bfloat16", PLAIN),
+    "product": inputs_split("int8", 3, 64, 256, 1),
     "Ampere": ampere_decode(128, 1, 9, 64, 2, "bfloat16", PLAIN),
 }
 # The first that tells of a fault counts.
@@ -33,7 +34,8 @@ SCHEDULES = (
 
 # Regular expressions for PTX as Mosaic writes it: a wait for an mbarrier, the phase that it waits for, a
 # fence, a barrier of threads, a fence between two of these; in the host function, the innermost size of a
-# box; again in PTX, a descriptor for wgmma, a difference, registers of a product's left side, masks.
+# box; again in PTX, a descriptor for wgmma, a difference, registers of a product's left side, a lane to
+# exchange with, masks.
 WAIT = r"mbarrier\.try_wait\.parity[^\n]*\n\t@P1 bra\.uni DONE; \n\tbra\.uni +LAB_WAIT; "
 PHASE = r"and\.b32 \t(%r\d+), (%r\d+), 1;(?=[^{]*\{\n\t\.reg \.pred +P1; )"
 FENCE = r"fence\.proxy\.async\.shared::cta;"
@@ -44,6 +46,7 @@ BOX = r"store i64 64, (ptr %\d+, align \d+(?:(?!store)[\s\S])*?call void @mosaic
 DESCRIPTOR = r"(or\.b64 \t%rd\d+, %rd\d+, )(46116\d+);"
 DIFFERENCE = r"sub\.f32 \t(%r\d+), (%r\d+), (%r\d+);"
 FRAGMENT = r"\{(%r\d+),(%r\d+),(%r\d+),(%r\d+)\}, (%rd\d+), p"
+NEIGHBOUR = r"(shfl\.sync\.bfly\.b32[^,]*, [^,]*, )1,"
 MASKS = r"setp\.lt\.s32 \t(%p\d+, %r\d+, %r\d+;)(?=\n\tsetp\.lt)"
 
 
@@ -142,6 +145,8 @@ FAULTS = (
     Fault("missing pair of barriers", "prefill", PAIR, rf"\1{FENCE}\2".replace("\\.", "."), "race"),
     Fault("products not awaited", "prefill", r"(wgmma\.wait_group\.sync\.aligned) 0", r"\1 1", "race"),
     Fault("stores not awaited", "prefill", r"(cp\.async\.bulk\.wait_group\.read) \t0", r"\1 \t1", "race"),
+    Fault("sums not awaited", "product", WAIT, "\n\n", "race", at=1),
+    Fault("wrong neighbour", "product", NEIGHBOUR, r"\g<1>2,", "other results", at=None),
     Fault("copies not awaited", "Ampere", r"(cp\.async\.wait_group) \t0", r"\1 \t1", "race"),
     Fault("missing barrier", "Ampere", rf"(cp\.async\.wait_group \t0;[^{{]*?){BAR}", r"\1", "race"),
 )

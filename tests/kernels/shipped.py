@@ -113,9 +113,9 @@ CASES: Cases = {
         "bfloat16": grouped("", "bfloat16", (3, 0, 5, 1), 128, 128),
         "int8": grouped("int8", "bfloat16", (0, 20, 0, 1), 64, 192),
         "fp8, float16": grouped(E4M3, "float16", (0, 0, 64), 192, 128),
-        "both fp8": eight_bits(E4M3, 5, 64, 256),
+        "both fp8": eight_bits(E4M3, 5, 64, 512),
         "both int8": eight_bits("int8", 20, 128, 192),
-        "int8, inputs split": inputs_split("int8", 3, 64, 256, 4),
+        "int8, inputs split": inputs_split("int8", 3, 64, 768, 2),
         "scales by group of inputs, split": scaled_by_group((0, 3), 2),
     },
     "int4_product": {

@@ -217,7 +217,7 @@ def test_blocks_that_share_inputs_fill_the_device_and_move_little(
 ) -> None:
     out, size = 64 * outs, 64 * steps
     splits = splits_of(rows, jax.ShapeDtypeStruct((out, size), jnp.int8), x, 132)  # type: ignore[arg-type]
-    stages = size // (128 if x == "int8" and steps % 2 == 0 else 64)
+    stages = size // (128 if (x == "int8" or rows <= 64) and steps % 2 == 0 else 64)
     assert splits >= 1 and stages % splits == 0
     if splits > 1:
         assert stages // splits >= 8

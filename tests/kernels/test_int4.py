@@ -70,6 +70,8 @@ def packed(
         rng.uniform(0.5, 1.5, (outs, size // group)),
         rng.normal(size=(outs, size // group)) if offset else None,
     )
+    if kind == "e2m1":  # a power of two, as of MXFP4
+        scale = 2.0 ** rng.integers(-9, 3, scale.shape)
     wide = numbers * np.repeat(scale.astype(np.float32), group, 1)
     if low is not None:
         wide = wide + np.repeat(low.astype(np.float32), group, 1).astype(np.float64)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_kernels
+from pallas_kernels.products.groups import one_group
+from pallas_kernels.products.hopper.grouped_product import grouped_product
 from tests.extras import compiler_for_gpus
-from tests.kernels.executed import Executed
-from tests.kernels.shipped import AMPERE, CASES, MORE, MORE_AMPERE, Check, parameters
+from tests.kernels.executed import FEW, Executed
+from tests.kernels.shipped import AMPERE, CASES, E4M3, MORE, MORE_AMPERE, Check, parameters
 
 compiler_for_gpus()
 
@@ -28,6 +33,17 @@ def test_the_reference_is_met(check: Check, schedules: Any, covered: float) -> N
     executed = Executed(schedules)
     check(runner=executed.runner)
     assert executed.least_covered() >= covered
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("int8", "bfloat16"), (E4M3, "bfloat16"), ("int8", "float16")])
+def test_every_eight_bit_number_is_converted_exactly(kind: str, dtype: str) -> None:
+    every = np.arange(256, dtype=np.uint8).view(jnp.dtype(kind))
+    numbers = np.resize(every[np.isfinite(every.astype(np.float32))], (64, 64)).T
+    groups, block = one_group(64)
+    run = partial(grouped_product, block=block, dtype=jnp.float32)
+    x, weight = jnp.eye(64, dtype=dtype), jnp.asarray(numbers)[None]
+    got = Executed(FEW[:1]).runner.run(run, x, weight, None, groups)
+    np.testing.assert_array_equal(got, numbers.T.astype(np.float32))
 
 
 def sources() -> dict[str, str]:

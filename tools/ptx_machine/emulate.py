@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -73,6 +74,7 @@ class Emulation:
             RuntimeError: kernels were not compiled, or others are called on the CPU.
             Unsupported: the machine does not know an instruction of a kernel.
         """
+        _machine()  # a thread inherits the mode of the one that starts it
         self.schedule = Schedule()
         self.runs: list[Run] = []
         names = list[str]()
@@ -133,13 +135,22 @@ class Emulation:
         arrays += [Array(f"output {i}", x, written=False) for i, x in enumerate(outs)]
         launch = launch_of(self.kernels[number].host, addresses(len(arrays)))
         begin = time.perf_counter()
-        result = execute(self.programs[number], launch, arrays, self.schedule)
+        # XLA's threads take subnormal numbers as zeros, those of this executor do not
+        result = _machine().submit(execute, self.programs[number], launch, arrays, self.schedule).result()
         self.runs.append(Run(name, self.programs[number], launch, result, time.perf_counter() - begin))
         wrong = {f"input {i}" for i in range(len(inputs)) if i not in refs} & {*result.written}
         if wrong:
             raise RuntimeError(f"{name} writes {sorted(wrong)}, which are no references")
         names = [*(f"input {i}" for i in refs), *(f"output {i}" for i in range(len(outs)))]
         return [result.arrays[name] for name in names]
+
+
+@cache
+def _machine() -> ThreadPoolExecutor:
+    """A thread that executes kernels, started by the first call."""
+    executor = ThreadPoolExecutor(1, "ptx_machine")
+    executor.submit(int).result()
+    return executor
 
 
 def _numbered(names: list[str], body: Any = None, *, kernel_name: str = "", **how: Any) -> Callable[..., Any]:

@@ -5,6 +5,10 @@ of rows of one group and 64 outputs per compute warpgroup. Outputs are the 64-ro
 so a group with few rows wastes little. That operand may be in registers, so eight-bit weights are converted
 there, unless x has eight bits too. Groups without rows are not read. Several thread blocks can share the
 inputs of a product with few outputs.
+
+A warpgroup waits for a stage of weights, converts it and waits for the tensor cores, and needs longer for it
+than the multiprocessor may take. So if a block has few rows and a single warpgroup for its outputs, another
+takes every other stage, and the first adds its sums.
 """
 
 from __future__ import annotations
@@ -19,10 +23,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.hopper import COLUMNS, ROWS, store_transposed, tiled
+from pallas_kernels.mosaic.versions import store
 from pallas_kernels.products.groups import BLOCK, GRID, Groups, input_splits, out_per_block
+from pallas_kernels.products.hopper.eight_bit_registers import operand_of
 from pallas_kernels.quantization.quantized import GROUP
 
-WIDE = 128  # columns of a stage, if x has eight bits
+WIDE = 128  # columns of a stage, if both sides have eight bits, or weights have and there are few rows
+FEW = 64  # rows of a block, for each of its compute warpgroups
+# rows of a block whose inputs two warpgroups share, by bytes of a number of x; with more, registers do not
+# suffice for two blocks per multiprocessor
+SHARED_ROWS = {1: 32, 2: 16}
 IN_FLIGHT = 1 << 16  # bytes of weights, if this leaves shared memory for two blocks per multiprocessor
 SHARED = 110 << 10  # bytes of shared memory of such a block
 STAGES = 4  # otherwise
@@ -66,23 +76,31 @@ def grouped_product(
     out, block, result = weight.shape[1], block or groups.block, jnp.dtype(dtype or x.dtype)
     dtype = result if splits == 1 else jnp.dtype(jnp.float32)
     warpgroups = out_per_block(len(groups.group), out) // ROWS
-    columns = _columns(x.dtype, x.shape[1])
-    # bytes of a stage
+    eight = weight.dtype.itemsize == 1
+    columns = _columns(x.dtype, x.shape[1] // splits, block * warpgroups) if eight else COLUMNS
+    at_once = columns if weight.dtype == x.dtype else COLUMNS
+    turns = 2 if eight and warpgroups == 1 and block <= SHARED_ROWS[x.dtype.itemsize] else 1
+    # bytes of a stage, and of sums and results
     read, more = warpgroups * ROWS * columns * weight.dtype.itemsize, block * columns * x.dtype.itemsize
-    deep = IN_FLIGHT // read
-    stages = deep if deep * (read + more) + warpgroups * block * ROWS * dtype.itemsize <= SHARED else STAGES
+    fixed = warpgroups * block * ROWS * (dtype.itemsize + 4 * (turns - 1))
+    stages = IN_FLIGHT // read
+    if stages * (read + more) + fixed > SHARED:
+        fitting = (SHARED - fixed) // (read + more) // turns * turns
+        stages = fitting if columns == WIDE and x.dtype.itemsize > 1 else STAGES
     through = (
         None
         if operand_in_registers or weight.dtype == x.dtype
-        else tiled((warpgroups, ROWS, COLUMNS), x.dtype)
+        else tiled((turns * warpgroups, ROWS, columns), x.dtype)
     )
     scratch = {
-        "x_smem": tiled((stages, block, columns), x.dtype, columns),
-        "w_smem": tiled((stages, warpgroups * ROWS, columns), weight.dtype, columns),
+        "x_smem": tiled((stages, block, columns), x.dtype, at_once),
+        "w_smem": tiled((stages, warpgroups * ROWS, columns), weight.dtype, at_once),
         "a_smem": through,
+        "sum_smem": plgpu.SMEM((ROWS, block), jnp.float32) if turns > 1 else None,
         "out_smem": plgpu.SMEM((warpgroups, block, ROWS), dtype),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+        "summed": plgpu.Barrier() if turns > 1 else None,
     }
     y: jax.Array = plgpu.kernel(
         _kernel,
@@ -91,7 +109,7 @@ def grouped_product(
         # a group's blocks run together, while its matrix is in the L2 cache
         grid=(len(groups.group), out // (warpgroups * ROWS), splits),
         grid_names=("block", "part", "split"),
-        num_threads=warpgroups + 1,
+        num_threads=turns * warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="grouped_product",
         interpret=interpret,
@@ -107,47 +125,58 @@ def splits_of(rows: int, weight: jax.Array, x: jax.typing.DTypeLike, cores: int)
         x: dtype of the rows.
     """
     out, size = weight.shape
-    blocks, columns = -(-rows // BLOCK[1]), _columns(jnp.dtype(x), size)
+    blocks, columns = -(-rows // BLOCK[1]), _columns(jnp.dtype(x), size, rows)
     blocks *= out // out_per_block(blocks, out)
     most = input_splits(blocks, rows, size, 8, columns * LEAST_STEPS, cores)
     return next(splits for splits in range(most, 0, -1) if size // columns % splits == 0)
 
 
-def _columns(x: jnp.dtype[Any], size: int) -> int:
-    """Columns of a stage."""
-    return WIDE if x.itemsize == 1 and size % WIDE == 0 else COLUMNS
+def _columns(x: jnp.dtype[Any], size: int, rows: int) -> int:
+    """Columns of a stage of eight-bit weights, for blocks of at most this many rows."""
+    return WIDE if (x.itemsize == 1 or rows <= FEW) and size % WIDE == 0 else COLUMNS
 
 
 def _kernel(
     x_ref: Any, w_ref: Any, group_ref: Any, start_ref: Any, length_ref: Any, scale_ref: Any, x_scale_ref: Any,
     out_ref: Any, *,
-    x_smem: Any, w_smem: Any, a_smem: Any = None, out_smem: Any, full: Any, free: Any,
+    x_smem: Any, w_smem: Any, a_smem: Any = None, sum_smem: Any = None, out_smem: Any,
+    full: Any, free: Any, summed: Any = None,
 ) -> None:  # fmt: skip
     stages, block, columns = x_smem.shape
     warpgroups, steps = out_smem.shape[0], x_ref.shape[1] // columns // out_ref.shape[0]
     index, part, split, warpgroup = (lax.axis_index(name) for name in ("block", "part", "split", "warpgroup"))
+    # two warpgroups take turns if there are sums to add
+    turns, turn = (1, jnp.int32(0)) if sum_smem is None else (2, warpgroup)
     group, start, length = group_ref[index], start_ref[index], length_ref[index]
     first, begin = part * warpgroups * ROWS, split * steps  # this block's first output and step
-    # outputs of the block, and of all
-    own, mine = pl.ds(warpgroup * ROWS, ROWS), pl.ds(first + warpgroup * ROWS, ROWS)
+    at_output = (warpgroup - turn) * ROWS
+    own, mine = pl.ds(at_output, ROWS), pl.ds(first + at_output, ROWS)  # outputs of the block, and of all
     by_inputs = scale_ref is not None and len(scale_ref.shape) == 3
 
     def multiply(i: jax.Array, acc: Any) -> None:
         """Adds step i, without waiting for the sum."""
         slot = lax.rem(i, stages)
         plgpu.barrier_wait(full.at[slot])
-        weights = w_smem.at[slot, own]
-        if w_smem.dtype != x_smem.dtype:
-            weights = _converted(weights, x_smem.dtype)
+        weights, x = w_smem.at[slot, own], x_smem.at[slot]
+        if w_smem.dtype == x_smem.dtype:
+            plgpu.wgmma(acc, weights, x.transpose((1, 0)))
+            return
+        for at in range(0, columns, COLUMNS):  # the next are converted while the tensor cores work
+            some = pl.ds(at, COLUMNS)
+            operand: Any = operand_of(weights.at[:, some], x_smem.dtype, in_registers=a_smem is None)
             if a_smem is not None:
-                a_smem[warpgroup] = weights
+                place = a_smem.at[warpgroup, :, some]
+                place[...] = operand
                 plgpu.commit_smem()
-                weights = a_smem.at[warpgroup]
-        plgpu.wgmma(acc, weights, x_smem.at[slot].transpose((1, 0)))
+                operand = place
+            plgpu.wgmma(acc, operand, x.at[:, some].transpose((1, 0)))
+
+    turn_steps = lax.div(steps - turn + turns - 1, turns)
 
     def in_one_sum(acc: Any) -> jax.Array:
-        @pl.loop(0, steps)
-        def _(i: jax.Array) -> None:
+        @pl.loop(0, turn_steps)
+        def _(number: jax.Array) -> None:
+            i = number * turns + turn
             multiply(i, acc)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(free.at[lax.rem(i, stages)])
@@ -156,7 +185,9 @@ def _kernel(
         return result
 
     def in_short_sums(accumulator: Any) -> jax.Array:
-        def add(i: jax.Array, total: jax.Array) -> jax.Array:
+        def add(number: jax.Array, total: jax.Array) -> jax.Array:
+            i = number * turns + turn
+
             def one(acc: Any) -> jax.Array:
                 multiply(i, acc)
                 result: jax.Array = acc[...]
@@ -173,7 +204,7 @@ def _kernel(
             return total
 
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, block), jnp.float32), plgpu.Layout.WGMMA)
-        total: jax.Array = lax.fori_loop(0, steps, add, zeros)
+        total: jax.Array = lax.fori_loop(0, turn_steps, add, zeros)
         return total
 
     def compute() -> None:
@@ -187,11 +218,27 @@ def _kernel(
             if short
             else pl.run_scoped(in_one_sum, accumulator).astype(jnp.float32)
         )
+        if sum_smem is None:
+            finish(y)
+            return
+
+        @pl.when(turn == 1)
+        def _() -> None:
+            store(sum_smem, y)
+            plgpu.barrier_arrive(summed)
+
+        @pl.when(turn == 0)
+        def _() -> None:
+            plgpu.barrier_wait(summed)
+            finish(y + plgpu.load(sum_smem, layout=plgpu.Layout.WGMMA))
+
+    def finish(y: jax.Array) -> None:
+        """Scales the outputs and copies them out."""
         if scale_ref is not None and not by_inputs:
             y *= lax.broadcast_in_dim(scale_of(scale_ref.at[group, mine], 1), y.shape, [0])
         if x_scale_ref is not None:
             y *= lax.broadcast_in_dim(scale_of(x_scale_ref.at[pl.ds(start * GRID, block)], 0), y.shape, [1])
-        result = out_smem.at[warpgroup]
+        result = out_smem.at[warpgroup - turn]
         store_transposed(result, y.astype(out_smem.dtype))
         plgpu.commit_smem()
         at: Any = 0
@@ -222,22 +269,11 @@ def _kernel(
         for slot in range(min(stages, steps)):
             plgpu.barrier_wait(free.at[slot])
 
-    pl.when((length > 0) & (warpgroup < warpgroups))(compute)
-    pl.when((length > 0) & (warpgroup == warpgroups))(memory)
+    pl.when((length > 0) & (warpgroup < turns * warpgroups))(compute)
+    pl.when((length > 0) & (warpgroup == turns * warpgroups))(memory)
 
 
 def scale_of(ref: Any, reduced: int) -> jax.Array:
     """Loads a scale for each output or, if reduced is 0, for each row."""
     loaded: jax.Array = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(reduced), optimized=False)
     return loaded
-
-
-def _converted(x: Any, dtype: jnp.dtype[Any]) -> jax.Array:
-    """Loads eight-bit numbers [ROWS, COLUMNS] and converts them exactly to dtype, as an operand of the tensor
-    cores.
-    """
-    loaded = plgpu.load(x, layout=plgpu.Layout.WGMMA_UPCAST_2X)
-    if x.dtype != jnp.int8:
-        loaded = loaded.astype(jnp.float16)  # the hardware converts float8 to float16
-    result: jax.Array = plgpu.layout_cast(loaded.astype(dtype), plgpu.Layout.WGMMA)
-    return result

@@ -18,11 +18,13 @@ from pallas_kernels.mosaic.refs import Refs
 from pallas_kernels.products.groups import GRID
 from pallas_kernels.products.hopper.int4_registers import (
     SCALE_LAYOUT,
+    SCALED,
     STEP,
     WORD_LAYOUT,
     columns_of,
     factor,
     numbers,
+    scaled,
 )
 from pallas_kernels.quantization.int4 import SCALES, TILE, WORDS
 
@@ -91,11 +93,13 @@ class Form:
         each: chunks of each split.
         group: inputs with a common scale.
         kind: of four-bit numbers.
+        scaled: weights are multiplied by their scales before the product, see `scaled`.
     """
 
     each: int
     group: int
     kind: str
+    scaled: bool
 
 
 def run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
@@ -175,9 +179,13 @@ class ThreadBlock:
         scratch, place, block = self.refs.scratch, self.place, self._rows
         if block >= COLUMNS and self._warpgroups == 2:
             plgpu.set_max_registers(REGISTERS[0], action="increase")
-        ones = self._ones()
-        zeros = plgpu.layout_cast(jnp.zeros((ROWS, block), jnp.float32), plgpu.Layout.WGMMA)
-        y = lax.fori_loop(0, place.chunks * self._chunk, partial(self._fold, ones), zeros)
+        tiles = place.chunks * self._chunk
+        if self.form.scaled:
+            accumulator = plgpu.WGMMAAccumulatorRef((ROWS, block), jnp.float32)
+            y = pl.run_scoped(partial(self._in_one_sum, tiles), accumulator) * SCALED
+        else:
+            zeros = plgpu.layout_cast(jnp.zeros((ROWS, block), jnp.float32), plgpu.Layout.WGMMA)
+            y = lax.fori_loop(0, tiles, partial(self._fold, self._ones()), zeros)
         mine = scratch.out.at[place.warpgroup]
         store_transposed(mine, y.astype(scratch.out.dtype))
         plgpu.commit_smem()
@@ -190,6 +198,29 @@ class ThreadBlock:
             pl.when(taken > 0)(partial(plgpu.copy_smem_to_gmem, mine.at[some], to))
             at, size = at + taken, size // 2
         plgpu.wait_smem_to_gmem(0)
+
+    def _in_one_sum(self, tiles: jax.Array, acc: Any) -> jax.Array:
+        """The sum of tiles of weights that are scaled first; a chunk of scales is a tile's."""
+        scratch = self.refs.scratch
+        stages, places = scratch.x.shape[0], scratch.scale.shape[0]
+
+        @pl.loop(0, tiles)
+        def _(step: jax.Array) -> None:
+            slot, place = lax.rem(step, stages), lax.rem(step, places)
+            plgpu.barrier_wait(scratch.scale_full.at[place])
+            scale = plgpu.load(scratch.scale.at[place, self.own], layout=SCALE_LAYOUT, optimized=False)
+            plgpu.barrier_wait(scratch.full.at[slot])
+            words = plgpu.load(scratch.w.at[slot, self.own], layout=WORD_LAYOUT)
+            for first in range(0, TILE, COLUMNS):  # the next are unpacked while the tensor cores work
+                steps = range(first // STEP, (first + COLUMNS) // STEP)
+                columns = scratch.x.at[slot, :, pl.ds(first, COLUMNS)]
+                plgpu.wgmma(acc, scaled(words, scale, steps), columns.transpose((1, 0)))
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(scratch.free.at[slot])
+            plgpu.barrier_arrive(scratch.scale_free.at[place])
+
+        total: jax.Array = acc[...]
+        return total
 
     def _ones(self) -> Any:
         """An operand of the tensor cores."""

@@ -7,7 +7,7 @@ cores (`int4_registers.py`). So weights are read once per block of rows and neve
 numbers are exact. The kernel multiplies the sum over inputs with a common scale by that scale in float32, and
 the offset by the sum of these inputs, so no weight is rounded. In blocks of few rows, the tensor cores
 compute these sums, too, as a product with ones. They would take as long as the product itself, so for more
-rows XLA computes them.
+rows XLA computes them. Scales of MXFP4 are powers of two: they multiply the weights, which stays exact.
 
 Words and inputs are copied tile by tile. Scales, offsets and XLA's sums of inputs are copied in chunks of
 four groups, which may span several tiles.
@@ -47,7 +47,8 @@ def int4_product(
 
     Args:
         x: bfloat16 or float16, with the weight's transform applied.
-        weight: in one part; out is a multiple of 64.
+        weight: in one part; out is a multiple of 64. Scales of e2m1 in groups of 32 without offsets must be
+            powers of two up to 2^64, as MXFP4's are.
         dtype: dtype of the result; None: x's.
         cores: multiprocessors of the device. With few outputs, several thread blocks share the inputs, and
             XLA adds their partial sums.
@@ -87,7 +88,7 @@ def grouped_int4_product(
 
     Args:
         x: bfloat16 or float16 [places, in], in the order of `groups`, with the weight's transform applied.
-        weight: [groups, out, in] in one part; out is a multiple of 64.
+        weight: [groups, out, in] in one part; out is a multiple of 64. Scales: see `int4_product`.
         groups: from `groups.grouped`.
         operand_in_registers: the tensor cores read unpacked weights from registers. False, for Pallas's
             interpreter only: from shared memory.
@@ -125,7 +126,9 @@ def _products(
     places = stages // chunk + 1  # chunks in flight
     line = partial(plgpu.SMEM, dtype=jnp.float32)
     tile, ones = (warpgroups, ROWS, TILE), (warpgroups, ROWS, COLUMNS)
-    operand = partial(tiled, dtype=x.dtype, columns=min(weight.group, COLUMNS))
+    scaled = (weight.kind, weight.group, offsets) == ("e2m1", 32, False) and x.dtype == jnp.bfloat16
+    scaled &= operand_in_registers  # Pallas interprets neither this nor subnormal numbers
+    operand = partial(tiled, dtype=x.dtype, columns=COLUMNS if scaled else min(weight.group, COLUMNS))
     scratch = Scratch(
         a=None if operand_in_registers else operand(tile),
         free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
@@ -142,7 +145,7 @@ def _products(
     )
     sums = x.astype(jnp.float32).reshape(len(x), -1, weight.group).sum(-1).T if given_sums else None
     y: jax.Array = plgpu.kernel(
-        body(run, Outputs, Form(each, weight.group, weight.kind)),
+        body(run, Outputs, Form(each, weight.group, weight.kind, scaled)),
         out_type=jax.ShapeDtypeStruct((splits, -(-len(x) // GRID) * GRID, out), dtype),
         scratch_types=[scratch],
         # blocks of a group run together, while its matrix is in the L2 cache

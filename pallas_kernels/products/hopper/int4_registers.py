@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.mosaic.hopper import ROWS
 from pallas_kernels.quantization.int4 import WORDS
@@ -39,6 +39,7 @@ SCALE_TILING = mgpu.TiledLayout(
 SCALE_LAYOUT = plgpu.Layout.TILED(
     SCALE_TILING.tiling, SCALE_TILING.warp_dims, SCALE_TILING.lane_dims, SCALE_TILING.vector_dim
 )
+SCALED = 2.0**64  # unit of scaled weights, whose factors would be infinite without it
 MANTISSA = {jnp.dtype("bfloat16"): 7, jnp.dtype("float16"): 10}  # bits
 
 
@@ -76,6 +77,63 @@ def numbers(
     wide = jnp.minimum(wide, wide * 2 - 4)
     signed = lax.bitcast_convert_type(wide, jnp.int16) ^ pairs(sign, jnp.dtype("int16"))
     return lax.bitcast_convert_type(signed, dtype)
+
+
+def scaled(words: jax.Array, scale: jax.Array, nibbles: Sequence[int]) -> jax.Array:
+    """Unpacks some nibbles of words int32 [64, 16] of e2m1 and multiplies them by their scales.
+
+    The three bits of a magnitude become the lowest exponent bits and the highest mantissa bit of a number,
+    which is the magnitude times 2^-127, also if it is subnormal. So its factor is the scale times 2^127.
+
+    Args:
+        scale: float32 [64, 4], powers of two.
+
+    Returns:
+        An operand of the tensor cores, bfloat16 [64, 32 * len(nibbles)], in units of SCALED.
+    """
+
+    def multiply(_: Any, words: Any, scale: Any) -> Any:
+        i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((ROWS, STEP * len(nibbles))), object)
+        for half, of_row in enumerate(scale.registers.flat):
+            for step, nibble in enumerate(nibbles):
+                factor = _asm(SCALE_OF_PAIR, mgpu.utils.vector_slice(of_row, slice(nibble, nibble + 1)))
+                for word in range(words.registers.shape[1]):
+                    register = mgpu.utils.bitcast(words.registers[0, word, 0, 0, half].item(), i32)
+                    shifted = [_shifted(register, 4 * nibble - by) for by in (6, 12)]
+                    number = mgpu.utils.bitcast(_asm(SCALED_PAIR, *shifted, factor), pair)
+                    registers[0, word + step * words.registers.shape[1], 0, 0, half] = number
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    shape, dtype = (ROWS, STEP * len(nibbles)), jnp.dtype("bfloat16")
+    returned = plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA)
+    result: jax.Array = plgpu.inline_mgpu(arg_types=(WORD_LAYOUT, SCALE_LAYOUT), return_type=returned)(
+        multiply
+    )(words, scale)
+    return result
+
+
+# The factor of two numbers, 2^127 / SCALED times a scale. A pair: magnitudes, signs, times the factor.
+SCALE_OF_PAIR = "{ .reg .f32 s; mov.b32 s, $1; mul.rn.f32 s, s, 0f5F000000; cvt.rn.bf16x2.f32 $0, s, s; }"
+SCALED_PAIR = """{
+    .reg .b32 n;
+    and.b32 n, $1, 0x01c001c0;
+    lop3.b32 n, $2, 0x80008000, n, 0xea;
+    mul.rn.bf16x2 $0, n, $3;
+}"""
+
+
+def _asm(code: str, *operands: Any) -> Any:
+    """PTX with a word as its result and with words or a float as operands."""
+    i32 = ir.IntegerType.get_signless(32)
+    words = [mgpu.utils.bitcast(x, i32) for x in operands]
+    return llvm.inline_asm(i32, words, code, ",".join(["=r"] + ["r"] * len(words)), has_side_effects=False)
+
+
+def _shifted(word: Any, bits: int) -> Any:
+    """Shifts to the right, or to the left if `bits` is negative."""
+    by = mgpu.c(abs(bits), word.type)
+    return word if bits == 0 else arith.shrui(word, by) if bits > 0 else arith.shli(word, by)
 
 
 def _right(words: jax.Array, bits: int) -> jax.Array:
