@@ -7,12 +7,13 @@ Mosaic kernels for one compute capability, its first (jax 0.12).
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ class KernelFacts:
         swizzled: number of places in the program's kernels of this name where registers or tensor cores
             access swizzled shared memory.
         mixed_up: those that may find other numbers than TMA has put there, see `swizzle`.
+        grid, threads: number of blocks that are launched, and of threads of a block.
+        code: the machine code as text, with the compiler's labels.
     """
 
     name: str
@@ -66,6 +69,9 @@ class KernelFacts:
     misaligned: tuple[str, ...]
     swizzled: int
     mixed_up: tuple[str, ...]
+    grid: int
+    threads: int
+    code: str = field(repr=False)
 
     def blocks(self, threads: int) -> int:
         """Number of blocks of this many threads that fit on a multiprocessor; 0 if a block is too large."""
@@ -181,11 +187,12 @@ def _read(report: Path, device: jax.Device, found: dict[str, bool]) -> KernelFac
     most_shared: int = device.shared_memory_per_block_optin
     bulk = bulk_copies(report.with_suffix(".ptx").read_text())
     misaligned = tuple(copy for copy, aligned in bulk if not aligned)
+    shared, grid, threads = _launch(report.with_suffix(".mlir-passes.log"))
     return KernelFacts(
         name=report.stem,
         registers=int(registers),
         spilled=sum(map(int, spills)),
-        shared=_shared(report.with_suffix(".mlir-passes.log")),
+        shared=shared,
         products=products,
         in_flight=_in_flight(code),
         serialized="wgmma.mma_async instructions are serialized" in text,
@@ -195,18 +202,24 @@ def _read(report: Path, device: jax.Device, found: dict[str, bool]) -> KernelFac
         misaligned=misaligned,
         swizzled=len(found),
         mixed_up=tuple(access for access, agrees in found.items() if not agrees),
+        grid=grid,
+        threads=threads,
+        code=code,
     )
 
 
-def _shared(passes: Path) -> int:
-    """Bytes of shared memory that a kernel is launched with, from its module before the first pass."""
+def _launch(passes: Path) -> tuple[int, int, int]:
+    """A kernel's bytes of shared memory, number of blocks and threads of each, from its module before the
+    first pass.
+    """
     constants: dict[str, int] = {}
     with passes.open() as lines:
         for line in lines:
-            if constant := re.match(r"\s*(%\w+) = arith\.constant (\d+) : i32", line):
+            if constant := re.match(r"\s*(%\w+) = arith\.constant (\d+) : (?:i32|index)", line):
                 constants[constant[1]] = int(constant[2])
-            if launch := re.search(r"dynamic_shared_memory_size (%\w+)", line):
-                return constants[launch[1]]
+            if shared := re.search(r"dynamic_shared_memory_size (%\w+)", line):
+                sizes = [constants[size] for size in re.findall(r"%\w+ = (%\w+)(?=[,)])", line)]
+                return constants[shared[1]], math.prod(sizes[:3]), math.prod(sizes[3:])
     raise RuntimeError(f"{passes.name} has no launch")
 
 

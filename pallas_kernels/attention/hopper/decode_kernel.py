@@ -203,17 +203,16 @@ class Compute:
             )
         plgpu.barrier_arrive(k.free.at[stage])
         s, factor = scores(s, options)
-        tokens, lengths = tokens_of(item, tile, s.shape, 1, plgpu.Layout.WGMMA), self._lengths(item, s.shape)
-        s = jnp.where(seen(tokens, lengths, lengths, options.window), s * factor, -jnp.inf)
+        whole = self._is_whole(item, tile)
+        s = lax.cond(whole, lambda s: s, partial(self._masked, item, tile), s * factor)
         m_new = jnp.maximum(m, s.max(axis=1))
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [0]))
         total = total * alpha + p.sum(axis=1)
         if v.scale is not None:
             scales = _along_columns(v.scale.at[lax.rem(number, v.scale.shape[0])])
-            # other scales may be NaN
-            real = self.feed.used(item, tile, (TILE,), plgpu.Layout.WGMMA.reduce(0))
-            p *= lax.broadcast_in_dim(jnp.where(real, scales, jnp.zeros_like(scales)), p.shape, [1])
+            scales = lax.cond(whole, lambda x: x, partial(self._used, item, tile), scales)
+            p *= lax.broadcast_in_dim(scales, p.shape, [1])
         weights = self._operand(p.astype(q.dtype))
         plgpu.barrier_wait(v.full.at[stage])
         accs = [
@@ -222,6 +221,22 @@ class Compute:
         ]
         plgpu.barrier_arrive(v.free.at[stage])
         return m_new, total, accs
+
+    def _is_whole(self, item: WorkItem, tile: jax.Array) -> jax.Array:
+        """Whether all rows of the item see all tokens of its tile."""
+        token, window = (item.start + tile) * TILE, self.form.options.window
+        whole = token + TILE <= item.length
+        return whole if window is None else whole & (token >= item.end - window)
+
+    def _masked(self, item: WorkItem, tile: jax.Array, s: jax.Array) -> jax.Array:
+        """Scores without those of tokens that a row does not see."""
+        tokens, lengths = tokens_of(item, tile, s.shape, 1, plgpu.Layout.WGMMA), self._lengths(item, s.shape)
+        return jnp.where(seen(tokens, lengths, lengths, self.form.options.window), s, -jnp.inf)
+
+    def _used(self, item: WorkItem, tile: jax.Array, scales: jax.Array) -> jax.Array:
+        """Scales without those of tokens that no row sees, which may be NaN."""
+        used = self.feed.used(item, tile, (TILE,), plgpu.Layout.WGMMA.reduce(0))
+        return jnp.where(used, scales, jnp.zeros_like(scales))
 
     def _operand(self, weights: jax.Array) -> Any:
         """The left operand of the second product."""

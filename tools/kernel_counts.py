@@ -1,0 +1,298 @@
+"""Print what a tile of weights or of a cache costs in the machine code of Hopper's kernels, without a GPU.
+
+JAX_PLATFORMS=cpu python tools/kernel_counts.py [PART ...]  # with the extra `aot`; PART: of the rows' names
+
+Kernels with few rows are bound by the instructions that a multiprocessor issues, and by how long a warpgroup
+takes for a tile, rather than by memory. The columns are:
+
+- bytes: of weights and scales, or keys and values, that are read for a tile.
+- multiply, copy: instructions for a tile, of the warpgroup that multiplies it, and of the one that copies it
+  and, for a cache in eight bits, converts it. Four warps issue each. Rare branches are left out.
+- waits: how often the first waits for the tensor cores.
+- TB/s by issue: the rate of an H100 if each scheduler issues one of these instructions in each cycle.
+- tiles at a time: on which a multiprocessor works.
+- ns a tile: how long each may take from its first instruction to its last, if memory shall be busy.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from kernel_facts import Case, decode, decode_eight_bits
+
+from pallas_kernels.compilation.ahead_of_time import KernelFacts, device, kernel_facts
+from pallas_kernels.products import weights
+from pallas_kernels.products.hopper.grouped_product import FEW
+from pallas_kernels.products.hopper.int4_product import TWO_BLOCKS
+from pallas_kernels.quantization.formats import FP8, FP8_BY_FP8, INT8, WeightFormat
+from pallas_kernels.quantization.int4 import GROUPS, TILE
+
+CORES, CLOCK = 132, 1.755e9  # multiprocessors of an H100, and cycles a second of its boost clock
+MEMORY = 3.35e12  # bytes a second of an H100's memory
+TARGET = "h100"
+OUT, SIZE = 4096, 14336  # of the weight: the last of a layer of Llama 8B
+PRODUCT, COPY, STORE = r"\b[HQI]GMMA", r"\bUTMALDG", r"\bSTS\.128"
+WAIT = r"WARPGROUP\.DEPBAR"
+LABEL, INSTRUCTION = re.compile(r"^(\.L\w+):"), re.compile(r"/\*[0-9a-f]{4,}\*/\s+(\S.*)")
+JUMP = re.compile(r"(@!?U?P\d+ )?BRA(?:\.\S+)?(?: \S+,)? `\((\.L\w+)\)")
+END = re.compile(r"(@!?U?P\d+ )?(EXIT|RET|BRX)\b")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Instructions that follow each other, and the blocks that may come next."""
+
+    code: tuple[str, ...]
+    following: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way through a loop, from its first block to the jump back."""
+
+    code: tuple[str, ...] = ()
+    length: float = inf
+
+    def count(self, pattern: str) -> int:
+        return sum(bool(re.search(pattern, line)) for line in self.code)
+
+    @property
+    def waits(self) -> int:
+        """How often a warpgroup waits for products that it has issued since it last waited."""
+        events = [name for line in self.code for name in re.findall(f"{PRODUCT}|{WAIT}", line)]
+        return sum("DEPBAR" in after and "MMA" in before for before, after in pairwise(events))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What is counted: in each kernel, the loops that work on its tiles.
+
+    Attributes:
+        name: what a tile is.
+        bytes: read from memory for a tile.
+        products: matrix instructions of a tile.
+        copies: TMA copies of a tile.
+        stores: of 16 bytes in each thread, to shared memory, of a tile that another warpgroup converts.
+        pairs: whether each warpgroup that multiplies has another that copies for it.
+    """
+
+    name: str
+    bytes: int
+    products: int
+    copies: float
+    stores: int = 0
+    pairs: bool = False
+
+
+@dataclass(frozen=True)
+class Count:
+    """What a tile costs: instructions of each warpgroup that works on it, and what they allow.
+
+    Attributes:
+        products, copies: instructions.
+        waits: for the tensor cores.
+        chains: tiles that a multiprocessor works on at a time.
+    """
+
+    tile: Tile
+    products: float
+    copies: float
+    waits: float
+    chains: int
+
+    @property
+    def issued(self) -> float:
+        """Bytes a second, if only the number of instructions counts."""
+        return self.tile.bytes / (self.products + self.copies) * CLOCK * CORES
+
+    @property
+    def time(self) -> float:
+        """Seconds that a tile may take."""
+        return self.tile.bytes * self.chains * CORES / MEMORY
+
+    @property
+    def row(self) -> str:
+        figures = (
+            f"{self.tile.name} | {self.tile.bytes} | {self.products:.0f} | {self.copies:.0f} | {self.waits:g}"
+        )
+        return f"{figures} | {self.issued / 1e12:.1f} | {self.chains} | {self.time * 1e9:.0f} |"
+
+
+def blocks_of(code: str) -> list[Block]:
+    """The flow of a kernel's machine code."""
+    pieces, labels = list[list[str]]([[]]), dict[str, int]()
+    for line in code.splitlines():
+        if label := LABEL.match(line):
+            if pieces[-1]:
+                pieces.append([])
+            labels[label[1]] = len(pieces) - 1
+        elif instruction := INSTRUCTION.search(line):
+            pieces[-1].append(instruction[1].strip().rstrip(";").strip())
+            if JUMP.search(pieces[-1][-1]) or END.search(pieces[-1][-1]):
+                pieces.append([])
+    # of a wait for a barrier that is not ready, if it is not in place
+    slow = {
+        i
+        for i, (piece, after) in enumerate(pairwise(pieces))
+        if any("NANOSLEEP" in line for line in piece) and len(after) == 1 and after[0].startswith("BRA")
+    }
+
+    def following(i: int) -> tuple[int, ...]:
+        last = pieces[i][-1] if pieces[i] else ""
+        jump, end = JUMP.search(last), END.search(last)
+        targets = [labels[jump[2]]] if jump else []
+        if not (jump or end) or (jump or end)[1]:  # type: ignore[index]
+            targets.append(i + 1)
+        return tuple(target for target in targets if target < len(pieces) and target not in slow)
+
+    return [Block(tuple(piece), following(i)) for i, piece in enumerate(pieces)]
+
+
+def loops(blocks: list[Block]) -> Iterable[tuple[int, int, frozenset[int]]]:
+    """The first and last block of each loop that can be reached, and all of its blocks."""
+    reached, todo = set[int](), [0]
+    while todo:
+        if (block := todo.pop()) not in reached:
+            reached.add(block)
+            todo += blocks[block].following
+    before = dict[int, set[int]]()
+    for block in reached:
+        for after in blocks[block].following:
+            before.setdefault(after, set()).add(block)
+    for last in reached:
+        for first in blocks[last].following:
+            if first <= last:
+                inside, todo = {first}, [last]
+                while todo:
+                    if (block := todo.pop()) not in inside:
+                        inside.add(block)
+                        todo += before[block]
+                yield first, last, frozenset(inside)
+
+
+def shortest(blocks: list[Block], loop: tuple[int, int, frozenset[int]], pattern: str, least: int) -> Way:
+    """The shortest way through a loop with at least so many instructions of the pattern; none is infinitely
+    long.
+    """
+    first, last, inside = loop
+
+    @cache
+    def way(block: int, missing: int) -> Way:
+        mine = blocks[block].code
+        missing = max(0, missing - sum(bool(re.search(pattern, line)) for line in mine))
+        if block == last:
+            return Way(mine, len(mine)) if missing == 0 else Way()
+        after = [way(b, missing) for b in blocks[block].following if b in inside and b > block]
+        best = min(after, key=lambda after: after.length, default=Way())
+        return Way(mine + best.code, len(mine) + best.length)
+
+    return way(first, least)
+
+
+def instructions(blocks: list[Block], pattern: str, each: float) -> tuple[float, float]:
+    """Instructions for a tile, of which `each` have the pattern, and waits, in the shortest loop that has so
+    many.
+    """
+    ways = [shortest(blocks, loop, pattern, max(1, round(each))) for loop in loops(blocks)]
+    best = min(ways, key=lambda way: way.length)
+    tiles = best.count(pattern) / each
+    return best.length / tiles, best.waits / tiles
+
+
+def count(facts: KernelFacts, tile: Tile) -> Count:
+    blocks = blocks_of(facts.code)
+    products, waits = instructions(blocks, PRODUCT, tile.products)
+    copies, _ = instructions(blocks, STORE if tile.stores else COPY, tile.stores or tile.copies)
+    resident = min(facts.blocks(facts.threads), -(-facts.grid // CORES))
+    warpgroups = facts.threads // 128
+    return Count(
+        tile, products, copies, waits, resident * (warpgroups // 2 if tile.pairs else warpgroups - 1)
+    )
+
+
+def counted(case: Case, tile: Tile, kernel: str) -> Count:
+    """Of the kernel of a case whose name contains `kernel`."""
+    kernels, _ = kernel_facts(device(TARGET), case[0], *case[1])
+    return next(count(facts, tile) for facts in kernels if kernel in facts.name)
+
+
+def product(rows: int, form: WeightFormat) -> Case:
+    """Rows by a dense weight, as an engine multiplies them."""
+    weight = weights.abstract(jax.ShapeDtypeStruct((OUT, SIZE), jnp.bfloat16), form)
+
+    def run(x: jax.Array, weight: Any) -> jax.Array:
+        kernel: Any = {"impl": "mosaic", "device": device(TARGET)}
+        return weights.stored(weight).on_gpu(x, jnp.dtype("bfloat16"), **kernel)
+
+    return run, (jax.ShapeDtypeStruct((rows, SIZE), jnp.bfloat16), weight)
+
+
+def tile_of(rows: int, form: WeightFormat) -> Tile:
+    """Of a product."""
+    if form.bits == 8:
+        return Tile(
+            "64 x 64",
+            64 * 64,
+            products=2 if form.inputs else 4,
+            copies=1 if form.inputs or rows <= FEW else 2,
+        )
+    scales = 4 * 64 * TILE // form.group * (1 + form.offset)
+    # in blocks of few rows, products with ones add the inputs that share an offset
+    products = 16 if form.offset and rows <= TWO_BLOCKS else 8
+    # of weights and rows, for two warpgroups; scales, offsets and sums are copied with each tile if it has
+    # four groups
+    copies = 1 + (0.5 * (1 + form.offset + (form.offset and rows > TWO_BLOCKS)) if form.group == 32 else 0)
+    return Tile("64 x 128", 64 * TILE // 2 + scales, products, copies)
+
+
+FORMATS = {
+    "int8": INT8,
+    "fp8": WeightFormat(FP8, 8),
+    "fp8 x fp8": FP8_BY_FP8,
+    **{f"int4, groups of {group}": WeightFormat("int4", 4, group, offset=True) for group in GROUPS},
+    "MXFP4": WeightFormat("e2m1", 4, 32),
+}
+ROWS = 8, 16, 64, 256
+CACHES = {
+    "bfloat16": (decode(128, 64), Tile("64 tokens", 4 * 64 * 128, products=16, copies=2, pairs=True)),
+    **{
+        kind: (
+            decode_eight_bits(128, 64, kind),
+            Tile("64 tokens", 2 * 64 * (128 + 4), products=16, copies=4, stores=16, pairs=True),
+        )
+        for kind in ("int8", FP8)
+    },
+}
+
+
+def every() -> Iterator[tuple[str, Callable[[], Count]]]:
+    """Names of the table's rows, and what counts them."""
+    for name, form in FORMATS.items():
+        for rows in ROWS:
+            yield (
+                f"{name}, {rows} rows",
+                partial(counted, product(rows, form), tile_of(rows, form), "product"),
+            )
+    for name, (case, tile) in CACHES.items():
+        yield f"decode attention, cache in {name}", partial(counted, case, tile, "attention")
+
+
+def main() -> None:
+    print("| | tile | bytes | multiply | copy | waits | TB/s by issue | tiles at a time | ns a tile |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, run in every():
+        if not sys.argv[1:] or any(part in name for part in sys.argv[1:]):
+            print(f"| {name} | {run().row}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
