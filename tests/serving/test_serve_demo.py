@@ -69,7 +69,7 @@ def server(expected: list[str], tmp_path_factory: pytest.TempPathFactory) -> Ite
         *FLAGS,
     ]
     with process([sys.executable, "-m", "jengine.cli", "serve", "demo", *flags]) as server:
-        assert server.wait_until_ready().group(1, 3) == ("demo", "0")
+        assert server.wait_until_ready().group("name", "compiled") == ("demo", "0")
         assert "it/s" not in server.log and "%|" not in server.log, "progress bars are for terminals"
         yield server
 
