@@ -8,10 +8,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from jengine.api.metrics import Counter, Gauge, Vector, get_metrics
+from jengine.core.updates import Load
+from jengine.insight.recording.totals import StepTotals
 from tests.compiling import QUICK_PROCESS
 from tests.golden.loras import Lora, write_lora
 
@@ -27,8 +32,7 @@ PRINTED = {
         "Finished: ['0', '1', '2', '3']\nDifferent texts: 3 Completions: 2\nUnfinished: False []\n"
     ),
     "spec_decode": (
-        "Running: 0 {'model_name': 'demo'}\nSteps: True True\nDrafts: True Accepted: True\nBy position:"
-        " True True\n"
+        "Running: 0 {'model_name': 'demo'}\nSteps: True True\nDrafts: True True\nBy position: True\n"
     ),
     "chat": "assistant:\nAnswers: 2 Prompt tokens: [True, True]\nDecoded: True True\n",
     "structured": "Choice: True\nRegex: v 4\nJSON: ['age']\nGrammar: SELECT 8\n",
@@ -101,3 +105,14 @@ def test_only_the_import_differs() -> None:
                 str(node.module).replace("jengine", "vllm")
             ]
         assert "import jengine" not in file.read_text()
+
+
+def test_drafts_in_the_metrics() -> None:
+    """Accepted tokens by position, up to the longest draft of which any was accepted."""
+    load = Load(0, 0, 7, 8, 0, 0, drafts=3, draft_tokens=9, accepted_tokens=(3, 1, 0))
+    llm: Any = SimpleNamespace(engine=SimpleNamespace(load=load, totals=StepTotals), model="m")
+    metrics = {metric.name: metric for metric in get_metrics(llm)}
+    name, labels = "vllm:spec_decode_num_accepted_tokens", {"model_name": "m"}
+    assert metrics[name] == Counter(name, labels, 4)
+    assert metrics[f"{name}_per_pos"] == Vector(f"{name}_per_pos", labels, [3, 1])
+    assert metrics["vllm:kv_cache_usage_perc"] == Gauge("vllm:kv_cache_usage_perc", labels, 0.125)

@@ -78,8 +78,8 @@ def test_a_caller_may_step_the_engine(llm: LLM) -> None:
     expected = complete(llm, TEXT)
     for number, kind in enumerate(kinds):
         engine.add_request(str(number), TEXT, GREEDY.clone(output_kind=kind))
-    engine.add_request("two", TEXT, SAMPLED.clone(n=2, max_tokens=5), priority=1)
-    engine.add_request("never", TEXT, SAMPLED)
+    engine.add_request("two", "The end", SAMPLED.clone(n=2, seed=9, max_tokens=5), priority=1)
+    engine.add_request("never", "The end", SAMPLED)
     with pytest.raises(InvalidArgument, match="request_id='two': is in use"):
         engine.add_request("two", TEXT)
     with pytest.raises(InvalidArgument, match="must be a SamplingParams"):

@@ -63,9 +63,10 @@ def main(args):
             print("Running:", metric.value, metric.labels)
         elif isinstance(metric, Histogram):
             print("Steps:", metric.count > 0, metric.buckets["+Inf"] == metric.count)
-    print("Drafts:", 0 < num_drafts <= num_draft_tokens, "Accepted:", num_accepted_tokens > 0)
-    print("By position:", sum(acceptance_counts) == num_accepted_tokens, min(acceptance_counts) > 0)
-    return num_accepted_tokens / num_drafts
+    # how many drafts a step verifies depends on what steps cost on this machine
+    print("Drafts:", 0 <= num_accepted_tokens <= num_draft_tokens, num_drafts <= num_draft_tokens)
+    print("By position:", sum(acceptance_counts) == num_accepted_tokens)
+    return 1 + num_accepted_tokens / num_drafts if num_drafts > 0 else 1
 
 
 if __name__ == "__main__":
