@@ -1,7 +1,7 @@
 """An LLM inference engine in which no request waits for a compilation.
 
-Importing this package has no side effects beyond its names. They are imported on first use; `__init__.pyi`
-lists them. jengine.vllm.modules makes vLLM's modules from them.
+Importing this package has no side effects beyond its names, and a finder that makes vLLM's modules from them
+(jengine.vllm.modules). Names are imported on first use; `__init__.pyi` lists them.
 """
 
 from __future__ import annotations
