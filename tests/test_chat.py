@@ -241,6 +241,7 @@ class Endless:
     max_model_len = 1000
     class tokenizer: chat_templates = {"default": None}
     def __init__(self, model, **options): pass
+    def get_default_sampling_params(self): return jengine.SamplingParams()
     def chat_prompt(self, messages):
         return {"prompt_token_ids": [1], "prompt": "|".join(message["content"] for message in messages)}
     def stream(self, prompt, params, lora_request=None):
