@@ -97,7 +97,9 @@ def _of_form(form: Form, prompts: Sequence[str], tokens: int) -> Iterator[Row]:
 def _errors(case: str, llm: Any, prompts: Sequence[str], params: Any, allowed: float) -> Row:
     """Compares log probabilities of prompts and of generated tokens with a CPU's."""
     outputs = llm.generate(list(prompts), params, use_tqdm=False)
-    truth = _scores_of_cpu([[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs])
+    truth = computed_on_cpu(
+        "benchmarks.gpu.answers", [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
+    )
     parts: dict[str, list[float]] = {"prompt": [], "output": []}
     for output, wanted in zip(outputs, truth, strict=True):
         prompt = _prompt_scores(output)
@@ -134,19 +136,19 @@ def _prompt_scores(output: Any) -> list[float]:
     return [0.0, *(float(at[i].logprob) for at, i in rest)]
 
 
-def _scores_of_cpu(texts: list[list[int]]) -> list[list[float]]:
-    """Log probabilities of each text's tokens in float32 on a CPU, by another process."""
+def computed_on_cpu(module: str, order: Any) -> Any:
+    """Writes the order to a JSON file, which `python -m MODULE FILE` replaces by its results, on a CPU."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "texts.json"
-        file.write_text(json.dumps(texts))
+        file = Path(folder) / "order.json"
+        file.write_text(json.dumps(order))
         subprocess.run(
-            [sys.executable, "-m", "benchmarks.gpu.answers", str(file)],
+            [sys.executable, "-m", module, str(file)],
             cwd=ROOT,
             env=os.environ | {"JAX_PLATFORMS": "cpu"},
             check=True,
             stdout=subprocess.DEVNULL,
         )
-        return list(json.loads(file.read_text()))
+        return json.loads(file.read_text())
 
 
 def _score(file: Path) -> None:

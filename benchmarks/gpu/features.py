@@ -2,8 +2,9 @@
 
 Features that must not change a token are compared bit for bit, tokens and log probabilities, with
 `batch_invariant=True`: drafts, cached pages, preemption, pages on the host, bursts, adapters of other rows.
-A row counts how often the feature was used, and fails if it was not. Where numbers differ (quantized weights
-and caches, other families, images), a CPU scores the same tokens in float32.
+A row counts how often the feature was used, and fails if it was not; drafts are verified whether they pay or
+not. Where numbers differ (quantized weights and caches, other families, images), a CPU scores the same tokens
+in float32.
 
 The models are the demo and tiny ones with random weights, so a case takes seconds beside its compilation.
 """
@@ -11,9 +12,7 @@ The models are the demo and tiny ones with random weights, so a case takes secon
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.answers import PROMPTS, scores
+from benchmarks.gpu.answers import PROMPTS, computed_on_cpu, scores
 from benchmarks.gpu.programs import missing_modules
 from benchmarks.gpu.rows import FAILED, ROOT, Row, attempt, skipped
 
@@ -141,15 +140,14 @@ def _of_the_demo(work: Work, folder: Path, small: bool) -> Iterator[Row]:
         if len(engines) < 2:
             return
         plain, llm = engines
+        _draft_always(llm)
         expected = work.run(plain)
         # several pages that all share, a text that repeats itself, and more pages in all than there are
         lines = "import os\nimport re\n" * 12
         many = Work([f"{lines}def f{i}(x):\n    return x\n" for i in range(8)], 24 if small else 96)
-        alone = Work(["x = 1\n" * 20], 48)  # drafts pay for few sequences
         # more than the cache holds: they come back from the host
         long = Work([f"import m{i}\n" * 40 for i in range(4)], 8)
-        long_expected = long.run(plain)
-        many_expected, alone_expected = many.run(plain), alone.run(plain)
+        many_expected, long_expected = many.run(plain), long.run(plain)
 
         def same(case: str, used: Callable[[], float], work: Work, wanted: Any) -> Row:
             before = used()
@@ -163,7 +161,7 @@ def _of_the_demo(work: Work, folder: Path, small: bool) -> Iterator[Row]:
             return float(sum(llm.engine.load.accepted_tokens))
 
         cases: dict[str, Callable[[str], Row]] = {
-            "n-gram drafts": lambda case: same(case, accepted, alone, alone_expected),
+            "n-gram drafts": lambda case: same(case, accepted, many, many_expected),
             "prefix hits": lambda case: same(case, stat("prefix_cache_hits"), many, many_expected),
             "preemption": lambda case: same(case, stat("preemptions"), many, many_expected),
             "pages on the host": lambda case: same(case, stat("swapped_in_pages"), long, long_expected),
@@ -185,6 +183,14 @@ def _started(model: str, options: dict[str, Any]) -> Any:
     llm = LLM(model, **{**ENGINE, **options})
     llm.wait_until_compiled()
     return llm
+
+
+def _draft_always(llm: Any) -> None:
+    """From now on, drafts are verified whether they pay or not."""
+    from benchmarks.restart import restart_scheduler
+    from jengine.scheduling.costs.draft_count import all_of_them
+
+    restart_scheduler(llm.engine, how_many_drafts=all_of_them)
 
 
 def _equal(case: str, got: Any, wanted: Any, used: float) -> Row:
@@ -275,7 +281,7 @@ def _nothing_compiled(case: str, llm: Any) -> Row:
 
 
 def _drafting(work: Work, folder: Path) -> Iterator[Row]:
-    """Other ways to draft, each in an engine of its own: they change no bit."""
+    """Bursts, and the other ways to draft. Each has its own engine; drafts change no bit."""
     from tests.golden.heads import write_followers
 
     with _started("demo", PLAIN) as plain:
@@ -300,8 +306,8 @@ def _drafting(work: Work, folder: Path) -> Iterator[Row]:
 
 
 def _bursts(work: Work, wanted: Any) -> Row:
-    """A burst is a program of its own, so its rounding may differ, and it gives no log probabilities: counts
-    the tokens that are the same from the beginning.
+    """Counts the tokens that are the same from the beginning. A burst is another program, so rounding may
+    differ, and it gives no log probabilities.
     """
     with _started("demo", {"speculative_config": "none", "num_scheduler_steps": 8}) as llm:
         outputs = llm.generate(work.prompts, work.params(logprobs=None), use_tqdm=False)
@@ -320,6 +326,7 @@ def common(first: Sequence[int], second: Sequence[int]) -> int:
 
 def _drafts(case: str, model: str, config: dict[str, Any], work: Work, wanted: Any) -> Row:
     with _started(model, {**PLAIN, "speculative_config": config}) as llm:
+        _draft_always(llm)
         got = work.run(llm) and work.run(llm)  # suffixes of earlier outputs, the second time
         load = llm.engine.load
         row = _equal(case, got, wanted, float(sum(load.accepted_tokens)))
@@ -339,7 +346,8 @@ def _near(case: str, model: str, options: dict[str, Any], work: Work) -> Row:
         "prompts": [output.prompt_token_ids for output in outputs],
         "completions": [answer.token_ids for answer in answers],
     }
-    return _judged(case, answers, [output.outputs[0] for output in alone], _of_a_cpu(order))
+    truth = computed_on_cpu("benchmarks.gpu.features", order)
+    return _judged(case, answers, [output.outputs[0] for output in alone], truth)
 
 
 def _judged(case: str, answers: Sequence[Any], alone: Sequence[Any], truth: list[list[float]]) -> Row:
@@ -386,7 +394,7 @@ def _images(case: str, variant: str, folder: Path) -> Row:
     with _started(str(path), {**PLAIN, **IMAGES_EACH}) as llm:
         together, alone = _seen(llm, variant), [_seen(llm, variant, i)[0] for i in range(2)]
     order = {"model": str(path), "images": variant, "completions": [a.token_ids for a in together]}
-    return _judged(case, together, alone, _of_a_cpu(order))
+    return _judged(case, together, alone, computed_on_cpu("benchmarks.gpu.features", order))
 
 
 def _seen(llm: Any, variant: str, only: int | None = None) -> list[Any]:
@@ -400,21 +408,6 @@ def _seen(llm: Any, variant: str, only: int | None = None) -> list[Any]:
     ]
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=10)
     return [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
-
-
-def _of_a_cpu(order: dict[str, Any]) -> list[list[float]]:
-    """Log probabilities of each completion's tokens in float32 on a CPU, by another process."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "order.json"
-        file.write_text(json.dumps(order))
-        subprocess.run(
-            [sys.executable, "-m", "benchmarks.gpu.features", str(file)],
-            cwd=ROOT,
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-        return list(json.loads(file.read_text()))
 
 
 def _score(file: Path) -> None:
