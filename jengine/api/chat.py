@@ -178,14 +178,15 @@ def own_template(tokenizer: Tokenizer, with_tools: bool, template: str | None = 
 
     if template is not None and template not in tokenizer.chat_templates:
         return ChatTemplate(template, tokenizer.special_tokens)
-    own = tokenizer.chat_templates
-    name = template if template is not None else "tool_use" if with_tools and "tool_use" in own else "default"
-    if name not in own:
+    templates = tokenizer.chat_templates
+    usual = "tool_use" if with_tools and "tool_use" in templates else "default"
+    name = usual if template is None else template
+    if name not in templates:
         raise ModelError(
             "the model has no chat template; generate continues plain text, or pass chat_template",
             file=tokenizer.folder,
         )
-    return own[name]
+    return templates[name]
 
 
 def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
@@ -193,9 +194,9 @@ def conversations(messages: Conversation | Sequence[Conversation]) -> list[Conve
     if (
         isinstance(messages, list | tuple)
         and messages
-        and all(isinstance(one, list | tuple) for one in messages)
+        and all(isinstance(conversation, list | tuple) for conversation in messages)
     ):
-        return [cast(Conversation, one) for one in messages]
+        return [cast(Conversation, conversation) for conversation in messages]
     return [cast(Conversation, messages)]
 
 

@@ -102,10 +102,10 @@ class Forward:
         chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
         return chosen - jax.nn.logsumexp(logits, axis=-1)
 
-    def _params(self, given: Mapping[str, Any]) -> Any:
+    def _params(self, params: Mapping[str, Any]) -> Any:
         """The parameters, which consist of parts of a checkpoint's tensors."""
         tensors = read(
-            self._folder, self._model, {name: Tensor(PLACE, array) for name, array in given.items()}
+            self._folder, self._model, {name: Tensor(PLACE, array) for name, array in params.items()}
         )
 
         def parameter(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...]) -> jax.Array:

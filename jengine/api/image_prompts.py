@@ -58,16 +58,16 @@ def with_data(
     for name, value in data.items():
         if name != "image" and value not in (None, [], ()):
             raise InvalidArgument(f"{FIELD}.{name}", type(value).__name__, "only images are supported")
-    given, field = data.get("image"), f"{FIELD}.image"
-    if isinstance(given, PromptImages):
-        return ids, given
-    images = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+    content, field = data.get("image"), f"{FIELD}.image"
+    if isinstance(content, PromptImages):
+        return ids, content
+    images = list(content) if isinstance(content, list | tuple) else [] if content is None else [content]
     if not images:
         return ids, None
     reader = image_reader(tokenizer, field).adjusted(processing)
     reader.check_count(len(images), field)
-    several = isinstance(given, list | tuple)
-    read = [reader.read(one, f"{field}[{i}]" if several else field) for i, one in enumerate(images)]
+    several = isinstance(content, list | tuple)
+    read = [reader.read(source, f"{field}[{i}]" if several else field) for i, source in enumerate(images)]
     return reader.placed(ids, read, field)
 
 
@@ -90,7 +90,7 @@ def given_images(messages: Any) -> list[GivenImage]:
     Raises:
         InvalidArgument: a field of an image's part is missing or unknown.
     """
-    found: list[GivenImage] = []
+    images: list[GivenImage] = []
     for at, message in enumerate(messages if isinstance(messages, list | tuple) else ()):
         content = message.get("content") if isinstance(message, dict) else None
         for index, part in enumerate(content if isinstance(content, list) else ()):
@@ -98,8 +98,8 @@ def given_images(messages: Any) -> list[GivenImage]:
             if isinstance(kind, str) and kind in PARTS:
                 where = f"messages[{at}].content[{index}]"
                 source, path = _source(part, where)
-                found.append(GivenImage(at, index, source, f"{where}.{PARTS[kind]}", path))
-    return found
+                images.append(GivenImage(at, index, source, f"{where}.{PARTS[kind]}", path))
+    return images
 
 
 def with_parts(messages: Any, images: list[GivenImage], parts: list[dict[str, Any]]) -> Any:
@@ -107,11 +107,11 @@ def with_parts(messages: Any, images: list[GivenImage], parts: list[dict[str, An
     if not images:
         return messages
     copied = list(messages)
-    for one, part in zip(images, parts, strict=True):
-        message = copied[one.message]
-        if message is messages[one.message]:
-            message = copied[one.message] = {**message, "content": [*message["content"]]}
-        message["content"][one.part] = part
+    for image, part in zip(images, parts, strict=True):
+        message = copied[image.message]
+        if message is messages[image.message]:
+            message = copied[image.message] = {**message, "content": [*message["content"]]}
+        message["content"][image.part] = part
     return copied
 
 
@@ -133,7 +133,7 @@ def images_apart(
         return messages, []
     reader = image_reader(tokenizer, images[0].field).adjusted(processing)
     reader.check_count(len(images), "messages")
-    read = [reader.read(one.source, one.field, paths=one.path) for one in images]
+    read = [reader.read(image.source, image.field, paths=image.path) for image in images]
     return with_parts(messages, images, [IMAGE] * len(images)), read
 
 

@@ -19,9 +19,9 @@ def stats_of(engine: AnyEngine, started: Started) -> dict[str, Any]:
         "programs": started.programs,
         "compiles_since_start": engine.compiles_since_start,
         "start_seconds": dict(started.seconds),
-        "preemptions": sum(one.registry.num_preemptions for one in schedulers),
-        "prefix_cache_queries": sum(one.prefixes.queries for one in schedulers),
-        "prefix_cache_hits": sum(one.prefixes.hits for one in schedulers),
+        "preemptions": sum(scheduler.registry.num_preemptions for scheduler in schedulers),
+        "prefix_cache_queries": sum(scheduler.prefixes.queries for scheduler in schedulers),
+        "prefix_cache_hits": sum(scheduler.prefixes.hits for scheduler in schedulers),
         "external_prefix_cache_queries": load.host_queries,
         "external_prefix_cache_hits": load.host_hits,
         "swapped_out_pages": load.host_spilled,
@@ -37,7 +37,7 @@ def facts_of(model: str, engine: AnyEngine, started: Started) -> tuple[tuple[str
     """Names and values for LLM.summary."""
     ranks = ranks_of(engine)
     scheduler, each = ranks[0].scheduler, " of each rank" if len(ranks) > 1 else ""
-    blocks, most = scheduler.blocks, scheduler.registry.max_num_seqs
+    blocks, max_num_seqs = scheduler.blocks, scheduler.registry.max_num_seqs
     return (
         ("model", model),
         ("numbers", started.dtype),
@@ -45,7 +45,7 @@ def facts_of(model: str, engine: AnyEngine, started: Started) -> tuple[tuple[str
         ("kernels", started.kernels),
         ("programs", _programs(engine.load)),
         ("cache", f"{counted(blocks.capacity, 'page')} of {blocks.page_size} tokens{each}"),
-        ("limits", f"{most} sequences at once{each}, {scheduler.limits.max_model_len} tokens each"),
+        ("limits", f"{max_num_seqs} sequences at once{each}, {scheduler.limits.max_model_len} tokens each"),
     )
 
 

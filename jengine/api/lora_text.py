@@ -61,20 +61,23 @@ def lora_tokenizer(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
         if known != number:
             there = "the model's tokenizer lacks it" if known is None else f"it is {known} for the model"
             raise ModelError(f"has the added token {token!r} with id {number}, but {there}", file=file)
-    own = load_chat_templates(folder, {**tokenizer.special_tokens, **special_tokens_of(folder)})
+    templates = load_chat_templates(folder, {**tokenizer.special_tokens, **special_tokens_of(folder)})
     plain = Tokenizer(tokenizer.backend, tokenizer.special_tokens, tokenizer.folder)  # without chat_template
-    if not own or _meanings(own) == _meanings(plain.chat_templates):
+    if not templates or _meanings(templates) == _meanings(plain.chat_templates):
         return tokenizer
-    found = copy.copy(tokenizer)
-    found.chat_templates = own
-    return found
+    copied = copy.copy(tokenizer)
+    copied.chat_templates = templates
+    return copied
 
 
 def _meanings(templates: Mapping[str, ChatTemplate]) -> dict[str, tuple[str, dict[str, str]]]:
     """All that the templates' results depend on: sources, and the special tokens that these mention."""
     return {
-        name: (one.source, {kind: token for kind, token in one.special_tokens.items() if kind in one.names})
-        for name, one in templates.items()
+        name: (
+            template.source,
+            {kind: token for kind, token in template.special_tokens.items() if kind in template.names},
+        )
+        for name, template in templates.items()
     }
 
 
@@ -85,7 +88,7 @@ def _added_tokens(folder: Path) -> Iterator[tuple[str, int, Path]]:
         if not file.is_file():
             continue
         try:
-            found = [(str(text), int(number)) for text, number in listed(read_json(file))]
+            pairs = [(str(text), int(number)) for text, number in listed(read_json(file))]
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as wrong:
             raise ModelError(f"its added tokens cannot be read: {wrong!r}", file=file) from None
-        yield from ((text, number, file) for text, number in found)
+        yield from ((text, number, file) for text, number in pairs)

@@ -141,7 +141,7 @@ class AsyncLoras:
 
     async def _load(self, lora: LoRARequest) -> LoraInfo:
         info: LoraInfo = await self._do(_load(lora, None, None, evict=True))
-        self.by_name = {one.name: one for one in await self.list()}
+        self.by_name = {adapter.name: adapter for adapter in await self.list()}
         return info
 
     def name(self, lora_request: LoRARequest | str | None) -> str | None:
@@ -156,19 +156,20 @@ class AsyncLoras:
         return lora.lora_name
 
 
-def _requests(given: LoraRequests, count: int) -> list[LoRARequest | None]:
+def _requests(requests: LoraRequests, count: int) -> list[LoRARequest | None]:
     """One adapter, or None, for each of `count` prompts. Text is the name of a loaded one.
 
     Raises:
         InvalidArgument: neither one nor `count` of them, or not a LoRARequest.
     """
     each = [
-        LoRARequest(one) if isinstance(one, str) else one for one in one_each("lora_request", given, count)
+        LoRARequest(request) if isinstance(request, str) else request
+        for request in one_each("lora_request", requests, count)
     ]
-    for one in each:
-        if not isinstance(one, LoRARequest | None):
+    for request in each:
+        if not isinstance(request, LoRARequest | None):
             raise InvalidArgument(
-                "lora_request", one, "must be a LoRARequest, or the name of a loaded adapter"
+                "lora_request", request, "must be a LoRARequest, or the name of a loaded adapter"
             )
     return each
 

@@ -110,9 +110,9 @@ class LiveOutputs:
         answer = self._live.get(request_id)
         if answer is None:
             return None
-        for one, builder in answer.builders.items():
+        for completion_id, builder in answer.builders.items():
             if builder.output.finish_reason is None:
-                self.ended.append(Ended(one, "abort", why))
+                self.ended.append(Ended(completion_id, "abort", why))
                 self._finish(answer, builder, "abort", why)
         return answer.output
 

@@ -87,13 +87,13 @@ def make_requests(
     params = POOLED if pooling is not None else SamplingParams() if params is None else params
     if not isinstance(params, SamplingParams):
         raise InvalidArgument("sampling_params", params, "must be a SamplingParams")
-    given: Any = prompt
-    salt = given.get("cache_salt") if isinstance(given, dict) else None
+    item: Any = prompt
+    salt = item.get("cache_salt") if isinstance(item, dict) else None
     check_cache_salt(salt)
-    fields = set(given) - {"cache_salt", FIELD, PROCESSING} if isinstance(given, dict) else set()
-    data, how = (given.get(FIELD), given.get(PROCESSING)) if isinstance(given, dict) else (None, None)
-    if isinstance(given, str) or fields == {"prompt"}:
-        text = given if isinstance(given, str) else given["prompt"]
+    fields = set(item) - {"cache_salt", FIELD, PROCESSING} if isinstance(item, dict) else set()
+    data, processing = (item.get(FIELD), item.get(PROCESSING)) if isinstance(item, dict) else (None, None)
+    if isinstance(item, str) or fields == {"prompt"}:
+        text = item if isinstance(item, str) else item["prompt"]
         if not isinstance(text, str):
             raise InvalidArgument("prompt", text, "must be text")
         if pooling is not None:
@@ -102,11 +102,11 @@ def make_requests(
         # to go on from nothing, some tokenizers have a token
         ids = tokenizer.encode(text) if text or pooling is None else []
     elif {"prompt_token_ids"} <= fields <= {"prompt_token_ids", "prompt"}:
-        text, ids = given.get("prompt"), given["prompt_token_ids"]
+        text, ids = item.get("prompt"), item["prompt_token_ids"]
         if text is not None and not isinstance(text, str):
             raise InvalidArgument("prompt", text, "must be text, beside prompt_token_ids")
     else:
-        text, ids = None, given
+        text, ids = None, item
     if not isinstance(ids, list):
         raise InvalidArgument(
             "prompt",
@@ -115,7 +115,7 @@ def make_requests(
         )
     if not ids:
         raise InvalidArgument("prompt", prompt, "must not be empty")
-    ids, images = with_data(tokenizer, list(ids), data, how)
+    ids, images = with_data(tokenizer, list(ids), data, processing)
     arrival = time.monotonic()
     check_thinking(params, tokenizer)
     if params.bad_words:
@@ -166,8 +166,8 @@ def check_length(tokenizer: Tokenizer, text: str, max_model_len: int | None, *, 
     if max_model_len is None or per_token is None or len(text) < max_model_len:
         return
     size = len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
-    most, limit = longest_prompt(max_model_len, pooled=pooled)
-    if (least := -(-size // per_token)) > most:
+    longest, limit = longest_prompt(max_model_len, pooled=pooled)
+    if (least := -(-size // per_token)) > longest:
         limit = f"{size} bytes are at least {least} tokens; {limit}"
         raise PromptTooLong("prompt", text, limit, least, max_model_len, or_more=True)
 
@@ -189,5 +189,5 @@ def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return [cast(Prompt, prompts)]
     if not isinstance(prompts, Iterable):
         raise InvalidArgument("prompts", prompts, "must be a prompt or a list of prompts")
-    one = isinstance(prompts, list) and bool(prompts) and all(isinstance(item, int) for item in prompts)
-    return [cast(list[int], prompts)] if one else cast(list[Prompt], list(prompts))
+    is_single = isinstance(prompts, list) and bool(prompts) and all(isinstance(item, int) for item in prompts)
+    return [cast(list[int], prompts)] if is_single else cast(list[Prompt], list(prompts))

@@ -273,8 +273,8 @@ def _result(computed: Sequence[RequestOutput], score: float) -> ScoringRequestOu
     )
 
 
-def _texts(name: str, given: str | Sequence[str]) -> list[str]:
-    texts = [given] if isinstance(given, str) else list(given)
+def _texts(name: str, value: str | Sequence[str]) -> list[str]:
+    texts = [value] if isinstance(value, str) else list(value)
     if not texts or not all(isinstance(text, str) for text in texts):
-        raise InvalidArgument(name, given, "must be a text, or a list of at least one")
+        raise InvalidArgument(name, value, "must be a text, or a list of at least one")
     return texts

@@ -14,7 +14,7 @@ _TEXT = 'style="white-space: pre-wrap; margin: 0"'
 
 
 def short(text: str | None, limit: int = 60) -> str:
-    """A text's repr, cut after `most` characters."""
+    """A text's repr, cut after `limit` characters."""
     return repr(text) if text is None or len(text) <= limit else f"{text[:limit]!r}..."
 
 
@@ -62,7 +62,7 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def columns_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same for a notebook, escaped."""
+    """A table for a notebook, escaped."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{top}</tr>{body}</table>"

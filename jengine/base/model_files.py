@@ -71,7 +71,7 @@ def read_bytes(file: Path) -> bytes:
 
 
 def read_text(file: Path) -> str:
-    """The same as text.
+    """The text of a file of at most MAX_BYTES.
 
     Raises:
         ModelError: as `read_bytes`; or it is not UTF-8.

@@ -115,7 +115,7 @@ def check_options(options: Any, place: str = "") -> None:
 
 @functools.cache
 def _checks(of: type) -> list[tuple[str, object, bool, Sequence[Check]]]:
-    """Of each field its name, its default, whether it may be None, and its checks."""
+    """Each field's name, default, whether it may be None, and its checks."""
     hints = get_type_hints(of, include_extras=True)
     return [(field.name, field.default, *_of_hint(hints[field.name])) for field in fields(of)]
 

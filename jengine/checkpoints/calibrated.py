@@ -79,7 +79,7 @@ class Calibrated:
         # The last chunk starts earlier where x ends; that is in the same part, which has at least a chunk.
         return _products(y, x, parts, min(CHUNK, reference.stop))
 
-    def grouped_product(self, x: jax.Array, groups: Groups, **how: Any) -> jax.Array:
+    def grouped_product(self, x: jax.Array, groups: Groups, **options: Any) -> jax.Array:
         """Quantizes each expert's matrix for the quantized model's rows of its group, and a few of all of
         these; see PRIOR.
 
@@ -131,8 +131,8 @@ class Calibrated:
         block, group = self.target.hadamard, self.target.group
         weight = transform(flat.astype(jnp.float32), block) / gain(block)
         parts = (part.reshape(*shape[:-1], -1) for part in gptq(weight, moments, group, cross))
-        how: Any = {"group": group, "dtype": self.target.dtype, "inputs": self.target.inputs}
-        return pack(*parts, hadamard=block, **how)
+        options: Any = {"group": group, "dtype": self.target.dtype, "inputs": self.target.inputs}
+        return pack(*parts, hadamard=block, **options)
 
     def _keep(self, made: Int4) -> None:
         self.made = jax.device_put(made, jax.tree.map(lambda leaf: leaf.sharding, self.target))

@@ -78,65 +78,68 @@ def convert(
     folder = resolve(model, revision)
     if is_converted(folder):
         raise ModelError("is converted already", file=folder)
-    how = EngineConfig(
+    options = EngineConfig(
         model=model,
         quantization=None if quantization == "none" else quantization,
         quantization_group_size=quantization_group_size,
         calibration_data=calibration_data,
     )
-    found = read_config(folder)
-    config = dataclasses.replace(found, stored=None, quantized_inputs="")
-    if how.quantization is not None or (
-        is_gguf(folder) and found.stored is not None and quantization is None
+    stored = read_config(folder)
+    config = dataclasses.replace(stored, stored=None, quantized_inputs="")
+    if options.quantization is not None or (
+        is_gguf(folder) and stored.stored is not None and quantization is None
     ):
-        config = config if how.quantization is not None else found
+        config = config if options.quantization is not None else stored
         return _convert_quantized(
             folder,
             Path(out),
-            how,
+            options,
             config if dtype == "auto" else dataclasses.replace(config, dtype=dtype),
             progress,
         )
     declared = build(config, config.dtype, config.max_position)
     tensors = read(folder, declared)
-    kept: Dtype = config.dtype if dtype == "auto" and is_gguf(folder) else dtype  # type: ignore[assignment]
+    target: Dtype = config.dtype if dtype == "auto" and is_gguf(folder) else dtype  # type: ignore[assignment]
     with _new_folder(Path(out)) as unfinished:
-        orbax.save(unfinished / PARAMS, _parameters(declared, tensors, kept, progress))
+        orbax.save(unfinished / PARAMS, _parameters(declared, tensors, target, progress))
         _copy_files(folder, unfinished)
         write_config(unfinished, config if dtype == "auto" else dataclasses.replace(config, dtype=dtype))
     return Path(out)
 
 
 def _convert_quantized(
-    folder: Path, out: Path, how: EngineConfig, config: ModelConfig, progress: bool
+    folder: Path, out: Path, options: EngineConfig, config: ModelConfig, progress: bool
 ) -> Path:
     """Quantizes the parameters for one device, or takes them as they are stored, and writes them to `out`."""
-    if how.calibration_data is not None:
-        check_unconverted(config, how.calibration_data)
-    if how.quantization is not None and how.quantization not in get_args(Quantization):
+    if options.calibration_data is not None:
+        check_unconverted(config, options.calibration_data)
+    if options.quantization is not None and options.quantization not in get_args(Quantization):
         raise InvalidArgument(
-            "quantization", how.quantization, f"must be {', '.join(get_args(Quantization))}"
+            "quantization", options.quantization, f"must be {', '.join(get_args(Quantization))}"
         )
-    calibrated, kept = how.calibration_data is not None, cast(Any, how.quantization or "stored")
-    revision = REVISION if kept == "fp8" else 1
+    calibrated, target = options.calibration_data is not None, cast(Any, options.quantization or "stored")
+    revision = REVISION if target == "fp8" else 1
     done = Converted(
-        quantization=kept, group_size=how.quantization_group_size, calibrated=calibrated, revision=revision
+        quantization=target,
+        group_size=options.quantization_group_size,
+        calibrated=calibrated,
+        revision=revision,
     )
     declared = build(
         config,
         config.dtype,
         config.max_position,
-        how.quantization,
+        options.quantization,
         group_size=done.group_size,
         calibrated=calibrated,
     )
-    if how.calibration_data is not None:
-        check_stateless(declared, how.calibration_data)
+    if options.calibration_data is not None:
+        check_stateless(declared, options.calibration_data)
     with _new_folder(out) as unfinished:
-        if how.calibration_data is None:
+        if options.calibration_data is None:
             params = load(folder, declared, make_mesh(1), progress)
         else:
-            tokens = read_text(how.calibration_data, Tokenizer.load(folder))
+            tokens = read_text(options.calibration_data, Tokenizer.load(folder))
             params = load_calibrated(folder, declared, make_mesh(1), tokens, progress)
         orbax.save(
             unfinished / PARAMS, ((name, np.asarray(array)) for name, array in parts_by_name(params).items())
@@ -154,8 +157,8 @@ def _parameters(
     todo = []
     for (name, leaf), source in zip(orbax.by_name(model.params).items(), sources, strict=True):
         # holds all pieces exactly
-        own = functools.reduce(jnp.promote_types, (tensors[piece.name].array.dtype for piece in source))
-        todo.append((name, jax.ShapeDtypeStruct(leaf.shape, own if dtype == "auto" else dtype), source))
+        common = functools.reduce(jnp.promote_types, (tensors[piece.name].array.dtype for piece in source))
+        todo.append((name, jax.ShapeDtypeStruct(leaf.shape, common if dtype == "auto" else dtype), source))
     total = sum(target.size * target.dtype.itemsize for _, target, _ in todo)
     with progress_bar(total=total, desc="converting", unit="B", unit_scale=True, show=progress) as bar:
         for name, target, source in todo:

@@ -85,14 +85,14 @@ def stored_config(fields: dict[str, Any], file: object = MARK) -> ModelConfig:
 
 def _parts(model: dict[str, Any]) -> tuple[Any, ...]:
     """The parts of a model, from objects by the names of their types."""
-    given, family = model.get("parts", {}), FAMILIES.get(str(model.get("family")))
-    if not isinstance(given, dict):
-        raise _Refused(f"parts={given!r} must be an object")
+    parts, family = model.get("parts", {}), FAMILIES.get(str(model.get("family")))
+    if not isinstance(parts, dict):
+        raise _Refused(f"parts={parts!r} must be an object")
     known = {} if family is None else {kind.__name__: kind for kind in family.parts}
-    for name in given:
+    for name in parts:
         if name not in known:
             raise _Refused(f"parts has an unknown part {name!r}: a newer version wrote it")
-    return tuple(_record(known[name], value, name) for name, value in given.items())
+    return tuple(_record(known[name], value, name) for name, value in parts.items())
 
 
 def _record(of: type, value: Any, name: str, but: Collection[str] = ()) -> Any:

@@ -17,29 +17,29 @@ from jengine.models.pieces import Piece
 WRAPPED = "vision_tower.vision_model.", "vision_tower."  # in older checkpoints, and now
 
 
-def load_encoder(path: Path, targets: Any, sources: Any, given: Tensors | None = None) -> Any:
+def load_encoder(path: Path, targets: Any, sources: Any, tensors: Tensors | None = None) -> Any:
     """The parameters as arrays on the devices.
 
     Args:
         targets: abstract arrays with shardings.
         sources: pieces for each of them. Names lack the prefix "model." that some checkpoints have.
-        given: tensors in place of those in the folder's files.
+        tensors: tensors in place of those in the folder's files.
 
     Raises:
         ModelError: a tensor is missing, or has another shape.
     """
-    mine = _mine(found_tensors(path, given), sources)
-    made = [make() for make in _makers(path if given is None else PLACE, targets, sources, mine)]
+    mine = _mine(found_tensors(path, tensors), sources)
+    made = [make() for make in _makers(path if tensors is None else PLACE, targets, sources, mine)]
     return jax.tree.unflatten(jax.tree.structure(targets), made)
 
 
-def encoder_makers(targets: Any, sources: Any, given: Tensors) -> list[Callable[[], jax.Array]] | None:
+def encoder_makers(targets: Any, sources: Any, tensors: Tensors) -> list[Callable[[], jax.Array]] | None:
     """For each parameter, in the order of the tree's leaves, a function that makes it on the devices. None:
     the given tensors have none of the encoder.
 
     Args, and Raises: as `load_encoder`.
     """
-    mine = _mine(given, sources)
+    mine = _mine(tensors, sources)
     return _makers(PLACE, targets, sources, mine) if mine else None
 
 

@@ -48,11 +48,11 @@ def read_tensors(folder: Path, skipped: tuple[str, ...] = ()) -> dict[str, Tenso
     )
 
 
-def found_tensors(path: Path, given: Tensors | None) -> dict[str, Tensor]:
+def found_tensors(path: Path, tensors: Tensors | None) -> dict[str, Tensor]:
     """All tensors of a folder, or those given in their place, without constants."""
-    if given is None:
+    if tensors is None:
         return read_tensors(path, skipped=CONSTANTS)
-    return {name: tensor for name, tensor in given.items() if not name.endswith(CONSTANTS)}
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(CONSTANTS)}
 
 
 def _read_shards(index: Path, read: Reader, skipped: tuple[str, ...]) -> dict[str, Tensor]:

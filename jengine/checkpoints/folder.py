@@ -196,15 +196,15 @@ def kept_format(quantization: str | None, path: Path) -> str | None:
     """
     if quantization not in get_args(CheckpointFormat):
         return quantization
-    found = "gguf" if is_gguf(path) else None
-    if found is None and (path / "config.json").exists():
+    method = "gguf" if is_gguf(path) else None
+    if method is None and (path / "config.json").exists():
         file = path / "config.json"
         with malformed(file):
             fields = read_object(file)
             stored = fields.get("quantization_config") or fields.get("compression_config") or {}
-            found = stored.get("quant_method")
-    if found != str(quantization).removesuffix("_marlin"):
-        has = "is not quantized" if found is None else f"is stored as {found}"
+            method = stored.get("quant_method")
+    if method != str(quantization).removesuffix("_marlin"):
+        has = "is not quantized" if method is None else f"is stored as {method}"
         raise InvalidArgument(
             "quantization",
             quantization,
@@ -221,10 +221,10 @@ def read_sampling_defaults(path: Path) -> SamplingParams:
     """
     file = path / "generation_config.json"
     fields = read_object(file) if file.exists() else {}
-    given = {
+    defaults = {
         ours: fields[theirs] for theirs, ours in SAMPLING_DEFAULTS.items() if fields.get(theirs) is not None
     }
     try:
-        return SamplingParams(**given)
+        return SamplingParams(**defaults)
     except InvalidArgument as wrong:
         raise ModelError(str(wrong), file=file) from None

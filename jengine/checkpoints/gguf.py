@@ -120,14 +120,14 @@ def config_fields(path: Path) -> dict[str, Any]:
 def stored_weights(path: Path, layers: int) -> StoredWeights | None:
     """The format of matrices that stay in four bits in memory."""
     file = open_gguf(path)
-    others, found = [], set()
+    others, kinds = [], set()
     for name in (f"model.layers.{layer}.{matrix}.weight" for layer in range(layers) for matrix in MATRICES):
         kind = _kind(file, _name(name))
-        found |= {kind} & {*FOUR_BITS}
+        kinds |= {kind} & {*FOUR_BITS}
         others += [] if kind in FOUR_BITS else [re.escape(name.removesuffix(".weight")) + "$"]
     return (
-        StoredWeights(form="int4", group=GROUP, offset=found != {"Q4_0"}, others=tuple(others))
-        if found
+        StoredWeights(form="int4", group=GROUP, offset=kinds != {"Q4_0"}, others=tuple(others))
+        if kinds
         else None
     )
 

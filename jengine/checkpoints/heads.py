@@ -73,6 +73,6 @@ def eagle3_config(folder: Path) -> ModelConfig:
             what = fields.get("speculators_model_type") or ", ".join(named) or "no architectures"
             raise ModelError(f"is no EAGLE-3 head but {what}; {', '.join(ARCHITECTURES)} are")
         if "speculators_model_type" in fields:  # its default is the other one
-            own = {name: value for name, value in fields.items() if name not in OF_SPECULATORS}
-            fields = {"norm_before_residual": True, **own, **fields["transformer_layer_config"]}
+            of_head = {name: value for name, value in fields.items() if name not in OF_SPECULATORS}
+            fields = {"norm_before_residual": True, **of_head, **fields["transformer_layer_config"]}
     return model_config({**fields, "model_type": "eagle3"}, file, DRAFT_HEADS)

@@ -168,27 +168,27 @@ def _fields(fields: dict[str, Any], family: Family) -> Fields:
             f"text_config.model_type {model_type!r} is not supported; {', '.join(part.model_types)} are"
         )
     whole = _of_whole(fields, text, part)
-    own = FAMILIES[model_type].defaults if model_type in FAMILIES else {}
-    return Fields({**own, **family.defaults, **fields, **text, **whole})
+    defaults = FAMILIES[model_type].defaults if model_type in FAMILIES else {}
+    return Fields({**defaults, **family.defaults, **fields, **text, **whole})
 
 
 def _of_whole(fields: Mapping[str, Any], text: Mapping[str, Any], part: TextPart) -> dict[str, Any]:
     """Fields that stand at both levels, of which transformers uses the whole model's."""
     names = ("eos_token_id", "dtype", "torch_dtype", "quantization_config", "compression_config")
-    found = {name: fields[name] for name in names if fields.get(name) is not None}
-    if {"dtype", "torch_dtype"} & found.keys():
-        found = {"dtype": None, "torch_dtype": None, **found}
+    whole = {name: fields[name] for name in names if fields.get(name) is not None}
+    if {"dtype", "torch_dtype"} & whole.keys():
+        whole = {"dtype": None, "torch_dtype": None, **whole}
     if part.tied is not None:
-        own = text.get("tie_word_embeddings")
+        inner = text.get("tie_word_embeddings")
         default = part.tied
         version = str(fields.get("transformers_version") or "")
         if part.tied_before_5 is not None and version.partition(".")[0] in ("", *"01234"):
             default = part.tied_before_5
-        tied = fields.get("tie_word_embeddings", default if own is None else own)
-        found["tie_word_embeddings"] = tied or (
-            part.inline and own
+        tied = fields.get("tie_word_embeddings", default if inner is None else inner)
+        whole["tie_word_embeddings"] = tied or (
+            part.inline and inner
         )  # before transformers 5 the latter counted
-    return found
+    return whole
 
 
 def _check_counts(fields: Mapping[str, Any]) -> None:

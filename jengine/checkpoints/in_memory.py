@@ -36,12 +36,12 @@ def in_memory(params: Any) -> Tensors:
         InvalidArgument: it is none of these.
         ModelError: an array was deleted, or has another dtype than a checkpoint's tensors.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, array in _named(params):
         if not isinstance(name, str) or not isinstance(array, np.ndarray | jax.Array):
             limit = "must map names of a checkpoint's tensors to numpy or JAX arrays"
             raise InvalidArgument("params", f"{name}: {type(array).__name__}", limit)
-        if name in found:
+        if name in tensors:
             raise ModelError("is given twice", file=PLACE, tensor=name)
         if array.dtype not in READABLE.values():
             raise ModelError(
@@ -51,8 +51,8 @@ def in_memory(params: Any) -> Tensors:
             )
         if isinstance(array, jax.Array) and array.is_deleted():
             raise ModelError("was deleted; was it donated to a jitted function?", file=PLACE, tensor=name)
-        found[name] = Tensor(PLACE, array)
-    return found
+        tensors[name] = Tensor(PLACE, array)
+    return tensors
 
 
 def _named(params: Any) -> Iterator[tuple[Any, Any]]:

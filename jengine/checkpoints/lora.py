@@ -131,12 +131,12 @@ def _read(source: LoraSource) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
 
 def _pairs(tensors: Mapping[str, Tensor], file: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Both factors of each module, by its name in the file, without PEFT's prefix."""
-    found: dict[str, dict[str, np.ndarray]] = {}
+    pairs: dict[str, dict[str, np.ndarray]] = {}
     for name, tensor in tensors.items():
         match = NAME.fullmatch(name) if len(name) <= MAX_NAME else None
         if match is None:
             raise ModelError(f"is not supported{_why(name)}", file=file, tensor=name)
-        sides = found.setdefault(match["module"], {})
+        sides = pairs.setdefault(match["module"], {})
         # a table is the transpose of a layer's matrix, so its factors have changed places
         side = match["side"] or {"A": "B", "B": "A"}[match["table"]]
         if side in sides:
@@ -147,10 +147,10 @@ def _pairs(tensors: Mapping[str, Tensor], file: Path) -> dict[str, tuple[np.ndar
                 f"must be a matrix of floats, not {array.dtype}{list(array.shape)}", file=file, tensor=name
             )
         sides[side] = array if match["side"] else array.T
-    for module, sides in found.items():
+    for module, sides in pairs.items():
         if missing := {"A", "B"} - sides.keys():
             raise ModelError(f"module {module} has no lora_{missing.pop()}", file=file)
-    return {module: (sides["A"], sides["B"]) for module, sides in sorted(found.items())}
+    return {module: (sides["A"], sides["B"]) for module, sides in sorted(pairs.items())}
 
 
 def _finite(
@@ -197,9 +197,9 @@ def _check_rank(name: str, rank: int, max_rank: int, file: Path) -> None:
 def fused_site(name: str, a: np.ndarray, b: np.ndarray, fused: Mapping[str, Site]) -> Site | None:
     """The parameter that the factors of a module change; None: there is none with these shapes."""
     layer = BASE.sub("", name)
-    for one in (layer, layer.replace(*MOVED)):
+    for candidate in (layer, layer.replace(*MOVED)):
         for parameter in ("gate_up_proj", "down_proj"):
-            site = fused.get(f"{one}.{parameter}")
+            site = fused.get(f"{candidate}.{parameter}")
             if site is not None and (len(b), a.shape[1]) == _shape(site) and fits(site, a, b):
                 return site
     return None
@@ -215,11 +215,11 @@ def of_experts(site: Site, a: np.ndarray, b: np.ndarray) -> dict[str, Factors]:
     assert site.experts is not None
     downs = a.reshape(site.experts, -1, a.shape[1])
     ups = b.reshape(site.parts, -1, downs.shape[1], site.experts)
-    found = {}
+    modules = {}
     for number, module in enumerate(site.modules):
         expert, part = divmod(number, site.parts)
-        found[module.name] = downs[expert], ups[part, :, :, expert]
-    return found
+        modules[module.name] = downs[expert], ups[part, :, :, expert]
+    return modules
 
 
 def _shape(site: Site) -> tuple[int, int]:

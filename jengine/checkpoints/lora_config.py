@@ -170,10 +170,10 @@ def lora_config(config: Mapping[str, Any], file: Path) -> LoraConfig:
         stored = config.get(name)
         if stored is not None and stored not in nothing:
             raise ModelError(f"{name}={shown(stored)}: {why}", file=file)
-    if isinstance(how := config.get("init_lora_weights"), str) and CHANGES_BASE.search(how):
+    if isinstance(method := config.get("init_lora_weights"), str) and CHANGES_BASE.search(method):
         raise ModelError(
-            f"init_lora_weights={shown(how)} changes the model's own weights; save the adapter as a plain one"
-            " with path_initial_model_for_weight_conversion",
+            f"init_lora_weights={shown(method)} changes the model's own weights; save the adapter as a plain"
+            " one with path_initial_model_for_weight_conversion",
             file=file,
         )
     rank, number = "a whole number of at least 1", "a finite number"

@@ -71,10 +71,10 @@ def restore(
     check_regular(folder)
     wanted = by_name(stored)
     with _failing("is not a complete Orbax checkpoint", folder):
-        found = ocp.metadata(folder).metadata
-        if found is None:
+        saved = ocp.metadata(folder).metadata
+        if saved is None:
             raise ValueError("its metadata is missing or damaged")
-    _check(folder, by_name(found), wanted)
+    _check(folder, by_name(saved), wanted)
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     arrays: dict[str, Any] = {}
@@ -117,14 +117,14 @@ def _failing(reason: str, folder: Path) -> Iterator[None]:
         raise ModelError(f"{reason}: {cause}", file=folder) from error
 
 
-def _check(folder: Path, found: dict[str, Any], wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
+def _check(folder: Path, saved: dict[str, Any], wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
     """Other versions of jengine may have other parameters."""
     for name, leaf in wanted.items():
-        if name not in found:
+        if name not in saved:
             raise ModelError("is missing; convert the model again", file=folder, tensor=name)
-        if tuple(found[name].shape) != leaf.shape:
-            reason = f"has shape {list(found[name].shape)}; the configuration needs {list(leaf.shape)}"
+        if tuple(saved[name].shape) != leaf.shape:
+            reason = f"has shape {list(saved[name].shape)}; the configuration needs {list(leaf.shape)}"
             raise ModelError(reason, file=folder, tensor=name)
-    for name in found:
+    for name in saved:
         if name not in wanted:
             raise ModelError("is not part of this model; convert it again", file=folder, tensor=name)

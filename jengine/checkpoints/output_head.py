@@ -21,13 +21,13 @@ _HEAD = re.compile(r"(?:.*\.)?(?:lm_head|embed_out)\.(?!bias$)\w+")
 _EMBEDDINGS = re.compile(r"(?:.*\.)?(?:embed_tokens|embed_in|word_embeddings|wte)\.weight")
 
 
-def has_output_head(path: Path, config: ModelConfig, given: Tensors | None = None) -> bool:
+def has_output_head(path: Path, config: ModelConfig, tensors: Tensors | None = None) -> bool:
     """Whether a folder has an output head, which turns hidden states into logits."""
     return (
         config.tie_embeddings
         or is_converted(path)
         or is_gguf(path)
-        or not found_tensors(path, given).keys().isdisjoint(OUTPUT_HEADS)
+        or not found_tensors(path, tensors).keys().isdisjoint(OUTPUT_HEADS)
     )
 
 
@@ -53,8 +53,8 @@ def check_tied(tensors: Tensors) -> None:
         raise ModelError(reason, file=tensors[name].file, tensor=name)
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    a, b = one.array, other.array
+def _equal(tensor: Tensor, other: Tensor) -> bool:
+    a, b = tensor.array, other.array
     if a is b:
         return True
     if isinstance(a, StoredTensor) or isinstance(b, StoredTensor) or (a.shape, a.dtype) != (b.shape, b.dtype):

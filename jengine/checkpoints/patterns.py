@@ -98,8 +98,8 @@ class NameMatcher:
                 raise InvalidPattern("flags are not supported")
             return self._sequence(parts, at, back=back)
         if code in (codes.MAX_REPEAT, codes.MIN_REPEAT):
-            least, most, item = argument
-            return self._repeated(least, most, item, at, back)
+            least, limit, item = argument
+            return self._repeated(least, limit, item, at, back)
         if code in (codes.ASSERT, codes.ASSERT_NOT):
             direction, parts = argument
             true = self._sequence(parts, self._every, back=direction > 0)
@@ -108,14 +108,14 @@ class NameMatcher:
             return at & self._at(argument)
         raise InvalidPattern(f"{str(code).lower()} is not supported")
 
-    def _repeated(self, least: int, most: int, parts: Any, at: int, back: bool) -> int:
+    def _repeated(self, least: int, limit: int, parts: Any, at: int, back: bool) -> int:
         for _ in range(least):
             after = self._sequence(parts, at, back=back)
             if after == at:
                 break
             at = after
         reached = new = at
-        for _ in range(most - least):
+        for _ in range(limit - least):
             new = self._sequence(parts, new, back=back) & ~reached
             if not new:
                 break

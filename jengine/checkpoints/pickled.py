@@ -67,14 +67,14 @@ def read_file(file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
         raise ModelError(f"byteorder {order!r} is not supported; little is", file=file)
     storages = _Storages(file, data, members)
     try:
-        found = _Unpickler(BytesIO(pickled), storages).load()
+        content = _Unpickler(BytesIO(pickled), storages).load()
     except ModelError:
         raise
     except Exception as error:  # a corrupt pickle may raise anything
         raise ModelError(f"data.pkl is corrupt: {type(error).__name__}: {error}", file=file) from None
-    if not isinstance(found, dict):
-        raise ModelError(f"holds a {type(found).__name__}, not a dictionary of tensors", file=file)
-    tensors = {name: value for name, value in found.items() if not str(name).endswith(skipped)}
+    if not isinstance(content, dict):
+        raise ModelError(f"holds a {type(content).__name__}, not a dictionary of tensors", file=file)
+    tensors = {name: value for name, value in content.items() if not str(name).endswith(skipped)}
     for name, value in tensors.items():
         if not isinstance(name, str) or not isinstance(value, np.ndarray):
             raise ModelError(f"holds a {type(value).__name__} under {name!r}, not a tensor", file=file)

@@ -50,16 +50,16 @@ def quantization_config(fields: Mapping[str, Any]) -> dict[str, Any] | None:
     Raises:
         ModelError: it is not supported.
     """
-    found = fields.get("quantization_config") or fields.get("compression_config")
-    if found is None:
+    config = fields.get("quantization_config") or fields.get("compression_config")
+    if config is None:
         return None
-    method = str(found.get("quant_method"))
+    method = str(config.get("quant_method"))
     if method not in METHODS:
         raise ModelError(
             f"quantization_config.quant_method {method!r} is not supported; {', '.join(METHODS)} are"
         )
-    _check(method, found)
-    return dict(found)
+    _check(method, config)
+    return dict(config)
 
 
 def _check(method: str, config: Mapping[str, Any]) -> None:
@@ -106,9 +106,9 @@ def quantized_inputs(config: Mapping[str, Any]) -> str:
     inputs: Group = next(every, {})
     if not inputs:
         return ""
-    how = "dynamic" if inputs.get("dynamic") is True else inputs.get("dynamic") or "static"
+    scaling = "dynamic" if inputs.get("dynamic") is True else inputs.get("dynamic") or "static"
     sides = "" if inputs.get("symmetric", True) else "asymmetric "
-    return f"{sides}{inputs.get('type')}{inputs.get('num_bits')} {how} by {inputs.get('strategy')}"
+    return f"{sides}{inputs.get('type')}{inputs.get('num_bits')} {scaling} by {inputs.get('strategy')}"
 
 
 def stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
@@ -156,7 +156,7 @@ def stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
 
 def _eight_bits(kind: str, config: Mapping[str, Any], others: tuple[str, ...]) -> StoredWeights:
     """Numbers with a scale for each output, or a single one."""
-    inputs = quantized_inputs(config) in {f"{kind} {how}" for how in BY_ROW}
+    inputs = quantized_inputs(config) in {f"{kind} {scaling}" for scaling in BY_ROW}
     return StoredWeights(form="int8" if kind == "int8" else FP8, inputs=inputs, others=others)
 
 
@@ -168,8 +168,8 @@ def _blocks(block: Sequence[int], others: tuple[str, ...]) -> StoredWeights | No
 def _four_bits(group: int, offset: bool, others: tuple[str, ...]) -> StoredWeights | None:
     if group % GROUPS[0]:  # also -1, which is one scale per output
         return None
-    own = max(n for n in GROUPS if group % n == 0)  # the scale of a larger group is repeated
-    return StoredWeights(form="int4", group=own, offset=offset, others=others)
+    stored = max(n for n in GROUPS if group % n == 0)  # the scale of a larger group is repeated
+    return StoredWeights(form="int4", group=stored, offset=offset, others=others)
 
 
 def _ignored(name: str) -> str:
@@ -232,13 +232,13 @@ def _gptq(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> StoredT
     words, zeros, scales, index = parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx")
     each = 32 // bits
     shape = words.shape[1], words.shape[0] * each
-    one = int(config.get("checkpoint_format", "gptq") == "gptq")  # this format stores zero points minus one
+    shift = int(config.get("checkpoint_format", "gptq") == "gptq")  # this format stores zero points minus one
 
     def numbers() -> np.ndarray:
         return np.asarray(_fields(words, bits).transpose(0, 2, 1).reshape(shape[1], shape[0]))
 
     def zero_points() -> np.ndarray:
-        return np.asarray((_fields(zeros, bits).reshape(zeros.shape[0], -1) + one) & (2**bits - 1))
+        return np.asarray((_fields(zeros, bits).reshape(zeros.shape[0], -1) + shift) & (2**bits - 1))
 
     return _by_input(shape, numbers, scales, zero_points, 2 ** (bits - 1), index)
 

@@ -243,12 +243,12 @@ def _longest(folder: Path, options: Mapping[str, Any]) -> int | None:
     return limit if type(limit) is int and 0 < limit < 2**31 else None
 
 
-def _whole(file: Path, name: str, value: Any, most: int | None = None) -> int | None:
+def _whole(file: Path, name: str, value: Any, limit: int | None = None) -> int | None:
     if value is None:
         return None
     if type(value) is not int or value < 1:
         raise ModelError(f"{name}={value!r} is not a whole number from 1 on", file=file)
-    return value if most is None else min(value, most)
+    return value if limit is None else min(value, limit)
 
 
 def _default_prompt(folder: Path, common: Mapping[str, Any]) -> str | None:
@@ -289,12 +289,12 @@ def _pooling(file: Path, size: int) -> tuple[Pooling, bool]:
         "include_prompt",
     )
     _check(file, fields, known)
-    given = fields.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if fields.get(flag)] or "mean"
+    value = fields.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if fields.get(flag)] or "mean"
     # sentence-transformers would concatenate several vectors
-    modes = given if isinstance(given, list) else [given]
+    modes = value if isinstance(value, list) else [value]
     if len(modes) != 1 or modes[0] not in POOLINGS:
         raise ModelError(
-            f"pooling_mode={given!r} is not supported; one of {', '.join(POOLINGS)} is", file=file
+            f"pooling_mode={value!r} is not supported; one of {', '.join(POOLINGS)} is", file=file
         )
     stated = fields.get("embedding_dimension", fields.get("word_embedding_dimension", size))
     if stated != size:

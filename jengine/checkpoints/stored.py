@@ -87,14 +87,14 @@ class StoredTensor:
         self.shape, self.read, self.rows = shape, read, rows
 
     def groups(self) -> GroupedValues:
-        found = self.read()
-        assert isinstance(found, GroupedValues)
-        return found
+        values = self.read()
+        assert isinstance(values, GroupedValues)
+        return values
 
     def dense(self) -> np.ndarray:
         """The unquantized array, as float32 or in the file's dtype."""
-        found = self.read()
-        return found.dense() if isinstance(found, GroupedValues) else found
+        values = self.read()
+        return values.dense() if isinstance(values, GroupedValues) else values
 
     def fill(self, out: np.ndarray) -> None:
         """Writes the unquantized array to `out`, of any dtype, a few rows at a time if possible, which needs

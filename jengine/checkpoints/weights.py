@@ -83,9 +83,9 @@ def load(
 def _from_orbax(path: Path, model: Model, targets: Params, count: Callable[[int], object]) -> Params:
     """Loads a converted folder, which is laid out for one device. Parameters with another layout here are
     disassembled and reassembled."""
-    one = build(model.config, model.dtype, model.config.max_position)
+    undivided = build(model.config, model.dtype, model.config.max_position)
     sources, parameters = orbax.by_name(model.sources, is_leaf=is_source), orbax.by_name(targets)
-    taken_apart = orbax.by_name(one.sources, is_leaf=is_source)
+    taken_apart = orbax.by_name(undivided.sources, is_leaf=is_source)
 
     def where(stored: jax.ShapeDtypeStruct, target: Target) -> jax.ShapeDtypeStruct:
         sharding = plain(target).sharding
@@ -101,7 +101,7 @@ def _from_orbax(path: Path, model: Model, targets: Params, count: Callable[[int]
             array = place_whole(plain(target), sources[name], tensors)
         return fitted(array, target)
 
-    return orbax.restore(path / PARAMS, jax.tree.map(where, one.params, targets), finish, count)
+    return orbax.restore(path / PARAMS, jax.tree.map(where, undivided.params, targets), finish, count)
 
 
 def _as_it_is(path: Path, model: Model, targets: Params, count: Callable[[int], object]) -> Params:
@@ -133,7 +133,7 @@ def _from_tensors(
 
 
 def makers(
-    path: Path, model: Model, targets: Params, given: Tensors | None, *, drafts: bool = False
+    path: Path, model: Model, targets: Params, in_memory: Tensors | None, *, drafts: bool = False
 ) -> list[Callable[[], Parameter]]:
     """For each parameter, in the order of the tree's leaves, a function that makes it on the devices. Names
     and shapes of all tensors have been checked before this returns.
@@ -141,9 +141,9 @@ def makers(
     Raises:
         ModelError: as in load.
     """
-    if given is not None and own_names(model, given):
-        return own_makers(targets, given)
-    tensors = read(path, model, given, drafts=drafts)
+    if in_memory is not None and own_names(model, in_memory):
+        return own_makers(targets, in_memory)
+    tensors = read(path, model, in_memory, drafts=drafts)
 
     def make(target: Target, source: tuple[Piece, ...]) -> Parameter:
         with malformed(path):
@@ -173,7 +173,7 @@ def _kept(target: QuantizedWeight[Any], source: tuple[Piece, ...], tensors: dict
     numbers, scale = target.parts
     source = tuple(piece._replace(transposed=False) for piece in source)  # groups are always [out, in]
     group = target.format.group
-    found: dict[str, GroupedValues] = {}
+    values: dict[str, GroupedValues] = {}
     for piece in source:
         tensor = tensors[piece.name]
         if not isinstance(tensor.array, StoredTensor) or not isinstance(
@@ -184,13 +184,13 @@ def _kept(target: QuantizedWeight[Any], source: tuple[Piece, ...], tensors: dict
                 file=tensor.file,
                 tensor=piece.name,
             )
-        found[piece.name] = groups if not group else groups.by_group(group)
+        values[piece.name] = groups if not group else groups.by_group(group)
 
     def whole(
         target: jax.ShapeDtypeStruct, part: Callable[[GroupedValues], np.ndarray], pieces: tuple[Piece, ...]
     ) -> np.ndarray:
         return assemble(
-            target, pieces, {name: Tensor(Path(), part(groups)) for name, groups in found.items()}
+            target, pieces, {name: Tensor(Path(), part(groups)) for name, groups in values.items()}
         )
 
     if not group:
@@ -215,13 +215,13 @@ def num_bytes(tree: Any) -> int:
 
 
 def read(
-    path: Path, model: Model, given: Tensors | None = None, *, drafts: bool = False
+    path: Path, model: Model, in_memory: Tensors | None = None, *, drafts: bool = False
 ) -> dict[str, Tensor]:
     """Reads the model's tensors from a folder in Hugging Face's layout. Checks that all are present with
     their shapes, and no others.
 
     Args:
-        given: tensors in place of those in the folder's files.
+        in_memory: tensors in place of those in the folder's files.
         drafts: as in load.
 
     Raises:
@@ -235,7 +235,7 @@ def read(
         config = model.config
         tensors = read_gguf(path, names, (config.num_heads, config.num_kv_heads))
     else:
-        tensors, fields = found_tensors(path, given), read_object(path / "config.json")
+        tensors, fields = found_tensors(path, in_memory), read_object(path / "config.json")
         with malformed(path):
             text = fields.get("text_config") or {}
             if (quantization := quantization_config({**text, **fields})) is not None:
@@ -258,7 +258,7 @@ def read(
         tensors |= _turned_back(tensors, pieces)
     if model.elsewhere:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in model.elsewhere}
-    place = path if given is None else PLACE
+    place = path if in_memory is None else PLACE
     if model.config.tie_embeddings:
         check_tied(tensors)
     check_tensors(place, tensors, pieces, model.config.tie_embeddings, _of_integers(model))
@@ -280,9 +280,9 @@ def _of_integers(model: Model) -> set[str]:
     }
 
 
-def has_tensors(path: Path, prefix: str, given: Tensors | None = None) -> bool:
+def has_tensors(path: Path, prefix: str, tensors: Tensors | None = None) -> bool:
     """Whether a folder has tensors whose names, beside "model.", begin with the prefix."""
-    names = found_tensors(path, given)
+    names = found_tensors(path, tensors)
     return any(name.removeprefix("model.").startswith(prefix.removeprefix("model.")) for name in names)
 
 
@@ -317,14 +317,14 @@ def disassemble(parameter: np.ndarray, source: tuple[Piece, ...]) -> dict[str, T
 
 def _turned_back(tensors: Tensors, pieces: list[Piece]) -> dict[str, Tensor]:
     """The tensors that are stored as [out, in] where their pieces expect [in, out], as these expect them."""
-    found = {}
+    turned = {}
     for piece in pieces:
         tensor = tensors.get(piece.name) if piece.either else None
         if tensor is None or isinstance(tensor.array, StoredTensor):
             continue
         if tensor.array.shape == piece.turned_shape:
-            found[piece.name] = Tensor(tensor.file, tensor.array.swapaxes(-1, -2))
-    return found
+            turned[piece.name] = Tensor(tensor.file, tensor.array.swapaxes(-1, -2))
+    return turned
 
 
 def _turned(array: np.ndarray) -> np.ndarray:

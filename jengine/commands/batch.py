@@ -97,10 +97,10 @@ def _text(line: Line) -> str:
 def _cost(line: Line, text: str) -> int:
     """Approximate number of characters to read and to generate."""
     if isinstance(line.prompt, dict):
-        most = line.prompt.get("max_completion_tokens") or line.prompt.get("max_tokens")
+        max_tokens = line.prompt.get("max_completion_tokens") or line.prompt.get("max_tokens")
     else:
-        most = None if line.params is None else line.params.max_tokens
-    return len(text) + CHARACTERS * (most if isinstance(most, int) else 0)
+        max_tokens = None if line.params is None else line.params.max_tokens
+    return len(text) + CHARACTERS * (max_tokens if isinstance(max_tokens, int) else 0)
 
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ async def _answer_all(
 ) -> None:
     """Answers a bounded number of lines at a time: twice the number of running requests, so that there is
     always one waiting."""
-    most = 2 * llm.backend.limits.max_num_seqs
+    limit = 2 * llm.backend.limits.max_num_seqs
     tasks: dict[asyncio.Task[Record], Line] = {}
 
     async def collect(leave: int) -> None:
@@ -223,7 +223,7 @@ async def _answer_all(
             with source.answering(llm) as answer:
                 for line in lines:
                     tasks[asyncio.create_task(one(line))] = line
-                    await collect(most - 1)
+                    await collect(limit - 1)
                 await collect(0)
     finally:
         # after a failure, which all of them report; one report is enough

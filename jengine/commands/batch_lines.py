@@ -139,8 +139,8 @@ def _shown(output: RequestOutput) -> Record:
         for name in ("prompt_logprobs", "logprobs", "cumulative_logprob"):
             if name in part and part[name] is None:
                 del part[name]
-    kept = {name: fields[name] for name in fields if name in ("outputs", "prompt_logprobs")}
-    return {"prompt_tokens": len(output.prompt_token_ids), **kept}
+    shown = {name: fields[name] for name in fields if name in ("outputs", "prompt_logprobs")}
+    return {"prompt_tokens": len(output.prompt_token_ids), **shown}
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -253,10 +253,10 @@ def excerpt(text: bytes) -> str:
 
 
 def _name(fields: dict[str, Any]) -> str | int | None:
-    given = [fields[field] for field in IDS if fields.get(field) is not None]
-    if not given:
+    ids = [fields[field] for field in IDS if fields.get(field) is not None]
+    if not ids:
         return None
-    if len(given) > 1 or type(given[0]) not in (str, int):
-        raise InvalidArgument("id", given, "must be one text or whole number, given as id or custom_id")
-    name: str | int = given[0]
+    if len(ids) > 1 or type(ids[0]) not in (str, int):
+        raise InvalidArgument("id", ids, "must be one text or whole number, given as id or custom_id")
+    name: str | int = ids[0]
     return name

@@ -104,8 +104,8 @@ def _requests(options: argparse.Namespace, tokens: Any) -> list[BenchRequest]:
         )
     if name == "random":
         lengths = {"input_len": options.input_len, "output_len": options.output_len}
-        how = {"range_ratio": options.random_range_ratio, "prefix_len": options.random_prefix_len}
-        return random_requests(count, **lengths, **how, seed=seed)
+        shape = {"range_ratio": options.random_range_ratio, "prefix_len": options.random_prefix_len}
+        return random_requests(count, **lengths, **shape, seed=seed)
     if name == "trace":
         return trace_requests(path, count, seed)
     return sharegpt_requests(sharegpt_turns(path, count, seed), count, tokens, options.sharegpt_output_len)
@@ -349,15 +349,15 @@ async def _reached(endpoint: ServerUnderTest, options: argparse.Namespace) -> No
 def _endpoint(options: argparse.Namespace) -> ServerUnderTest:
     from jengine.capacity.bench.endpoints import JengineEndpoint, OpenAIEndpoint
 
-    given = client_options(options)
+    client = client_options(options)
     if options.backend == "jengine":
         for name in ("endpoint", "model"):
             if getattr(options, name) is not None:
                 raise InvalidArgument(name, getattr(options, name), "is for backend=openai and openai-chat")
         return JengineEndpoint(
-            options.base_url or f"{options.host}:{options.port}", ignore_eos=options.ignore_eos, **given
+            options.base_url or f"{options.host}:{options.port}", ignore_eos=options.ignore_eos, **client
         )
-    for name, value in given.items():
+    for name, value in client.items():
         if value and name != "api_key":
             raise InvalidArgument(
                 name, value, "is for backend=jengine; an https:// URL uses this machine's certificates"
@@ -366,7 +366,7 @@ def _endpoint(options: argparse.Namespace) -> ServerUnderTest:
         options.base_url or f"http://{options.host}:{options.port}",
         options.endpoint or ENDPOINTS[options.backend],
     )
-    return OpenAIEndpoint(url, path, options.model, api_key=given["api_key"], ignore_eos=options.ignore_eos)
+    return OpenAIEndpoint(url, path, options.model, api_key=client["api_key"], ignore_eos=options.ignore_eos)
 
 
 def _goodput(pairs: list[str]) -> dict[str, float]:

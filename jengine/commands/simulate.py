@@ -60,20 +60,20 @@ def _simulate(options: argparse.Namespace) -> int:
     from jengine.capacity.simulation.report import report
     from jengine.capacity.simulation.summary import summarize
 
-    how: dict[str, Any] = {"params": params(options), "progress": not options.quiet}
+    arguments: dict[str, Any] = {"params": params(options), "progress": not options.quiet}
     if options.replicas == "auto":
-        found = replicas_needed(shape, trace, targets, **how)
-        if found is None:
+        result = replicas_needed(shape, trace, targets, **arguments)
+        if result is None:
             note(f"no number of engines meets the targets for {targets.share:.0%} of the requests")
             return 1
-        count, outcome = found
+        count, outcome = result
         if not options.json:
             write(
                 f"{counted(count, 'engine')} needed for {targets.share:.0%} of the requests within their"
                 " targets\n\n"
             )
     else:
-        outcome = replay(shape, trace, replicas=int(options.replicas), **how)
+        outcome = replay(shape, trace, replicas=int(options.replicas), **arguments)
     summary = summarize(outcome, trace, targets)
     if options.json:
         write(

@@ -61,8 +61,8 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    given = engine_fields(options)
-    config = EngineConfig.of(options.model, given)
+    fields = engine_fields(options)
+    config = EngineConfig.of(options.model, fields)
     targets, trace = targets_from_flags(options, config), trace_from_flags(options)
     objective: Objective = options.objective or ("goodput" if targets.given(trace) else "latency")
     # the GPU's memory may belong to an engine
@@ -88,7 +88,7 @@ def _tune(options: argparse.Namespace) -> int:
         f"# jengine {__version__} tune {options.model} {options.trace}: {gain}, predicted by simulating"
         f" {tuned.tried} sets of options.\n"
     )
-    text = head + "".join(map(_line, {**given, **tuned.changes}.items()))
+    text = head + "".join(map(_line, {**fields, **tuned.changes}.items()))
     if options.out is None:
         write(text)
         _name_promising(tuned)

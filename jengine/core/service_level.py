@@ -66,7 +66,7 @@ class LevelOptions(TypedDict, total=False):
 
 
 class BatchLevelOptions(TypedDict, total=False):
-    """The same for several prompts: one value for all, or one each."""
+    """ServiceLevel's fields for several prompts: one value for all, or one each."""
 
     priority: int | Sequence[int]
     ttft_ms: float | Sequence[float | None] | None

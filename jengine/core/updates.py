@@ -251,7 +251,7 @@ class Load(NamedTuple):
     store: StoreLoad | None = None
 
     def after(self, past: Load) -> Load:
-        """The same, with the counts of an earlier engine, which has ended, added to its own."""
+        """This load with the counts of an earlier engine, which has ended, added."""
         pages = dict(zip(past.cache_groups, past.hit_pages, strict=True))
         groups = zip(self.cache_groups, self.hit_pages, strict=True)
         cached, swapped, recomputed = map(sum, zip(past.resumptions, self.resumptions, strict=True))

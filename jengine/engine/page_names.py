@@ -24,8 +24,8 @@ SAMPLES, SAMPLE_BYTES = 1024, 4096  # of a large file of weights that its identi
 
 
 def digest_of(block: Block) -> bytes:
-    """Of a block's tokens, images, prefix, cache salt and adapter: NAME_BYTES, the same in every process. An
-    adapter counts as another one when it is loaded again.
+    """A digest of a block's tokens, images, prefix, cache salt and adapter: NAME_BYTES, the same in every
+    process. An adapter counts as another one when it is loaded again.
     """
     unnamed: list[Block] = []
     parent: Block | Salt = block

@@ -53,7 +53,6 @@ class RankedEngine:
         self.pages: None = None  # none travel
 
     def add(self, *requests: Request) -> list[Sequence]:
-        """See Engine.add."""
         for rank in self.ranks:
             rank.scheduler.registry.check_id(requests[0].request_id)
         return self._best(requests).add(*requests)
@@ -69,11 +68,9 @@ class RankedEngine:
         return min(self.ranks, key=seconds)
 
     def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> bool:
-        """See Engine.end."""
         return any([rank.end(request_id, reason, stop_reason) for rank in self.ranks])
 
     def step(self) -> list[Update]:
-        """See Engine.step."""
         oldest = self._agree_to_wait()
         turns = {i: rank.turn(waits=False) for i, rank in enumerate(self.ranks)}
         wanted = {i: want for i, turn in turns.items() if (want := next(turn)) is not None}
@@ -110,7 +107,6 @@ class RankedEngine:
         return oldest
 
     def do[T](self, operation: Operation[T]) -> T:
-        """See Engine.do."""
         if isinstance(operation, Sleep | WakeUp):
             raise InvalidArgument(
                 "operation", type(operation).__name__, "not with several ranks (data_parallel_size)"

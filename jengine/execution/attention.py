@@ -120,7 +120,7 @@ class PagedAttention:
         work: WorkList | None,
         part: int,
     ) -> tuple[jax.Array, Place]:
-        (decoding, prompts), own = self._write(qkv, views(kv, self._group, self._page_size), rotation, part)
+        (decoding, prompts), cache = self._write(qkv, views(kv, self._group, self._page_size), rotation, part)
         row_tables, tile_tables = (
             self._of_part(self._row_tables, part),
             self._of_part(self._tile_tables, part),
@@ -128,15 +128,15 @@ class PagedAttention:
         rank = qkv.v.shape[-1] if self._latent and isinstance(qkv, Qkv) else 0
         key, out = self._key, []
         if key.rows:
-            out.append(self._decode(decoding, own, row_tables, options, work, rank))
+            out.append(self._decode(decoding, cache, row_tables, options, work, rank))
         if key.tiles:
             tiles = prompts.reshape(key.tiles, -1, *prompts.shape[1:])
-            got = self._prefill(tiles, own, tile_tables, options, rank)
+            got = self._prefill(tiles, cache, tile_tables, options, rank)
             out.append(got.reshape(-1, *got.shape[2:]))
-        return jnp.concatenate(out), jax.tree.map(lambda new, like: new.reshape(like.shape), own, kv)
+        return jnp.concatenate(out), jax.tree.map(lambda new, like: new.reshape(like.shape), cache, kv)
 
     def _write(
-        self, qkv: Qkv | QkvProduct | QueriesOnly, own: Place, rotation: Rotation | None, part: int
+        self, qkv: Qkv | QkvProduct | QueriesOnly, kv: Place, rotation: Rotation | None, part: int
     ) -> tuple[Queries, Place]:
         """The queries of rows and of tiles, and the layer's pages with the new keys and values, if it has
         any.
@@ -144,47 +144,47 @@ class PagedAttention:
         rows, pages = self._key.rows, self._pages
         if isinstance(qkv, QueriesOnly):
             q = qkv.q if rotation is None else rotary.rotate(qkv.q, rotation, device=self._device)
-            return (q[:rows], q[rows:]), own
+            return (q[:rows], q[rows:]), kv
         if self._latent:
             assert isinstance(qkv, Qkv) and rotation is None
             queries = qkv.q[:rows], qkv.q[rows:]
-            return queries, (cache_xla.page_write(own[0], qkv.k, self._of_part(pages, part), self._offsets),)
+            return queries, (cache_xla.page_write(kv[0], qkv.k, self._of_part(pages, part), self._offsets),)
         where = self._of_part(pages, part), self._offsets
         return cache_dispatch.kv_write(
-            own[0], own[1], qkv, *where, rows=rows, rotation=rotation, device=self._device
+            kv[0], kv[1], qkv, *where, rows=rows, rotation=rotation, device=self._device
         )
 
     def _decode(
         self,
         q: jax.Array,
-        own: Place,
+        kv: Place,
         tables: jax.Array,
         options: AttentionOptions,
         work: WorkList | None,
         rank: int,
     ) -> jax.Array:
         """Attention of rows; rank: of latent attention."""
-        where, most = (tables, self._row_lengths), self._key.pages
+        where, pages = (tables, self._row_lengths), self._key.pages
         if self._latent:
             return latent_dispatch.latent_attention_decode(
-                q, own[0], *where, options, rank=rank, most_pages=most, work=work, device=self._device
+                q, kv[0], *where, options, rank=rank, most_pages=pages, work=work, device=self._device
             )
         return dispatch.paged_attention_decode(
-            q, own[0], own[1], *where, options, pages=most, work=work, device=self._device
+            q, kv[0], kv[1], *where, options, pages=pages, work=work, device=self._device
         )
 
     def _prefill(
-        self, q: jax.Array, own: Place, tables: jax.Array, options: AttentionOptions, rank: int
+        self, q: jax.Array, kv: Place, tables: jax.Array, options: AttentionOptions, rank: int
     ) -> jax.Array:
         """Attention of tiles; rank: of latent attention."""
-        where, most = (tables, self._batch.tile_positions, self._batch.tile_lengths), self._key.pages
+        where, pages = (tables, self._batch.tile_positions, self._batch.tile_lengths), self._key.pages
         if self._latent:
             return latent_dispatch.latent_attention_prefill(
-                q, own[0], *where, options, rank=rank, most_pages=most, device=self._device
+                q, kv[0], *where, options, rank=rank, most_pages=pages, device=self._device
             )
         until = None if options.causal else self._until
         return dispatch.paged_attention_prefill(
-            q, own[0], own[1], *where, options, pages=most, until=until, device=self._device
+            q, kv[0], kv[1], *where, options, pages=pages, until=until, device=self._device
         )
 
     def _of_part(self, pages: jax.Array, part: int) -> jax.Array:

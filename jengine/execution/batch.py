@@ -146,8 +146,8 @@ class BatchLayout:
             buffer[start : start + length] = span.tokens[offset : offset + length]
             within = slice(offset, offset + length)
             if turns:
-                own = np.full((length, AXES), span.after) if span.turns is None else span.turns[within]
-                _fill(buffer, at.tile_turns + i * size * AXES, own)  # type: ignore[arg-type]
+                span_turns = np.full((length, AXES), span.after) if span.turns is None else span.turns[within]
+                _fill(buffer, at.tile_turns + i * size * AXES, span_turns)  # type: ignore[arg-type]
             if ahead and span.ahead is not None:
                 _fill(buffer, at.tile_ahead + i * size, span.ahead[within])  # type: ignore[arg-type]
             if not offset:

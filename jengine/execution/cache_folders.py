@@ -24,18 +24,18 @@ VERSIONS = ("jengine", "source", "jax", "jaxlib")  # in a program's identity
 _FOLDER, _KERNELS = re.compile(r"[0-9a-f]{24}-[0-9]+"), re.compile(r"[0-9a-f]{24}")
 
 
-def cache_root(given: str | Path | None = None) -> Path:
+def cache_root(root: str | Path | None = None) -> Path:
     """The given folder, or JENGINE_CACHE_DIR, or jengine's folder in the user's cache."""
-    return Path(given or os.environ.get(ROOT_VARIABLE) or user_cache_path("jengine"))
+    return Path(root or os.environ.get(ROOT_VARIABLE) or user_cache_path("jengine"))
 
 
-def cache_limit(given: int | str | None = None) -> int:
+def cache_limit(size_limit: int | str | None = None) -> int:
     """Maximum bytes of saved programs: the given limit, or JENGINE_CACHE_MAX_SIZE, or 10 GiB.
 
     Raises:
         InvalidArgument: the variable is not a size.
     """
-    size = parse_bytes("cache_max_size", given) or parse_bytes(
+    size = parse_bytes("cache_max_size", size_limit) or parse_bytes(
         LIMIT_VARIABLE, os.environ.get(LIMIT_VARIABLE) or DEFAULT_LIMIT
     )
     assert size is not None
@@ -78,16 +78,16 @@ def saved_folders(root: Path) -> list[SavedFolder]:
     """All folders of the cache, also those of engines with several processes, the least recently used
     first.
     """
-    found = []
+    folders = []
     for path in (*root.glob("programs/*"), *root.glob("process-*/programs/*")):
         with contextlib.suppress(OSError):  # removed by another process
             if _FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-                found.append(
+                folders.append(
                     SavedFolder(
                         path, sum(file.stat().st_size for file in path.iterdir()), path.stat().st_mtime
                     )
                 )
-    return sorted(found, key=lambda folder: folder.used)
+    return sorted(folders, key=lambda folder: folder.used)
 
 
 def measured_dtypes(root: Path) -> list[Path]:
@@ -147,10 +147,10 @@ def trim(root: Path, max_bytes: int, keep: Path) -> None:
             continue
         if total > max_bytes or (now - folder.used > ORPHAN and _useless(folder, current, now)):
             total -= folder.bytes if remove(folder.path) else 0
-    kept = {folder.path.name.partition("-")[0] for folder in saved_folders(root)}
+    fingerprints = {folder.path.name.partition("-")[0] for folder in saved_folders(root)}
     for file in measured_costs(root):
         with contextlib.suppress(OSError):
-            if file.stem not in kept and now - file.stat().st_mtime > STALE:
+            if file.stem not in fingerprints and now - file.stat().st_mtime > STALE:
                 file.unlink()
 
 

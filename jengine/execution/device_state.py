@@ -78,8 +78,8 @@ class DeviceState:
         self.leaves = tuple(leaves)
         if draft is not None:
             self.draft_only_leaves = tuple(draft)
-        own = iter(self.draft_only_leaves)
-        every = [next(own) if at is None else self.leaves[at] for at in self._shared] if leaves else ()
+        draft_only = iter(self.draft_only_leaves)
+        every = [next(draft_only) if at is None else self.leaves[at] for at in self._shared] if leaves else ()
         self.draft_leaves = tuple(every)
         self.both_leaves = (*self.leaves, *self.draft_leaves)
 

@@ -47,12 +47,12 @@ def make_follow(
         params: Params, cache: Cache, slots: SlotState, batch: Batch, states: Sequence[jax.Array]
     ) -> tuple[Cache, SlotState]:
         before = []
-        if (head := draft.head(params)) is not None and (kept := slots.kept) is not None:
+        if (head := draft.head(params)) is not None and (saved := slots.kept) is not None:
             axis, entering = TokenAxis(slots.last, batch, slots.drafts), head.entering(states)
-            before = [states_before(axis, batch, entering, kept)]
-            slots = slots._replace(kept=noted(axis, batch, entering, kept))
-        own, _, _ = run(params, _own(cache, first), _of_first_group(slots), batch, *before)
-        return _joined(cache, first, own), slots
+            before = [states_before(axis, batch, entering, saved)]
+            slots = slots._replace(kept=noted(axis, batch, entering, saved))
+        draft_cache, _, _ = run(params, _own(cache, first), _of_first_group(slots), batch, *before)
+        return _joined(cache, first, draft_cache), slots
 
     return follow
 
@@ -87,20 +87,20 @@ def make_draft(
         before = None if slots.kept is None else read(slots.kept, own_slots, slots.last[own_slots, 1])
 
         def step(state: State, number: jax.Array) -> tuple[State, jax.Array]:
-            own, last, before = state
+            kv, last, before = state
             at = jnp.where(number < counts, own_slots, 0)
             now = empty._replace(row_slots=at, row_tokens=jnp.where(at > 0, -1, 0), sample_slots=at)
-            given = [] if before is None else [before]
-            own, axis, (hidden, following) = run(params, own, of_draft._replace(last=last), now, *given)
+            states = [] if before is None else [before]
+            kv, axis, (hidden, following) = run(params, kv, of_draft._replace(last=last), now, *states)
             last, tokens = choose(params, last, to_sample(now, axis, hidden))
-            return (own, last, following), tokens
+            return (kv, last, following), tokens
 
         steps = jnp.arange(key.tokens, dtype=jnp.int32)
-        (own, _, _), found = lax.scan(step, (_own(cache, first), slots.last, before), steps)
-        drafts = found.T
+        (kv, _, _), tokens_by_step = lax.scan(step, (_own(cache, first), slots.last, before), steps)
+        drafts = tokens_by_step.T
         assert slots.drafts is not None
         slots = slots._replace(drafts=slots.drafts.at[own_slots].set(drafts))
-        return _joined(cache, first, own), slots, Sampled(drafts)
+        return _joined(cache, first, kv), slots, Sampled(drafts)
 
     return propose
 
@@ -160,8 +160,8 @@ def _own(cache: Cache, first: int) -> Cache:
     return [cache[SHARED][first:]]
 
 
-def _joined(cache: Cache, first: int, own: Cache) -> Cache:
-    return [[*cache[SHARED][:first], *own[SHARED]], *cache[SHARED + 1 :]]
+def _joined(cache: Cache, first: int, draft_cache: Cache) -> Cache:
+    return [[*cache[SHARED][:first], *draft_cache[SHARED]], *cache[SHARED + 1 :]]
 
 
 def _of_first_group(slots: SlotState) -> SlotState:
@@ -169,7 +169,7 @@ def _of_first_group(slots: SlotState) -> SlotState:
     return slots._replace(block_table=slots.block_table[:1])
 
 
-def states_before(axis: TokenAxis, batch: Batch, states: jax.Array, kept: KeptStates) -> jax.Array:
+def states_before(axis: TokenAxis, batch: Batch, states: jax.Array, saved: KeptStates) -> jax.Array:
     """The state at the token before each of the axis, [N, size]; zeros where it is not known.
 
     Args:
@@ -182,7 +182,7 @@ def states_before(axis: TokenAxis, batch: Batch, states: jax.Array, kept: KeptSt
     before = jnp.where(neighbours[:, None], jnp.roll(states, 1, axis=0), 0)
 
     def first(at: slice) -> jax.Array:
-        known = read(kept, owner[at], positions[at])
+        known = read(saved, owner[at], positions[at])
         return jnp.where(neighbours[at, None], before[at], known)
 
     of_rows = first(slice(0, rows))
@@ -193,28 +193,28 @@ def states_before(axis: TokenAxis, batch: Batch, states: jax.Array, kept: KeptSt
     return jnp.concatenate([of_rows, by_tile.reshape(tiles * length, -1)])
 
 
-def read(kept: KeptStates, slots: jax.Array, positions: jax.Array) -> jax.Array:
+def read(saved: KeptStates, slots: jax.Array, positions: jax.Array) -> jax.Array:
     """The states before the tokens at these positions of slots, int32 [n] each -> [n, size]; zeros where they
     are not known.
     """
-    place = (positions - 1) % kept.followers.shape[1]
-    known = (positions > 0) & (kept.followers[slots, place] == positions)
-    return jnp.where(known[:, None], kept.states[slots, place], 0)
+    place = (positions - 1) % saved.followers.shape[1]
+    known = (positions > 0) & (saved.followers[slots, place] == positions)
+    return jnp.where(known[:, None], saved.states[slots, place], 0)
 
 
-def noted(axis: TokenAxis, batch: Batch, states: jax.Array, kept: KeptStates) -> KeptStates:
+def noted(axis: TokenAxis, batch: Batch, states: jax.Array, saved: KeptStates) -> KeptStates:
     """With the states of the last rows of each slot, and of the last token of its last tile."""
     rows, (tiles, length) = batch.row_slots.shape[0], batch.tile_tokens.shape
-    most = kept.followers.shape[1]
+    count = saved.followers.shape[1]
     ends = rows + length * jnp.arange(tiles) + jnp.maximum(batch.tile_lengths - 1, 0)
     at = jnp.concatenate([jnp.arange(rows), ends])
     # a later token of the slot has the same place
-    later = jnp.concatenate([_again(batch.row_slots, most), _again(batch.tile_slots, 1)])
+    later = jnp.concatenate([_again(batch.row_slots, count), _again(batch.tile_slots, 1)])
     slots = jnp.where(axis.real[at] & ~later, axis.owner[at], 0)
     positions = axis.positions[at]
-    place = positions % most
+    place = positions % count
     return KeptStates(
-        kept.states.at[slots, place].set(states[at]), kept.followers.at[slots, place].set(positions + 1)
+        saved.states.at[slots, place].set(states[at]), saved.followers.at[slots, place].set(positions + 1)
     )
 
 

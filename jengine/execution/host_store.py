@@ -34,13 +34,13 @@ class HostStore:
 
     def keep(self, numbers: Sequence[int], pages: Sequence[Page]) -> list[Page]:
         """Copies pages to the host; number 0 is padding. Returns the copies, which may not be ready yet."""
-        kept = {
+        new = {
             number: self._to(page, PINNED) if self._pinned else page
             for number, page in zip(numbers, pages, strict=True)
             if number
         }
-        self._pages.update(kept)
-        return [*kept.values()]
+        self._pages.update(new)
+        return [*new.values()]
 
     def stage(self, numbers: Sequence[int], places: Sequence[int]) -> list[Page]:
         """Copies host pages to places on the device. Returns the copies, which may not be ready yet."""
@@ -61,7 +61,7 @@ class HostStore:
         """Keeps a page that came from a store, by its leaves as they are on all devices together."""
         memory = PINNED if self._pinned else None
         like, tree = jax.tree.flatten(self._like)
-        placed = [_placed(leaf, one.sharding, memory) for leaf, one in zip(leaves, like, strict=True)]
+        placed = [_placed(leaf, target.sharding, memory) for leaf, target in zip(leaves, like, strict=True)]
         self._pages[number] = jax.tree.unflatten(tree, placed)
 
     def _to(self, page: Page, memory: str | None) -> Page:
@@ -114,8 +114,8 @@ def _placed(array: np.ndarray, sharding: NamedSharding, memory: str | None) -> j
     parts = []
     for device, index in sharding.addressable_devices_indices_map(array.shape).items():
         kind = memory or device.default_memory().kind  # type: ignore[attr-defined]
-        own = np.ascontiguousarray(array[index])
-        parts.append(jax.device_put(own, SingleDeviceSharding(device, memory_kind=kind)))
+        part = np.ascontiguousarray(array[index])
+        parts.append(jax.device_put(part, SingleDeviceSharding(device, memory_kind=kind)))
     return jax.make_array_from_single_device_arrays(
         array.shape, sharding.with_memory_kind(memory) if memory else sharding, parts
     )

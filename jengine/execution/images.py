@@ -113,8 +113,10 @@ class ImageShapes:
     def temporaries(self, patches: int) -> int:
         """Bytes of an encoder's program beside its arguments: a generous count."""
         widest = max([leaf.shape[0] for leaf in self.leaves if leaf.ndim == 2], default=0)
-        own = min(patches, self.encoder.vision.largest)
-        return 4 * (patches * (8 * widest + 2 * self.encoder.vision.features) + 2 * 32 * own * min(own, 1024))
+        rows = min(patches, self.encoder.vision.largest)
+        return 4 * (
+            patches * (8 * widest + 2 * self.encoder.vision.features) + 2 * 32 * rows * min(rows, 1024)
+        )
 
 
 def visual(tokens: jax.Array, pool: jax.Array, vocab_size: int) -> Visual:

@@ -102,11 +102,11 @@ def _products(spec: ExecutionSpec, device: jax.Device) -> dict[str, Choice]:
     for parameter, names in zip(parameters, axes, strict=True):
         if len(parameter.shape) < 2:
             continue
-        own, experts = _own(parameter), names[0] == "experts"
-        x: Any = jax.ShapeDtypeStruct((1, own.shape[-1]), spec.model.dtype)
-        operation = f"products of {'experts in ' if experts else ''}{stored(own).format.name}"
-        _add(chosen, operation, explain_product(x, own, grouped=experts, device=device))
-        if isinstance(own, Quantized) and own.inputs and not experts:
+        local, experts = _own(parameter), names[0] == "experts"
+        x: Any = jax.ShapeDtypeStruct((1, local.shape[-1]), spec.model.dtype)
+        operation = f"products of {'experts in ' if experts else ''}{stored(local).format.name}"
+        _add(chosen, operation, explain_product(x, local, grouped=experts, device=device))
+        if isinstance(local, Quantized) and local.inputs and not experts:
             _add(chosen, "row quantization", explain(ROW_QUANTIZATION, device, x))
     return chosen
 

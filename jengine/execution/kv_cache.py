@@ -164,11 +164,11 @@ def _by_kind(pool: list[Place]) -> list[list[tuple[int, int, Pages]]]:
 
 @functools.lru_cache(maxsize=256)  # layers are alike, and tracing takes milliseconds
 def _abstract(array: PageArray, pages: int, page_size: int, dtype: np.dtype) -> Pages:
-    shape, own = (pages, *array.page(page_size)), np.dtype(array.dtype) if array.dtype else dtype
-    if own not in LARGEST:
-        return jax.ShapeDtypeStruct(shape, own)  # type: ignore[return-value]
+    shape, stored_dtype = (pages, *array.page(page_size)), np.dtype(array.dtype) if array.dtype else dtype
+    if stored_dtype not in LARGEST:
+        return jax.ShapeDtypeStruct(shape, stored_dtype)  # type: ignore[return-value]
     quantized: Quantized = jax.eval_shape(
-        lambda x: movable(quantize(x, own)), jax.ShapeDtypeStruct(shape, jnp.float32)
+        lambda x: movable(quantize(x, stored_dtype)), jax.ShapeDtypeStruct(shape, jnp.float32)
     )
     return quantized
 

@@ -103,8 +103,8 @@ class LoraShapes:
 
     def _own(self, site: Site) -> list[tuple[int, ...]]:
         """Shapes of one device's part of one adapter, in the order of a stack's leaves."""
-        one = jax.tree.leaves(self._stack(site, self.columns))
-        return [tuple(array.sharding.shard_shape(array.shape)) for array in one]
+        arrays = jax.tree.leaves(self._stack(site, self.columns))
+        return [tuple(array.sharding.shard_shape(array.shape)) for array in arrays]
 
     # --- on the host --------------------------------------------------------------------------------
 
@@ -136,12 +136,12 @@ class LoraShapes:
             if module.name not in weights.factors:
                 continue
             expert, number = divmod(number, site.parts)
-            own = a[number] if site.experts is None else a[expert, number]
+            target = a[number] if site.experts is None else a[expert, number]
             down, up = weights.factors[module.name]
             rank, outs = len(down), len(site.shape) - 1
             for piece in module.pieces:
                 inputs = piece.part[outs] if len(piece.part) > outs else slice(None)
-                own[:rank, inputs] = down[:, piece.columns]
+                target[:rank, inputs] = down[:, piece.columns]
                 place = whole[number][(*piece.part[:outs], ...)]
                 place[..., :rank] = up[piece.rows].reshape(*place.shape[:-1], rank)
         return [a, *(whole[segment.module][site.rows(segment)] for segment in site.segments)]
@@ -191,14 +191,14 @@ def lora(
     Args:
         places: the number of places that are computed, from the first.
     """
-    found, columns = shapes.of(logits=logits), places * shapes.columns
-    if not found:
+    adapted, columns = shapes.of(logits=logits), places * shapes.columns
+    if not adapted:
         return None
 
     def adapt(params: Params, stacks: Stacks, words: jax.Array) -> Params:
         mask = mask_of(words, columns, places)
         leaves, tree = jax.tree.flatten(params, is_leaf=is_weight)
-        for number, site in found:
+        for number, site in adapted:
             leaves[site.index] = Adapted(
                 weight_of(leaves[site.index]), stacks[number].first(columns), mask, forms
             )

@@ -132,10 +132,10 @@ def pages_that_fit(config: EngineConfig, spec: ExecutionSpec, weights: int = 0) 
         return config.num_pages
     each = spec.page_bytes
     everyone = 1 + spec.max_slots * spec.most_pages(spec.max_model_len)
-    given = parse_bytes("kv_cache_memory", config.kv_cache_memory)
+    cache_bytes = parse_bytes("kv_cache_memory", config.kv_cache_memory)
     device = spec.mesh.devices.flat[0]
-    if given is not None:
-        count = (given - spec.num_states * spec.state_bytes) // each
+    if cache_bytes is not None:
+        count = (cache_bytes - spec.num_states * spec.state_bytes) // each
     elif device.platform == "cpu":
         count = min(everyone, CPU_DEFAULT // each // spec.mesh.devices.size)
     else:
@@ -156,10 +156,10 @@ def pages_beside(config: EngineConfig, spec: ExecutionSpec, memory: DeviceMemory
     """
     if config.num_pages is not None:
         return config.num_pages
-    given = parse_bytes("kv_cache_memory", config.kv_cache_memory)
+    cache_bytes = parse_bytes("kv_cache_memory", config.kv_cache_memory)
     count = min(1 + spec.max_slots * spec.most_pages(spec.max_model_len), memory.pages)
-    if given is not None:
-        count = (given - memory.states) // memory.page
+    if cache_bytes is not None:
+        count = (cache_bytes - memory.states) // memory.page
     return _enough(count, spec, memory.page)
 
 
@@ -253,14 +253,14 @@ def trunk_temporaries(spec: ExecutionSpec, key: TrunkKey) -> int:
 def _lora_bytes(spec: ExecutionSpec, tokens: int, *, logits: bool) -> int:
     """Bytes of products with adapters: their inner results, and what they add to one weight's product."""
     assert spec.adapters is not None
-    most = 0
+    largest = 0
     for number, site in spec.adapters.of(logits=logits):
         stack, rows = spec.stacks[number], tokens
         if site.experts is not None:  # in the experts' order, see Experts.working
             rows = 8 * min(site.experts, tokens) + tokens * site.chosen
         outs = sum(math.prod(_own(b)[len(site.first) : -1]) for b in stack.b)
-        most = max(most, rows * (4 * math.prod(stack.a.shape[-3:-1]) + 3 * outs))
-    return 4 * most
+        largest = max(largest, rows * (4 * math.prod(stack.a.shape[-3:-1]) + 3 * outs))
+    return 4 * largest
 
 
 def _attention_bytes(spec: ExecutionSpec, group: CacheGroup, key: TrunkKey, on_cpu: bool) -> int:
@@ -279,13 +279,13 @@ def _attention_bytes(spec: ExecutionSpec, group: CacheGroup, key: TrunkKey, on_c
         return scores + gathered + parts * bool(kernels)
     kv_heads = array.shape[0] // spec.shards
     gathered = key.pages * spec.page_size * kv_heads * queries.dim * 4 * 4 * max(key.rows, 1)
-    own = queries.heads // kv_heads
+    heads = queries.heads // kv_heads
     slots = (
-        BLOCKS * CORES * most_rows(own, max(key.rows, 1)) + key.rows * kv_heads
+        BLOCKS * CORES * most_rows(heads, max(key.rows, 1)) + key.rows * kv_heads
     )  # one for each row of a part
     if spec.table.batch_invariant:
         slots = max(4 * BLOCKS * CORES, PARTS * key.rows * kv_heads)
-    parts = 4 * slots * (lines_of(own) * queries.dim + QUERIES)
+    parts = 4 * slots * (lines_of(heads) * queries.dim + QUERIES)
     return scores + gathered + parts * bool(kernels)
 
 
@@ -326,8 +326,8 @@ def fixed_temporaries(spec: ExecutionSpec) -> int:
 
 def _converted(spec: ExecutionSpec, parameter: Any, experts: bool) -> int:
     """Bytes of temporaries of a product with one device's part of a parameter."""
-    own = stored(jax.tree.map(lambda array: jax.ShapeDtypeStruct(_own(array), array.dtype), parameter))
-    return own.converted_bytes(spec.model.dtype, grouped=experts, device=spec.mesh.devices.flat[0])
+    local = stored(jax.tree.map(lambda array: jax.ShapeDtypeStruct(_own(array), array.dtype), parameter))
+    return local.converted_bytes(spec.model.dtype, grouped=experts, device=spec.mesh.devices.flat[0])
 
 
 def _own(array: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, ...]:

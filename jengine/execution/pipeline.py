@@ -50,8 +50,8 @@ class StagePrograms:
         """
         for some in batched(keys, TOGETHER):
             for stage in self.stages:
-                own = {*program_keys(stage.spec)}
-                mine = [key for key in some if key in own]
+                known = {*program_keys(stage.spec)}
+                mine = [key for key in some if key in known]
                 deque(stage.obtain(mine, progress=progress, running=running), maxlen=0)
             self._keys.update(some)
             yield from (key for key in some if key in self)
@@ -62,8 +62,8 @@ class StagePrograms:
 
     def __contains__(self, key: Key) -> bool:
         everywhere = kind_of(key).everywhere
-        own = [stage for stage in self.stages if everywhere or stage.spec.stage.last]
-        return key in self._keys and all(key in stage for stage in own)
+        stages = [stage for stage in self.stages if everywhere or stage.spec.stage.last]
+        return key in self._keys and all(key in stage for stage in stages)
 
     @property
     def compiled(self) -> int:
@@ -227,8 +227,8 @@ class Border:
         Args:
             array: None if this process has no devices of the stage before.
         """
-        given = {} if array is None else {part.device: part.data for part in array.addressable_shards}
-        parts = [*[given[device] for device in self._from], *self._zeros[shape]]
+        shards = {} if array is None else {part.device: part.data for part in array.addressable_shards}
+        parts = [*[shards[device] for device in self._from], *self._zeros[shape]]
         both = jax.make_array_from_single_device_arrays((2 * shape[0], *shape[1:]), self._sharding, parts)
         moved = {part.device: part.data for part in self._programs[shape](both).addressable_shards}
         if not self._to:

@@ -45,16 +45,16 @@ def product_forms(spec: ExecutionSpec, root: Path) -> dict[str, str]:
     by_place = not spec.table.batch_invariant
     facts = [*_facts(), shape, *([] if by_place else ["batch_invariant"])]
     file = root / "products" / (hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24] + ".json")
-    kept = _kept(file)
-    forms = choice.forms(str(spec.model.dtype), [*formats.values()], shape, kept, by_place=by_place)
-    if any(key not in kept for key in forms):
+    saved = _kept(file)
+    forms = choice.forms(str(spec.model.dtype), [*formats.values()], shape, saved, by_place=by_place)
+    if any(key not in saved for key in forms):
         # if it cannot be written, programs cannot be saved either, and that raises a warning
         with contextlib.suppress(OSError):
             file.parent.mkdir(parents=True, exist_ok=True)
             forms |= {
                 key: form for key, form in _kept(file).items() if key in forms
             }  # of processes that measure at the same time, the first one's result is kept
-            write_private(file, json.dumps({**kept, **forms}).encode())
+            write_private(file, json.dumps({**saved, **forms}).encode())
     return forms
 
 
@@ -72,7 +72,7 @@ def _facts() -> list[Any]:
 
 def _kept(file: Path) -> Mapping[str, str]:
     with contextlib.suppress(OSError, ValueError):
-        kept = json.loads(file.read_text())
-        if isinstance(kept, dict) and all(isinstance(form, str) for form in kept.values()):
-            return kept
+        saved = json.loads(file.read_text())
+        if isinstance(saved, dict) and all(isinstance(form, str) for form in saved.values()):
+            return saved
     return {}

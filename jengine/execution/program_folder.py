@@ -85,40 +85,40 @@ def must_be_private(path: Path) -> None:
     one else may write it.
     """
     try:
-        found = path.stat()
-        if _granted_by_mount(found):
-            path.chmod(stat.S_IMODE(found.st_mode) & stat.S_IRWXU)
-            found = path.stat()
+        status = path.stat()
+        if _granted_by_mount(status):
+            path.chmod(stat.S_IMODE(status.st_mode) & stat.S_IRWXU)
+            status = path.stat()
             if path.is_dir():
                 log.info(
                     "removed the write permission that a mount gave to the group of %s%s", path, FS_GROUP
                 )
     except OSError as error:
         raise UntrustedProgram(f"{path} cannot be read: {error.strerror}") from None
-    if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o022):
-        by_group = FS_GROUP if found.st_mode & stat.S_IWGRP else ""
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+        by_group = FS_GROUP if status.st_mode & stat.S_IWGRP else ""
         raise UntrustedProgram(
             f"{path} must belong to you and be writable by no one else: programs are code{by_group}"
         )
 
 
-def _granted_by_mount(found: os.stat_result) -> bool:
+def _granted_by_mount(status: os.stat_result) -> bool:
     """Whether the group's write permission can have come from a mount only, and has let in no one else.
 
     The path must be this user's and closed to all others, and its group one of this process's that has no
     other member. Outside of a pod, where groups are for people to share files, it must also be the user's
     private group, which has the user's number.
     """
-    mode = stat.S_IMODE(found.st_mode)
+    mode = stat.S_IMODE(status.st_mode)
     if (
         not hasattr(os, "getuid")
-        or found.st_uid != os.getuid()
+        or status.st_uid != os.getuid()
         or not mode & stat.S_IWGRP
         or mode & stat.S_IRWXO
     ):
         return False
-    own = found.st_gid in {os.getgid(), *os.getgroups()} and not _others_in(found.st_gid)
-    return own and (found.st_gid == os.getuid() or IN_POD in os.environ)
+    alone = status.st_gid in {os.getgid(), *os.getgroups()} and not _others_in(status.st_gid)
+    return alone and (status.st_gid == os.getuid() or IN_POD in os.environ)
 
 
 def _others_in(group: int) -> bool:
@@ -208,10 +208,10 @@ def tidy(folder: Path, programs: dict[str, str]) -> None:
     Args:
         programs: hashes by name.
     """
-    kept = {LOCK, *(program_file(folder, name, digest).name for name, digest in programs.items())}
+    names = {LOCK, *(program_file(folder, name, digest).name for name, digest in programs.items())}
     if programs:
-        kept.add(MANIFEST)
+        names.add(MANIFEST)
     for file in folder.iterdir():
-        if file.name not in kept:
+        if file.name not in names:
             with contextlib.suppress(OSError):
                 file.unlink()

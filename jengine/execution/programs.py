@@ -342,18 +342,18 @@ def first_keys(spec: ExecutionSpec) -> list[Key]:
 def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
     """Lowers a program from abstract values alone, without closures over arrays."""
     program = kind_of(key).program(spec, key)
-    function, how = program.function, {}
+    function, shardings = program.function, {}
     if program.by_shard:
         function = shard_mapped(spec.mesh, function, program.args, program.out)
     else:
-        how["out_shardings"] = jax.tree.map(partial(NamedSharding, spec.mesh), program.out)
+        shardings["out_shardings"] = jax.tree.map(partial(NamedSharding, spec.mesh), program.out)
     function.__name__ = function.__qualname__ = program.name
     device = spec.mesh.devices.flat[0]
     gpu = device.platform == "gpu"
     # kernels are lowered for this device's instruction set
     place = jax.default_device(device if gpu else None)
     with place, reused() if gpu else nullcontext(), batch_invariant(spec.table.batch_invariant):
-        return jax.jit(function, donate_argnums=program.donated, **how).lower(*program.args)
+        return jax.jit(function, donate_argnums=program.donated, **shardings).lower(*program.args)
 
 
 def file_name(key: Key) -> str:

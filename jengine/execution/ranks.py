@@ -50,9 +50,10 @@ class JointState(DeviceState):
     ) -> None:
         super().__init__(spec, programs, params)
         self.specs = [spec.rank(rank) for rank in range(spec.ranks)]
-        each = divided(self.leaves, [one.leaves for one in self.specs])
+        each = divided(self.leaves, [rank_spec.leaves for rank_spec in self.specs])
         self.states = [
-            RankState(one, own, leaves) for one, own, leaves in zip(self.specs, of_ranks, each, strict=True)
+            RankState(rank_spec, programs_of_rank, leaves)
+            for rank_spec, programs_of_rank, leaves in zip(self.specs, of_ranks, each, strict=True)
         ]
         self._share()
 
@@ -69,7 +70,7 @@ class JointState(DeviceState):
     def divide_cache(self) -> None:
         """Gives each rank its part of the cache, until the next trunk."""
         if self.cache is not None:
-            parts = divided(self.cache, [one.cache for one in self.specs])
+            parts = divided(self.cache, [rank_spec.cache for rank_spec in self.specs])
             self.cache = None
             for state, part in zip(self.states, parts, strict=True):
                 state.cache = part
@@ -80,7 +81,7 @@ class JointState(DeviceState):
         self.slots = self.to_sample = self.tiles = None
         for state, (slots, to_sample, tiles) in zip(
             self.states,
-            divided(results, [_own(results, one, self.spec.ranks) for one in self.specs]),
+            divided(results, [_own(results, rank_spec, self.spec.ranks) for rank_spec in self.specs]),
             strict=True,
         ):
             state.slots, state.to_sample, state.tiles = slots, to_sample, tiles
@@ -103,10 +104,10 @@ def divided(tree: Any, likes: Sequence[Any]) -> list[Any]:
     parts = []
     for rank, like in enumerate(likes):
         count = len(shards[0]) // len(likes)
-        own = slice(rank * count, (rank + 1) * count)
+        part = slice(rank * count, (rank + 1) * count)
         made = [
-            jax.make_array_from_single_device_arrays(one.shape, one.sharding, each[own])
-            for one, each in zip(jax.tree.leaves(like), shards, strict=True)
+            jax.make_array_from_single_device_arrays(array.shape, array.sharding, each[part])
+            for array, each in zip(jax.tree.leaves(like), shards, strict=True)
         ]
         parts.append(jax.tree.unflatten(structure, made))
     return parts
@@ -180,7 +181,7 @@ class RanksRunner(Runner):
             self.runners[rank].worker.await_samples(plan.overtakes)
         packed = [prepared[i].packed if i in prepared else nothing for i in range(len(self.runners))]
         self.worker.execute(DeviceCall(key, np.concatenate(packed)))
-        return {rank: self.runners[rank].after_trunk(plans[rank], one) for rank, one in prepared.items()}
+        return {rank: self.runners[rank].after_trunk(plans[rank], step) for rank, step in prepared.items()}
 
     # --- the same on every rank -------------------------------------------------------------------
 
@@ -189,11 +190,11 @@ class RanksRunner(Runner):
         return [*started.values()]
 
     def sample(self, step: Any, mask: np.ndarray | None = None) -> Any:
-        return [runner.sample(one, mask) for runner, one in zip(self.runners, step, strict=True)]
+        return [runner.sample(rank_step, mask) for runner, rank_step in zip(self.runners, step, strict=True)]
 
     def read(self, step: Any) -> StepResult:
         steps: list[InFlight] = step
-        first, *_ = [runner.read(one) for runner, one in zip(self.runners, steps, strict=True)]
+        first, *_ = [runner.read(rank_step) for runner, rank_step in zip(self.runners, steps, strict=True)]
         return first
 
     def call(self, call: DeviceCall) -> Any:
@@ -227,11 +228,11 @@ def make_ranks(
     """
     joints, workers = list[Worker](), [list[Worker]() for _ in of_ranks]
     each = zip(spec.stages, by_stage(joint), params, *map(by_stage, of_ranks), strict=True)
-    for stage, programs, leaves, *own in each:
-        state = JointState(stage, programs, leaves, own)
+    for stage, programs, leaves, *of_each_rank in each:
+        state = JointState(stage, programs, leaves, of_each_rank)
         joints.append(JointWorker(state, programs))
-        for rank, (mine, one) in enumerate(zip(workers, own, strict=True)):
-            mine.append(RankWorker(state, rank, one))
+        for rank, (mine, programs_of_rank) in enumerate(zip(workers, of_each_rank, strict=True)):
+            mine.append(RankWorker(state, rank, programs_of_rank))
     ranks = [
         as_one(spec.rank(rank), programs, mine)
         for rank, (programs, mine) in enumerate(zip(of_ranks, workers, strict=True))

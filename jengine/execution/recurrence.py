@@ -56,8 +56,8 @@ class Recurrence:
         key, out = self._key, []
         x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
         if key.rows and self._in_order:
-            one = jnp.ones(key.rows, jnp.int32)
-            read, pages = _convolve_in_order(x[: key.rows, None], weight, pages, *self._rows, one)
+            lengths = jnp.ones(key.rows, jnp.int32)
+            read, pages = _convolve_in_order(x[: key.rows, None], weight, pages, *self._rows, lengths)
             out.append(read)
         elif key.rows:
             read, pages = self._convolve_rows(x, weight, pages)
@@ -89,10 +89,10 @@ class Recurrence:
         """
         (sources, _), fresh = self._rows
         index = jnp.arange(count) + self._behind[:, None]  # in the page
-        given = _begin(pages[sources[:, None], jnp.minimum(index, count - 1)], fresh)
+        earlier = _begin(pages[sources[:, None], jnp.minimum(index, count - 1)], fresh)
         rows = jnp.pad(x, [(count, 0), (0, 0)])
         others = jnp.stack([rows[i : i + len(x)] for i in range(count)], axis=1)
-        return jnp.where((index < count)[..., None], given, others)
+        return jnp.where((index < count)[..., None], earlier, others)
 
     def _recur(
         self,
@@ -208,9 +208,9 @@ def _convolve_in_order(
     _, size, channels = tiles.shape
 
     def one(pages: jax.Array, tile: Any) -> tuple[jax.Array, jax.Array]:
-        (source, target), fresh, length, own = tile
+        (source, target), fresh, length, inputs = tile
         before = lax.optimization_barrier(_begin(pages[source], fresh))  # else as in _convolve_rows
-        after = lax.dynamic_slice_in_dim(jnp.concatenate([before, own]), length, before.shape[0])
+        after = lax.dynamic_slice_in_dim(jnp.concatenate([before, inputs]), length, before.shape[0])
         return lax.dynamic_update_index_in_dim(pages, after, target, 0), before
 
     pages, before = lax.scan(one, pages, (states, fresh, lengths, tiles))
@@ -218,10 +218,10 @@ def _convolve_in_order(
     return _weighted(every, weight, size).reshape(-1, channels), pages
 
 
-def _behind(slots: jax.Array, most: int) -> jax.Array:
+def _behind(slots: jax.Array, limit: int) -> jax.Array:
     """[rows]: number of rows of the same sequence before each. Padding has none."""
     count, same = jnp.zeros_like(slots), slots > 0
-    for back in range(1, most + 1):
+    for back in range(1, limit + 1):
         same &= jnp.pad(slots, (back, 0))[: len(slots)] == slots
         count += same
     return count

@@ -58,7 +58,7 @@ class ResultSender:
 
 def encode_result(result: Any) -> bytes:
     arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(result)]
-    kind = next((i for i, one in enumerate(TYPES) if isinstance(result, one)), -1)
+    kind = next((i for i, cls in enumerate(TYPES) if isinstance(result, cls)), -1)
     parts = [(array.dtype.str, array.shape, array.tobytes()) for array in arrays]
     return msgspec.msgpack.encode((kind, parts))
 

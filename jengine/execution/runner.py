@@ -183,19 +183,19 @@ class Runner:
         arrays = jax.tree.leaves(step.drafts)
         self._link.wait(lambda: all(array.is_ready() for array in arrays))
         with self._explained():
-            found = np.asarray(step.drafts.tokens).tolist()
-        for span, drafts in zip(step.plan.drafting, found, strict=False):
+            tokens = np.asarray(step.drafts.tokens).tolist()
+        for span, drafts in zip(step.plan.drafting, tokens, strict=False):
             span.following = drafts[: span.guesses]
         step.drafts = None
 
     def read(self, step: InFlight) -> StepResult:
         """Waits for a step's tokens."""
-        given = step.sampled, step.tiles
-        arrays = jax.tree.leaves(given)
+        results = step.sampled, step.tiles
+        arrays = jax.tree.leaves(results)
         waited = not all([array.is_ready() for array in arrays])
         self._link.wait(lambda: all(array.is_ready() for array in arrays))
         with self._explained():
-            sampled, tiles = jax.tree.map(on_host, given)
+            sampled, tiles = jax.tree.map(on_host, results)
         self.learn_drafts(step)
         if step.plan.steps == 1:
             tokens: Tokens = sampled.tokens[: len(step.plan.samples)].tolist()
@@ -210,8 +210,8 @@ class Runner:
     def swap(self, swaps: Swaps) -> None:
         """Starts to move pages, before the next step. Returns before they have arrived."""
         for spills in batched(swaps.spills, SWAPS):
-            kept = self.call(swap_call("spill", [(page, host) for _, page, host in spills]))
-            self._spilling.append(UnderWay([host for _, _, host in spills], jax.tree.leaves(kept)))
+            pages = self.call(swap_call("spill", [(page, host) for _, page, host in spills]))
+            self._spilling.append(UnderWay([host for _, _, host in spills], jax.tree.leaves(pages)))
         for fills in batched(swaps.fills, SWAPS):
             self.call(swap_call("fill", [(place, page) for _, place, page in fills]))
         if swaps.fetches:
@@ -241,7 +241,7 @@ class Runner:
     @property
     def moving(self) -> list[Any]:
         """Arrays that are ready when all pages in transfer have arrived."""
-        return [*self.worker.caches, *(one.arrays for one in (*self._spilling, *self._staging))]
+        return [*self.worker.caches, *(swap.arrays for swap in (*self._spilling, *self._staging))]
 
     def wait_for_staged(self) -> None:
         """Waits for the oldest pages in transfer to the device, if any."""
@@ -283,7 +283,7 @@ class Runner:
         """Runs each program some times through the normal path, with padding only, except those that `ran`
         before.
         """
-        examples = [one for kind in KINDS for one in kind.examples(self.spec, ready).items()]
+        examples = [call for kind in KINDS for call in kind.examples(self.spec, ready).items()]
         done = {*ran}
         for key, example in progress_bar(examples, desc="warming up", unit="program", show=progress):
             if key not in done:

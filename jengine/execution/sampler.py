@@ -70,9 +70,10 @@ def make_sampler(
         params: Params, stacks: Stacks, last: jax.Array, words: jax.Array, to: ToSample
     ) -> tuple[jax.Array, Sampled]:
         params = params if adapt is None else adapt(params, stacks, words[to.slots])
-        logits, own = _shared_out(model, params, to)
+        logits, local = _shared_out(model, params, to)
         sampled: Sampled = all_gather(
-            Sampled(sample(logits, sampling_of(words[own.slots]), own.positions, variant)), to.slots.shape[0]
+            Sampled(sample(logits, sampling_of(words[local.slots]), local.positions, variant)),
+            to.slots.shape[0],
         )
         return _noted(last, to, sampled.tokens, accepted(to, sampled.tokens)), sampled
 
@@ -86,18 +87,18 @@ def make_sampler(
     ) -> tuple[tuple[jax.Array, jax.Array], SampledLogprobs]:
         last, counts = state
         params = params if adapt is None else adapt(params, stacks, words[to.slots])
-        logits, own = _shared_out(model, params, to)
-        sampling = sampling_of(words[own.slots])
+        logits, local = _shared_out(model, params, to)
+        sampling = sampling_of(words[local.slots])
         greedy, scaled = _changed(
             logits,
             sampling,
-            own.positions,
+            local.positions,
             "full",
-            lambda: with_drafts(counts[own.slots], own_rows(drafts_before(to))),
+            lambda: with_drafts(counts[local.slots], own_rows(drafts_before(to))),
             own_rows(mask),
             greedy_too=not processed,
         )
-        tokens = _drawn(greedy, scaled, sampling, own.positions)
+        tokens = _drawn(greedy, scaled, sampling, local.positions)
         sampled: SampledLogprobs = all_gather(
             with_wanted_logprobs(scaled if processed else logits, tokens, sampling), to.slots.shape[0]
         )
@@ -160,11 +161,11 @@ def accepted(to: ToSample, tokens: jax.Array) -> jax.Array:
 
 def drafts_before(to: ToSample) -> jax.Array:
     """Drafts that precede each row's sample, int32 [rows, n], padded with -1."""
-    drafts, known, found = drafted(to), jnp.ones(to.slots.shape[0], bool), []
+    drafts, known, columns = drafted(to), jnp.ones(to.slots.shape[0], bool), []
     for back in range(min(MOST_DRAFTS, to.slots.shape[0] - 1)):
         known &= jnp.roll(drafts, back)
-        found.append(jnp.where(known, jnp.roll(to.tokens, back), -1))
-    return jnp.stack(found, axis=1) if found else jnp.zeros((to.slots.shape[0], 0), jnp.int32)
+        columns.append(jnp.where(known, jnp.roll(to.tokens, back), -1))
+    return jnp.stack(columns, axis=1) if columns else jnp.zeros((to.slots.shape[0], 0), jnp.int32)
 
 
 def with_drafts(counts: jax.Array, drafts: jax.Array) -> jax.Array:
@@ -334,7 +335,7 @@ def _first_over(ends: jax.Array, target: jax.Array, mass: jax.Array) -> jax.Arra
 
 def with_wanted_logprobs(logits: jax.Array, tokens: jax.Array, sampling: Sampling) -> SampledLogprobs:
     """`with_logprobs`, or zeros if no row requests them."""
-    rows, most = logits.shape[0], _most_logprobs(logits)
+    rows, count = logits.shape[0], _most_logprobs(logits)
 
     def none() -> SampledLogprobs:
         zeros = jnp.zeros(rows, jnp.int32)
@@ -342,8 +343,8 @@ def with_wanted_logprobs(logits: jax.Array, tokens: jax.Array, sampling: Samplin
             tokens,
             zeros.astype(jnp.float32),
             zeros,
-            jnp.zeros((rows, most), jnp.int32),
-            jnp.zeros((rows, most)),
+            jnp.zeros((rows, count), jnp.int32),
+            jnp.zeros((rows, count)),
         )
 
     return either(sampling.logprobs > 0, lambda: with_logprobs(logits, tokens, sampling.logprobs > 1), none)
@@ -351,17 +352,17 @@ def with_wanted_logprobs(logits: jax.Array, tokens: jax.Array, sampling: Samplin
 
 def with_logprobs(logits: jax.Array, tokens: jax.Array, top: jax.Array | None = None) -> SampledLogprobs:
     """Log probabilities of logits. Includes the most likely tokens if any of `top` is set or None."""
-    most = _most_logprobs(logits)
+    count = _most_logprobs(logits)
     logprobs = jax.nn.log_softmax(logits, -1)
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], -1)
     ranks = 1 + jnp.sum(logprobs > chosen, -1)
 
     def likeliest() -> tuple[jax.Array, jax.Array]:
-        return top_k(logprobs, most)
+        return top_k(logprobs, count)
 
     def none() -> tuple[jax.Array, jax.Array]:
-        return jnp.zeros((logits.shape[0], most), logprobs.dtype), jnp.zeros(
-            (logits.shape[0], most), jnp.int32
+        return jnp.zeros((logits.shape[0], count), logprobs.dtype), jnp.zeros(
+            (logits.shape[0], count), jnp.int32
         )
 
     values, ids = likeliest() if top is None else either(top, likeliest, none)
@@ -387,8 +388,8 @@ def make_scorer(model: Model, tile_size: int, adapt: Adapt | None = None) -> Cal
     ) -> SampledLogprobs:
         def one(tile: tuple[jax.Array, jax.Array, jax.Array]) -> SampledLogprobs:
             hidden, targets, slot = tile
-            own = params if adapt is None else adapt(params, stacks, words[jnp.full(tile_size, slot)])
-            logits = model.bind(own).logits(hidden)
+            adapted = params if adapt is None else adapt(params, stacks, words[jnp.full(tile_size, slot)])
+            logits = model.bind(adapted).logits(hidden)
             scores: SampledLogprobs = all_gather(
                 with_logprobs(_rows(logits, model), own_rows(targets)), tile_size
             )

@@ -63,24 +63,24 @@ def abstract_slots(
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
 
     proposed = ints(slots, drafts) if drafts else None
-    kept = None
+    saved = None
     if state is not None:
         places = slots, drafts + 1
         states = jax.ShapeDtypeStruct((*places, *state.shape), state.dtype, sharding=sharding)
-        kept = KeptStates(states, ints(*places))  # type: ignore[arg-type]
+        saved = KeptStates(states, ints(*places))  # type: ignore[arg-type]
     last, table, sampling = ints(slots, 2), ints(groups, slots, width), ints(slots, SAMPLING_WORDS)
-    return SlotState(last, table, sampling, proposed, kept)  # type: ignore[arg-type]
+    return SlotState(last, table, sampling, proposed, saved)  # type: ignore[arg-type]
 
 
 def updated(slots: SlotState, entries: jax.Array, resets: jax.Array) -> SlotState:
     """Applies entries [n, ENTRY_WORDS] and resets [m, RESET_WORDS], as in a Batch."""
     group, slot, index, page = entries.T
-    table, sampling, kept = slots.block_table.at[group, slot, index].set(page), slots.sampling, slots.kept
+    table, sampling, saved = slots.block_table.at[group, slot, index].set(page), slots.sampling, slots.kept
     if resets.shape[0]:
         sampling = sampling.at[resets[:, 0]].set(resets[:, 1:])
-        if kept is not None:  # those of the sequence that had the slot before
-            kept = kept._replace(followers=kept.followers.at[resets[:, 0]].set(0))
-    return slots._replace(block_table=table, sampling=sampling, kept=kept)
+        if saved is not None:  # those of the sequence that had the slot before
+            saved = saved._replace(followers=saved.followers.at[resets[:, 0]].set(0))
+    return slots._replace(block_table=table, sampling=sampling, kept=saved)
 
 
 def update_slots(slots: SlotState, packed: jax.Array) -> SlotState:

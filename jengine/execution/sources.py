@@ -46,17 +46,17 @@ def source_files(packages: Path = PACKAGES) -> list[Path]:
 
 
 def _closure(packages: Path) -> set[Path]:
-    modules, found = _modules(packages), set[Path]()
+    modules, closure = _modules(packages), set[Path]()
     waiting = [
         *_files(modules, TRACED),
         *(file for name in FAMILIES for file in (packages / name).glob("*.py")),
     ]
     while waiting:
         file = waiting.pop()
-        if file not in found:
-            found.add(file)
+        if file not in closure:
+            closure.add(file)
             waiting += [other for name in _imported(file.read_bytes()) for other in _files(modules, name)]
-    return found
+    return closure
 
 
 def _modules(packages: Path) -> dict[str, Path]:
@@ -64,16 +64,16 @@ def _modules(packages: Path) -> dict[str, Path]:
 
     Without jengine/__init__.py, which imports lazily.
     """
-    found = {}
+    files = {}
     for folder, _, names in os.walk(packages / "jengine"):
         package = ".".join(Path(folder).relative_to(packages).parts)
         for name in names:
             module, suffix = os.path.splitext(name)
             if suffix == ".py" and module != "__init__":
-                found[f"{package}.{module}"] = Path(folder, name)
+                files[f"{package}.{module}"] = Path(folder, name)
             elif suffix == ".py" and package != "jengine":
-                found[package] = Path(folder, name)
-    return found
+                files[package] = Path(folder, name)
+    return files
 
 
 def _imported(source: bytes) -> Iterator[str]:

@@ -264,7 +264,7 @@ class ExecutionSpec:
 
     @property
     def weights(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The same, without those of a head that are the model's."""
+        """Leaves of the model and of the draft, without those that a head shares with the model."""
         if self.draft is None:
             return self.leaves
         return (*self.leaves, *jax.tree.leaves(self.draft.alone.placed(self.mesh)))
@@ -342,7 +342,7 @@ class ExecutionSpec:
             "quantization": self.model.weights,
             "draft": None if self.draft is None else _facts(self.draft),
             **({} if self.model.stage is None else {"stage": dataclasses.asdict(self.model.stage)}),
-            **({} if not self.pipeline else {"pipeline": [one.identity() for one in self.stages]}),
+            **({} if not self.pipeline else {"pipeline": [stage.identity() for stage in self.stages]}),
             "processed_logprobs": self.processed_logprobs,
             "adapters": None if self.adapters is None else self.adapters.facts,
             **({} if self.images is None else {"images": self.images.facts}),
@@ -397,8 +397,8 @@ def cpu_features() -> str:
         import platform
 
         return f"{platform.machine()} {platform.processor()}"
-    found = next(
+    features = next(
         (line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))), ""
     ).split()
-    hidden = hidden_features(found)
-    return " ".join(feature for feature in found if feature not in hidden)
+    hidden = hidden_features(features)
+    return " ".join(feature for feature in features if feature not in hidden)

@@ -104,8 +104,8 @@ def by_digits(x: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
     for _ in range(32 // DIGIT):
         shift = lax.clz(key) + 1
         key, values = lax.optimization_barrier((key, _float_of(key << shift | digits << shift - DIGIT)))
-        kept = tuple(jnp.where(x >= values[:, i, None], weight, 0.0) for i in range(len(digits)))
-        sums = jnp.stack(lax.reduce(kept, (np.float32(0),) * len(kept), _add, (1,)))  # reads x once
+        weights = tuple(jnp.where(x >= values[:, i, None], weight, 0.0) for i in range(len(digits)))
+        sums = jnp.stack(lax.reduce(weights, (np.float32(0),) * len(weights), _add, (1,)))  # reads x once
         key = key << DIGIT | (sums >= wanted).sum(0, dtype=jnp.uint32)[:, None]
     return _float_of(key[:, 0])
 

@@ -80,8 +80,8 @@ def make_trunk(
         hidden = module.hidden(tokens, positions, attend)
         return hidden, [] if reads is None else [hidden]
 
-    how: Any = {"batch_invariant": batch_invariant, "following": following, "compute": hidden_and_states}
-    run = make_pass(model, layout.key, page_size, device, adapt, **how)
+    options: Any = {"batch_invariant": batch_invariant, "following": following, "compute": hidden_and_states}
+    run = make_pass(model, layout.key, page_size, device, adapt, **options)
 
     def trunk(
         params: Params, stacks: Stacks, cache: Cache, slots: SlotState, packed: jax.Array, *pool: jax.Array

@@ -72,10 +72,10 @@ class Worker:
         }
         if state.pool is not None:
             parts["embeddings of images"] = state.pool
-        found = {name: devices * device_bytes(tree) for name, tree in parts.items()}
+        sizes = {name: devices * device_bytes(tree) for name, tree in parts.items()}
         memory = [*self.programs.memory.values()]
         return {
-            **found,
+            **sizes,
             "programs' code": sum([program.code for program in memory]),
             "programs' temporaries, of the largest": devices
             * max([program.working for program in memory], default=0),

@@ -178,7 +178,7 @@ class Model:
         return module
 
     def head(self, params: Params) -> Head | None:
-        """The same for a head; None for a model."""
+        """The draft head with these parameters; None for a model."""
         return cast(Head, self.bind(params)) if self.config.family in DRAFT_HEADS else None
 
     @property
@@ -222,11 +222,11 @@ def build(
     if config.family not in {**FAMILIES, **DRAFT_HEADS}:
         raise ModelError(f"model_type {config.family!r} is not supported; {', '.join(sorted(FAMILIES))} are")
     if (done := config.converted) is not None:
-        own = None if done.quantization == "stored" else done.quantization
-        if quantization not in (None, own):
+        saved = None if done.quantization == "stored" else done.quantization
+        if quantization not in (None, saved):
             limit = (
-                f"must be None or {own}, as the folder was converted with"
-                if own
+                f"must be None or {saved}, as the folder was converted with"
+                if saved
                 else "must be None: the folder keeps its file's quantization"
             )
             raise InvalidArgument("quantization", quantization, limit)
@@ -234,7 +234,7 @@ def build(
             raise InvalidArgument(
                 "tensor_parallel_size", shards, "must be 1 with a folder that was converted with quantization"
             )
-        quantization, group_size, calibrated = own, done.group_size, done.calibrated
+        quantization, group_size, calibrated = saved, done.group_size, done.calibrated
     config = dataclasses.replace(
         config,
         shards=shards,

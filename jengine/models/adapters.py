@@ -98,11 +98,11 @@ class Site:
         return () if self.experts is None else (self.shape[0],)
 
     def a_shape(self, columns: int) -> tuple[int, ...]:
-        """Of `adapted.Stack.a`, for this many columns."""
+        """Shape of `adapted.Stack.a` for this many columns."""
         return *self.first, self.parts, columns, self.shape[-1]
 
     def b_shapes(self, columns: int) -> list[tuple[int, ...]]:
-        """Of `adapted.Stack.b`."""
+        """Shapes of `adapted.Stack.b`."""
         first, outs = self.first, self.shape[len(self.first) : -1]
         sizes = [None if rows is None else rows.stop - rows.start for _, rows in self.segments]
         return [(*first, *(outs if size is None else (outs[0], size, *outs[2:])), columns) for size in sizes]
@@ -149,7 +149,7 @@ def sites(model: Model, targets: Sequence[str] | None = None) -> tuple[Site, ...
     )
     leaves = [jax.tree.leaves(tree, is_leaf=is_leaf) for tree, is_leaf in trees]
     paths = [path for path, _ in jax.tree.leaves_with_path(model.params, is_leaf=is_weight)]
-    found, named = [], set()
+    out, named = [], set()
     for index, (path, (parameter, axes, source, adaptable)) in enumerate(
         zip(paths, zip(*leaves, strict=True), strict=True)
     ):
@@ -163,11 +163,11 @@ def sites(model: Model, targets: Sequence[str] | None = None) -> tuple[Site, ...
             if matching if targets is not None else role == "dense":
                 chosen = 1 if experts is None else model.config.part(MixtureOfExperts).per_token
                 shape = tuple(parameter.shape)
-                found.append(Site(index, shape, axes, role, experts, modules, segments, chosen))
+                out.append(Site(index, shape, axes, role, experts, modules, segments, chosen))
             named |= matching
     if missing := sorted({*(targets or ())} - named):
         raise InvalidArgument("lora_target_modules", missing[0], "must name modules that adapters may change")
-    return tuple(found)
+    return tuple(out)
 
 
 def _roles(
@@ -191,23 +191,23 @@ def _has(module: Module, target: str) -> bool:
 
 def bare(name: str, prefix: str) -> str:
     """The name of a module or a tensor without the prefixes of decoders."""
-    for one in (prefix, *PREFIXES):
-        name = name.removeprefix(one)
+    for start in (prefix, *PREFIXES):
+        name = name.removeprefix(start)
     return name
 
 
 def _modules(prefix: str, ndim: int, source: tuple[Piece, ...]) -> tuple[Module, ...]:
     """The modules of a parameter, or none if a low-rank change of one would not be one of the parameter."""
-    found = []
+    modules = []
     for name in dict.fromkeys(piece.name for piece in source):
-        own = tuple(piece for piece in source if piece.name == name)
-        rows = {repr((piece.part[: ndim - 1], piece.rows)) for piece in own}
-        columns = {repr((piece.part[ndim - 1 :], piece.columns)) for piece in own}
-        if len(own[0].shape) != 2 or not name.endswith(".weight") or (len(rows) > 1 and len(columns) > 1):
+        pieces = tuple(piece for piece in source if piece.name == name)
+        rows = {repr((piece.part[: ndim - 1], piece.rows)) for piece in pieces}
+        columns = {repr((piece.part[ndim - 1 :], piece.columns)) for piece in pieces}
+        if len(pieces[0].shape) != 2 or not name.endswith(".weight") or (len(rows) > 1 and len(columns) > 1):
             return ()
-        outs, inputs = own[0].shape[::-1] if own[0].transposed else own[0].shape
-        found.append(Module(bare(name, prefix).removesuffix(".weight"), (outs, inputs), own))
-    return tuple(found)
+        outs, inputs = pieces[0].shape[::-1] if pieces[0].transposed else pieces[0].shape
+        modules.append(Module(bare(name, prefix).removesuffix(".weight"), (outs, inputs), pieces))
+    return tuple(modules)
 
 
 def _segments(

@@ -55,7 +55,7 @@ class Bloom(Llama):
             jnp.asarray(laid_slopes(self.config)),
             self.config.num_kv_heads_padded // self.config.shards,
         )
-        own = lax.dynamic_slice_in_dim(every, shard_index() * heads, heads)
+        slopes_here = lax.dynamic_slice_in_dim(every, shard_index() * heads, heads)
 
         def with_slopes(
             layer: int,
@@ -63,7 +63,7 @@ class Bloom(Llama):
             rotation: Rotation | None,
             options: AttentionOptions,
         ) -> jax.Array:
-            return attend(layer, qkv, rotation, replace(options, slopes=own))
+            return attend(layer, qkv, rotation, replace(options, slopes=slopes_here))
 
         return with_slopes
 

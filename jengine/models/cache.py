@@ -153,11 +153,11 @@ def cache_groups(entries: Sequence[CacheEntry], *, spread: bool = False) -> tupl
         layers, entry, share = kinds[kind, window], first[kind, window], parts[kind, window]
         number = -(-len(layers) // (size * share))
         cuts = [len(layers) * i // number for i in range(number + 1)]  # as even as possible
-        one = CacheGroup(kind, (), window, entry.arrays, parts=share, queries=entry.queries)
+        whole = CacheGroup(kind, (), window, entry.arrays, parts=share, queries=entry.queries)
         parted = (
             [layers[i::number] for i in range(number)] if spread else [layers[a:b] for a, b in pairwise(cuts)]
         )
-        groups += [dataclasses.replace(one, layers=tuple(some)) for some in parted]
+        groups += [dataclasses.replace(whole, layers=tuple(some)) for some in parted]
     if states:
         groups.append(CacheGroup("state", tuple(states), arrays=entries[states[0]].arrays, pool=1))
     return tuple(groups)
@@ -190,15 +190,16 @@ def places(groups: tuple[CacheGroup, ...], pool: int) -> list[tuple[PageArray, .
     scale for each row of every group's view.
     """
     more = [group.arrays for group in groups if group.apart and group.pool == pool for _ in group.layers]
-    own = [group for group in groups if group.pool == pool and not group.apart]
-    if not own:
+    shared = [group for group in groups if group.pool == pool and not group.apart]
+    if not shared:
         return more
-    one = len({group.arrays for group in own}) == 1
-    dim = math.gcd(*(array.shape[-1] for group in own for array in group.arrays))
+    same = len({group.arrays for group in shared}) == 1
+    dim = math.gcd(*(array.shape[-1] for group in shared for array in group.arrays))
     [arrays] = {
-        tuple(array if one else _joined(array, group.parts, dim) for array in group.arrays) for group in own
+        tuple(array if same else _joined(array, group.parts, dim) for array in group.arrays)
+        for group in shared
     }
-    return [*[arrays] * max(-(-len(group.layers) // group.parts) for group in own), *more]
+    return [*[arrays] * max(-(-len(group.layers) // group.parts) for group in shared), *more]
 
 
 def _joined(array: PageArray, parts: int, dim: int) -> PageArray:

@@ -77,9 +77,9 @@ class ModelConfig:
 
     def part[T](self, kind: type[T]) -> T:
         """The part of this type, which the model has."""
-        found = self.find(kind)
-        assert found is not None, f"{self.family} declares no {kind.__name__}"
-        return found
+        part = self.find(kind)
+        assert part is not None, f"{self.family} declares no {kind.__name__}"
+        return part
 
     def plain(self) -> dict[str, Any]:
         """Nested dicts of all fields. Parts have the names of their types."""

@@ -71,8 +71,8 @@ class DeepseekExperts(Experts):
             grouped = ranked.reshape(x.shape[0], routing.groups, -1)
             # a group's score is the sum of its best experts
             best = 1 if self.correction is None else min(2, grouped.shape[-1])
-            kept = lax.top_k(lax.top_k(grouped, best)[0].sum(-1), routing.groups_kept)[1]
-            allowed = jax.nn.one_hot(kept, routing.groups, dtype=jnp.bool_).any(1)
+            groups = lax.top_k(lax.top_k(grouped, best)[0].sum(-1), routing.groups_kept)[1]
+            allowed = jax.nn.one_hot(groups, routing.groups, dtype=jnp.bool_).any(1)
             ranked = jnp.where(allowed[..., None], grouped, -jnp.inf).reshape(ranked.shape)
         chosen = lax.top_k(ranked, self.sizes.per_token)[1]
         weights = jnp.take_along_axis(weights, chosen, axis=-1)
@@ -139,8 +139,8 @@ def read_experts(
         shared_size=int(hf["moe_intermediate_size"]) * int(hf.get("n_shared_experts") or 0),
         normalize=normalize,
     )
-    kept, scaling = int(hf.get("topk_group") or 1), float(hf.get("routed_scaling_factor", 1.0))
-    return sizes, GroupRouting(scores=scores, groups=groups, groups_kept=kept, scaling=scaling)
+    groups_kept, scaling = int(hf.get("topk_group") or 1), float(hf.get("routed_scaling_factor", 1.0))
+    return sizes, GroupRouting(scores=scores, groups=groups, groups_kept=groups_kept, scaling=scaling)
 
 
 def _magnitude(rope: dict[str, Any]) -> float:

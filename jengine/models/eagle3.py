@@ -62,7 +62,7 @@ class BothAttention(Attention):
 
 
 class Eagle3(Llama):
-    """See family.Head. At position 0 there is no token before, and its inputs are zeros."""
+    """EAGLE-3's head. At position 0 there is no token before, and its inputs are zeros."""
 
     prefix = ""
     attention = BothAttention
@@ -86,13 +86,11 @@ class Eagle3(Llama):
         return "midlayer"
 
     def entering(self, states: Sequence[jax.Array]) -> jax.Array:
-        """See family.Head."""
         return dense(jnp.concatenate(states, axis=-1), self.fc[...])
 
     def ahead(
         self, tokens: jax.Array, positions: jax.Array, attend: Attend, before: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """See family.Head."""
         layer, real = self.layers[0], (positions > 0)[:, None]
         state = self.hidden_norm(before)
         x = state if self.config.part(Eagle3Head).norm_before_residual else before
@@ -103,12 +101,11 @@ class Eagle3(Llama):
         return self.norm(x), x
 
     def ids(self, tokens: jax.Array) -> jax.Array:
-        """See family.Head."""
         return tokens if self.offsets is None else tokens + self.offsets[...][tokens]
 
 
 def read_eagle3(hf: Fields) -> dict[str, Any]:
-    """Of the layer's fields; `of_model` completes them."""
+    """Reads the layer's fields; `of_model` completes them."""
     fields = {**decoder(hf), **attention_biases(hf), "mlp_bias": bool(hf.get("mlp_bias", False))}
     for name in LATER:
         if hf.get(name):

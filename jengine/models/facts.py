@@ -37,7 +37,7 @@ class Working:
     bytes: int = 0
 
     def __or__(self, other: Working) -> Working:
-        """Of two that are not needed at the same time."""
+        """What suffices for two that are not needed at the same time."""
         return Working(max(self.channels, other.channels), max(self.bytes, other.bytes))
 
 
@@ -109,8 +109,8 @@ def working(module: Any, tokens: int) -> tuple[Working, Working]:
     beside, layer = Working(), Working()
     for path, part in nnx.iter_modules(module):
         if hasattr(part, "working"):
-            own = part.working(tokens)
-            beside, layer = (beside, layer | own) if path else (own, layer)
+            needs = part.working(tokens)
+            beside, layer = (beside, layer | needs) if path else (needs, layer)
     return beside, layer
 
 

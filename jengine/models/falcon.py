@@ -43,8 +43,8 @@ def read_falcon(hf: Fields) -> dict[str, Any]:
         raise ModelError("alibi is not supported; rotary embedding is")
     heads, hidden = int(hf["num_attention_heads"]), int(hf["hidden_size"])
     new = bool(hf.get("new_decoder_architecture", False))
-    grouped, one = int(hf.get("num_kv_heads") or heads), bool(hf.get("multi_query", True))
-    kv_heads = grouped if new else 1 if one else heads
+    grouped, multi_query = int(hf.get("num_kv_heads") or heads), bool(hf.get("multi_query", True))
+    kv_heads = grouped if new else 1 if multi_query else heads
     parallel, norms = (
         bool(hf.get("parallel_attn", True)),
         int(hf.get("num_ln_in_parallel_attn") or 2) if new else 1,

@@ -155,7 +155,7 @@ class Gemma3nLayer(nnx.Module):
         self.input = LayerInput(config, inputs.size, dtype, name)
 
     def __call__(
-        self, layer: int, streams: jax.Array, rotation: Rotation, attend: Attend, own: jax.Array
+        self, layer: int, streams: jax.Array, rotation: Rotation, attend: Attend, inputs: jax.Array
     ) -> jax.Array:
         """streams [streams, N, hidden] -> the same."""
         streams = self.streams.predicted(streams)
@@ -165,7 +165,7 @@ class Gemma3nLayer(nnx.Module):
         x = (x + self.laurel(normed)) * jnp.asarray(0.5**0.5, x.dtype)
         x = x + self.mlp_result_norm(self.mlp(self.mlp_norm(x)))
         streams = self.streams.corrected(streams, x)
-        return streams.at[1:].add(self.input(self.streams.own(streams), own))
+        return streams.at[1:].add(self.input(self.streams.own(streams), inputs))
 
 
 class Gemma3n(Gemma4):
@@ -190,10 +190,10 @@ class Gemma3n(Gemma4):
 
     def hidden(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         x = self.embedded(tokens)
-        own = self.layer_inputs(tokens, x)
-        assert own is not None
+        inputs = self.layer_inputs(tokens, x)
+        assert inputs is not None
         streams = jnp.stack([x, *(_as_large(dense(x, weight), x) for weight in self.each(self.into))])
-        streams = self.through(streams, positions, attend, range(len(self.layers)), inputs=own)
+        streams = self.through(streams, positions, attend, range(len(self.layers)), inputs=inputs)
         first, others = streams[0], zip(streams[1:], self.each(self.out_of), strict=True)
         together = sum((_as_large(dense(x, weight), first) for x, weight in others), start=first)
         return self.norm(together * jnp.asarray(1 / len(streams), first.dtype))

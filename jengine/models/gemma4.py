@@ -77,13 +77,13 @@ class Gemma4Attention(Attention):
         tokens, kv_heads, group, dim = x.shape[0], weight.shape[0], config.group_size_padded, config.head_dim
         qkv = dense(x, weight, value(self.qkv_bias)).reshape(tokens, kv_heads, -1, dim)
         q = self.q_norm(qkv[:, :, :group].reshape(tokens, kv_heads * group, dim))
-        given: Qkv | QueriesOnly = QueriesOnly(q)
+        inputs: Qkv | QueriesOnly = QueriesOnly(q)
         if self.k_norm is not None:
-            given = Qkv(q, self.k_norm(qkv[:, :, group]), unit(qkv[:, :, -1], config.norm_eps))
+            inputs = Qkv(q, self.k_norm(qkv[:, :, group]), unit(qkv[:, :, -1], config.norm_eps))
         window = config.window(layer)
         # an image's tokens see later ones in layers with a window only
         options = AttentionOptions(1.0, window=window, causal=window is None)
-        y = attend(self.reads, given, rotation, options)
+        y = attend(self.reads, inputs, rotation, options)
         return row_parallel_dense(y.reshape(tokens, -1), self.o[...], value(self.o_bias))
 
     def cache(self, layer: int) -> CacheEntry:
@@ -136,9 +136,9 @@ class LayerInput(nnx.Module):
         )
         self.norm = RMSNorm(hidden, config, dtype, f"{name}.post_per_layer_input_norm")
 
-    def __call__(self, x: jax.Array, own: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, inputs: jax.Array) -> jax.Array:
         return self.norm(
-            dense(ACTIVATIONS[self.activation](dense(x, self.gate[...])) * own, self.projection[...])
+            dense(ACTIVATIONS[self.activation](dense(x, self.gate[...])) * inputs, self.projection[...])
         )
 
 
@@ -168,15 +168,15 @@ class Gemma4Layer(nnx.Module):
         self.input = None if inputs is None else LayerInput(config, inputs.size, dtype, name)
 
     def __call__(
-        self, layer: int, x: jax.Array, rotation: Rotation, attend: Attend, own: jax.Array | None = None
+        self, layer: int, x: jax.Array, rotation: Rotation, attend: Attend, inputs: jax.Array | None = None
     ) -> jax.Array:
         x = x + self.attention_result_norm(self.attention(layer, self.attention_norm(x), rotation, attend))
         y = self.mlp(self.mlp_norm(x))
         if self.experts is not None:
             y = self.mlp_part_norm(y) + self.experts_part_norm(self.experts(x))
         x = x + self.mlp_result_norm(y)
-        if self.input is not None and own is not None:
-            x = x + self.input(x, own)
+        if self.input is not None and inputs is not None:
+            x = x + self.input(x, inputs)
         return x * self.scale[...]
 
 
@@ -279,14 +279,14 @@ def _full_attention(hf: Fields, types: list[str]) -> FullAttention:
     one_matrix, kv_heads = bool(hf.get("attention_k_eq_v")), int(hf["num_key_value_heads"])
     by_layer: dict[str, dict[str, int]] | None = hf.get("per_layer_config")
     if by_layer is None:
-        own = {
+        changes = {
             "head_dim": hf["global_head_dim"],
             "num_key_value_heads": hf.get("num_global_key_value_heads") if one_matrix else None,
         }
     else:
-        own = by_layer.get(str(len(types) - 1).zfill(2)) or by_layer.get(str(len(types) - 1)) or {}
-        expected = {i: own for i, kind in enumerate(types) if kind == "full_attention"}
-        if {int(layer): given for layer, given in by_layer.items()} != expected or own.keys() - {
+        changes = by_layer.get(str(len(types) - 1).zfill(2)) or by_layer.get(str(len(types) - 1)) or {}
+        expected = {i: changes for i, kind in enumerate(types) if kind == "full_attention"}
+        if {int(layer): sizes for layer, sizes in by_layer.items()} != expected or changes.keys() - {
             "head_dim",
             "num_key_value_heads",
         }:
@@ -294,9 +294,11 @@ def _full_attention(hf: Fields, types: list[str]) -> FullAttention:
                 "per_layer_config may only change the number and size of heads, equally in all full_attention"
                 " layers"
             )
-    head_dim = int(own.get("head_dim") or hf["head_dim"])
+    head_dim = int(changes.get("head_dim") or hf["head_dim"])
     return FullAttention(
-        head_dim=head_dim, kv_heads=int(own.get("num_key_value_heads") or kv_heads), keys_as_values=one_matrix
+        head_dim=head_dim,
+        kv_heads=int(changes.get("num_key_value_heads") or kv_heads),
+        keys_as_values=one_matrix,
     )
 
 

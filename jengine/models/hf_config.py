@@ -87,15 +87,15 @@ def rope(hf: Fields, parameters: dict[str, Any]) -> Rotary:
         or parameters.get("original_max_position_embeddings")
         or longest
     )
-    given = {name: parameters[name] for name in ROPE_OPTIONS if parameters.get(name) is not None}
+    extra = {name: parameters[name] for name in ROPE_OPTIONS if parameters.get(name) is not None}
     for name, value in parameters.items():
         if value is not None and name not in ROPE_FIELDS and name not in ROPE_OPTIONS:
             raise ModelError(f"rope scaling has {name}={value!r}, which is not supported")
     if kind == "longrope":
-        given |= {name: tuple(float(x) for x in parameters[name]) for name in ("short_factor", "long_factor")}
+        extra |= {name: tuple(float(x) for x in parameters[name]) for name in ("short_factor", "long_factor")}
         parameters = {"factor": longest / original, **parameters}
     scaling = RopeScaling(
-        kind=kind, factor=float(parameters["factor"]), original_max_position=original, **given
+        kind=kind, factor=float(parameters["factor"]), original_max_position=original, **extra
     )
     return Rotary(theta=theta, scaling=scaling, **sections)
 

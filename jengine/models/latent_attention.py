@@ -135,7 +135,7 @@ def _by_head(x: jax.Array, weight: jax.Array) -> jax.Array:
     out].
     """
     if traced_for_cpu() and traced_batch_invariant():  # XLA's own product may sum a row by its place
-        y: jax.Array = lax.map(lambda one: product(*one), (jnp.moveaxis(x, 1, 0), weight))
+        y: jax.Array = lax.map(lambda pair: product(*pair), (jnp.moveaxis(x, 1, 0), weight))
         return jnp.moveaxis(y, 0, 1)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     y = jnp.einsum("nhi,hoi->nho", x, weight, precision=precision, preferred_element_type=jnp.float32)
@@ -148,9 +148,9 @@ def _queries(latent: LatentAttention, piece: Piece, heads: int) -> Iterator[Piec
         yield piece._replace(part=(slice(0, heads),))
         return
     for head in range(heads):
-        start, own = head * latent.query_dim, slice(head, head + 1)
+        start, single = head * latent.query_dim, slice(head, head + 1)
         for part in _rotated_last(latent, piece, latent.key_dim, start):
-            yield part._replace(part=(own, *part.part))
+            yield part._replace(part=(single, *part.part))
 
 
 def _rotated_last(latent: LatentAttention, piece: Piece, plain: int, start: int = 0) -> Iterator[Piece]:

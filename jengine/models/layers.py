@@ -161,8 +161,8 @@ def embed(table: Weight, tokens: jax.Array) -> jax.Array:
     """
     if shards() == 1:
         return lookup(table, tokens)
-    own = tokens - shard_index() * table.shape[0]
-    return all_reduce(jnp.where(((own >= 0) & (own < table.shape[0]))[:, None], lookup(table, own), 0))
+    local = tokens - shard_index() * table.shape[0]
+    return all_reduce(jnp.where(((local >= 0) & (local < table.shape[0]))[:, None], lookup(table, local), 0))
 
 
 def with_images(x: jax.Array, attend: Attend) -> jax.Array:

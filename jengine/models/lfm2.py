@@ -49,11 +49,11 @@ class ShortConvolution(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         self.config, self.linear = config, config.part(LinearAttention)
         linear, hidden = self.linear, config.hidden_size
-        laid, size, own = config.padded(linear.key_heads), linear.channels, slice(0, linear.key_heads)
+        laid, size, real = config.padded(linear.key_heads), linear.channels, slice(0, linear.key_heads)
         both = Piece(f"{name}.in_proj.weight", (3 * hidden, hidden))
-        thirds = (both._replace(part=(own, i), rows=slice(i * hidden, (i + 1) * hidden)) for i in range(3))
+        thirds = (both._replace(part=(real, i), rows=slice(i * hidden, (i + 1) * hidden)) for i in range(3))
         self.mixed = matrix((laid, 3, size, hidden), dtype, ("heads", None, None, None), *thirds)
-        taps = Piece(f"{name}.conv.weight", (hidden, 1, linear.taps), (own,))
+        taps = Piece(f"{name}.conv.weight", (hidden, 1, linear.taps), (real,))
         self.convolution = param(
             (laid, size, linear.taps), dtype, ("heads", None, None), taps, multiplies=True
         )

@@ -66,13 +66,15 @@ class LightningAttention(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> None:
         self.config, self.linear = config, config.part(LinearAttention)
         heads, dim, hidden = self.linear.key_heads, self.linear.key_dim, config.hidden_size
-        laid, own, inner = config.padded(heads), slice(0, heads), heads * dim
+        laid, real, inner = config.padded(heads), slice(0, heads), heads * dim
         self.activation, self.heads, self.inner = config.activation, heads, inner
         self.slope = 1 - index / (config.num_layers - 1 + 1e-5) + 1e-5  # later layers forget less
-        qkv = Piece(f"{name}.qkv_proj.weight", (3 * inner, hidden), (own, slice(0, 3 * dim)))
-        gate = Piece(f"{name}.output_gate.weight", (inner, hidden), (own, slice(3 * dim, 4 * dim)))
+        qkv = Piece(f"{name}.qkv_proj.weight", (3 * inner, hidden), (real, slice(0, 3 * dim)))
+        gate = Piece(f"{name}.output_gate.weight", (inner, hidden), (real, slice(3 * dim, 4 * dim)))
         self.mixed = matrix((laid, 4 * dim, hidden), dtype, ("heads", None, None), qkv, gate)
-        self.norm = param((laid, dim), dtype, ("heads", None), Piece(f"{name}.norm.weight", (inner,), (own,)))
+        self.norm = param(
+            (laid, dim), dtype, ("heads", None), Piece(f"{name}.norm.weight", (inner,), (real,))
+        )
         out = Piece(f"{name}.out_proj.weight", (hidden, inner), (EVERY, slice(0, inner)))
         self.out = matrix((hidden, laid * dim), dtype, (None, "heads"), out)
 
@@ -113,9 +115,9 @@ class MiniMaxLayer(Layer):
     def __call__(
         self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend
     ) -> jax.Array:
-        (kept, added), (mlp_kept, mlp_added) = self.factors
+        (scale, added), (mlp_kept, mlp_added) = self.factors
         x = self.attention_norm(array_of(x))
-        x = x * kept + self.attention(layer, x, rotation, attend) * added
+        x = x * scale + self.attention(layer, x, rotation, attend) * added
         x = self.mlp_norm(x)
         return x * mlp_kept + self.mlp(x) * mlp_added
 
@@ -123,10 +125,10 @@ class MiniMaxLayer(Layer):
 class MiniMax(Llama):
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
         linear, factors = index in config.part(LinearAttention).layers, config.part(ResidualFactors)
-        own = f"{name}.self_attn"
+        prefix = f"{name}.self_attn"
         return MiniMaxLayer(
             RMSNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm"),
-            LightningAttention(config, dtype, own, index) if linear else Attention(config, dtype, own),
+            LightningAttention(config, dtype, prefix, index) if linear else Attention(config, dtype, prefix),
             RMSNorm(config.hidden_size, config, dtype, f"{name}.post_attention_layernorm"),
             Experts(config, dtype, f"{name}.block_sparse_moe", ("w1", "w3", "w2")),
             (factors.linear if linear else factors.full, factors.mlp),

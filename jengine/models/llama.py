@@ -101,7 +101,7 @@ class Llama(nnx.Module):
         attend: Attend,
         before: Sequence[int] = (),
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """The same as `hidden`, and the residual stream [N, hidden] before each of these layers; the number
+        """What `hidden` returns, and the residual stream [N, hidden] before each of these layers; the number
         of layers stands for the end.
         """
         states: dict[int, Any] = dict.fromkeys(before)

@@ -135,7 +135,7 @@ def read_llama4(hf: Fields) -> dict[str, Any]:
     if chosen != 1:
         raise ModelError(f"num_experts_per_tok={chosen} is not supported; 1 is")
     rotated = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(layers)]
-    types = ["chunked_attention" if one else "full_attention" for one in rotated]
+    types = ["chunked_attention" if rotates else "full_attention" for rotates in rotated]
     if (hf.get("layer_types") or types) != types:
         raise ModelError(
             "layer_types must be chunked_attention for layers with rotary embedding and full_attention for"
@@ -159,7 +159,7 @@ def read_llama4(hf: Fields) -> dict[str, Any]:
             fields["max_position"], int(hf.get("attention_chunk_size") or fields["max_position"])
         ),
         "rope": dataclasses.replace(
-            fields["rope"], unrotated=tuple(i for i, one in enumerate(rotated) if not one)
+            fields["rope"], unrotated=tuple(i for i, rotates in enumerate(rotated) if not rotates)
         ),
         "qk_norm": bool(hf["use_qk_norm"]),
         "parts": (experts, scaling) if scaling.beta else (experts,),

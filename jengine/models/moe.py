@@ -157,11 +157,11 @@ class Experts(nnx.Module):
         """A GPU's own kernel multiplies blocks of one size, whatever an expert's number of rows."""
         if device.platform == "cpu":
             return None
-        own = self.own_size()
+        size = self.own_size()
         x: Any = jax.ShapeDtypeStruct((1, self.config.hidden_size), self.dtype)
         weights = self.gate_up[...], self.down[...]
         each = [why_product_unsupported(x, weight, grouped=True, device=device) for weight in weights]
-        why = next(filter(None, [*each, why_sizes_unsupported((own, own), grouped=False)]), None)
+        why = next(filter(None, [*each, why_sizes_unsupported((size, size), grouped=False)]), None)
         return why and f"experts, whose products XLA may sum by an expert's number of rows ({why})"
 
     def working(self, tokens: int) -> Working:
@@ -183,15 +183,15 @@ class Experts(nnx.Module):
         x = gather_rows(x, DATA)
         weights, chosen = self.route(x)
         x = self.entering(x)
-        own, apart = self.held(chosen)
+        experts, apart = self.held(chosen)
         params = self.gate_up[...], self.down[...], value(self.gate_up_bias)
         if any(weight.eager for weight in params[:2]):
-            y = self.by_group(x, own, *params)
+            y = self.by_group(x, experts, *params)
         else:
-            y = lax.platform_dependent(x, own, *params, cpu=self.by_block, default=self.by_group)
+            y = lax.platform_dependent(x, experts, *params, cpu=self.by_block, default=self.by_group)
         y = _weighted(y, weights)
         if self.down_bias is not None:
-            bias = _weighted(self.down_bias.at[own].get(mode="fill", fill_value=0), weights)
+            bias = _weighted(self.down_bias.at[experts].get(mode="fill", fill_value=0), weights)
             y += bias if apart else jnp.where(jnp.equal(shard_index(), 0), bias, 0)  # results are summed
         return reduce_scatter(y.astype(x.dtype), DATA)
 
@@ -201,9 +201,9 @@ class Experts(nnx.Module):
         """
         if self.config.expert_shards == 1:
             return chosen, False
-        own = self.laid()[0] // self.config.expert_shards
-        number = chosen - shard_index(EXPERTS) * own
-        return jnp.where((number >= 0) & (number < own), number, own), True
+        count = self.laid()[0] // self.config.expert_shards
+        number = chosen - shard_index(EXPERTS) * count
+        return jnp.where((number >= 0) & (number < count), number, count), True
 
     def by_group(
         self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight, bias: jax.Array | None = None
@@ -222,8 +222,8 @@ class Experts(nnx.Module):
     def by_block(
         self, x: jax.Array, chosen: jax.Array, gate_up: Weight, down: Weight, bias: jax.Array | None = None
     ) -> jax.Array:
-        """The same in blocks of rows that share an expert. On a CPU, ragged_dot copies all weights and
-        multiplies by all of them.
+        """Does as `by_group`, in blocks of rows that share an expert. On a CPU, ragged_dot copies all weights
+        and multiplies by all of them.
         """
         experts, (rows, k), hidden = gate_up.shape[0], chosen.shape, x.shape[1]
         rows *= k
@@ -260,8 +260,8 @@ class Experts(nnx.Module):
         """The rows at these places; zeros where a place is beyond all."""
         if self.config.expert_shards == 1:
             return y[place]
-        found: jax.Array = y.at[place].get(mode="fill", fill_value=0)
-        return found
+        placed: jax.Array = y.at[place].get(mode="fill", fill_value=0)
+        return placed
 
 
 def _weighted(y: jax.Array, weights: jax.Array) -> jax.Array:

@@ -87,14 +87,12 @@ class Mtp(Llama):
         return self.names(config.part(Ahead).layers).layer
 
     def entering(self, states: Sequence[jax.Array]) -> jax.Array:
-        """See family.Head."""
         (hidden,) = states
         return hidden
 
     def ahead(
         self, tokens: jax.Array, positions: jax.Array, attend: Attend, before: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """See family.Head."""
         inputs = [self.embedding_norm(self.embedded(tokens)), self.hidden_norm(before)]
         both = jnp.concatenate(inputs if self.embedding_first else inputs[::-1], axis=-1)
         x = jnp.where((positions > 0)[:, None], dense(both, self.joined[...]), 0)
@@ -103,7 +101,6 @@ class Mtp(Llama):
         return normed, normed if self.feeds_norm else x
 
     def ids(self, tokens: jax.Array) -> jax.Array:
-        """See family.Head."""
         return tokens
 
 

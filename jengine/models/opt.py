@@ -68,8 +68,8 @@ class Opt(nnx.Module):
     head: tuple[str, ...] = ("lm_head", "project_out")
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
-        own = config.part(OptLayers)
-        hidden, size = config.hidden_size, own.embedding_size
+        options = config.part(OptLayers)
+        hidden, size = config.hidden_size, options.embedding_size
         places = (config.max_position + OFFSET, hidden)
 
         def project(name: str, *shape: int) -> Matrix | None:
@@ -80,7 +80,7 @@ class Opt(nnx.Module):
             )
 
         def layer(name: str) -> Layer:
-            return (Layer if own.pre_norm else PostNormLayer)(
+            return (Layer if options.pre_norm else PostNormLayer)(
                 LayerNorm(hidden, config, dtype, f"{name}.self_attn_layer_norm"),
                 OptAttention(config, dtype, f"{name}.self_attn"),
                 LayerNorm(hidden, config, dtype, f"{name}.final_layer_norm"),
@@ -97,7 +97,7 @@ class Opt(nnx.Module):
         )
         self.layers = nnx.List([layer(f"model.decoder.layers.{i}") for i in range(config.num_layers)])
         self.norm = (
-            LayerNorm(hidden, config, dtype, "model.decoder.final_layer_norm") if own.pre_norm else None
+            LayerNorm(hidden, config, dtype, "model.decoder.final_layer_norm") if options.pre_norm else None
         )
         self.lm_head = None if config.tie_embeddings else vocabulary(config, size, dtype, "lm_head.weight")
 

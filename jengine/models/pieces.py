@@ -36,7 +36,7 @@ class Piece(NamedTuple):
         return self.rows == self.columns == slice(None) and not self.transposed
 
     def grouped(self, ndim: int, group: int) -> Piece:
-        """The same piece of an array with one number per group of columns, such as scales.
+        """This piece of an array with one number per group of columns, such as scales.
 
         Args:
             ndim: number of axes of the parameter.

@@ -73,7 +73,7 @@ class GatedDeltaNet(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         self.config, self.linear, self.eps = config, config.part(LinearAttention), config.norm_eps
         linear, hidden = self.linear, config.hidden_size
-        own, laid, values = (
+        real, laid, values = (
             slice(0, linear.key_heads),
             config.padded(linear.key_heads),
             linear.group * linear.value_dim,
@@ -92,8 +92,8 @@ class GatedDeltaNet(nnx.Module):
             (laid, linear.channels, linear.taps), dtype, by_head, *convolved, multiplies=True
         )
         per_head = (laid, linear.group), jnp.float32, ("heads", None)
-        self.decay = param(*per_head, Piece(f"{name}.A_log", (linear.value_heads,), (own,)))
-        self.bias = param(*per_head, Piece(f"{name}.dt_bias", (linear.value_heads,), (own,)))
+        self.decay = param(*per_head, Piece(f"{name}.A_log", (linear.value_heads,), (real,)))
+        self.bias = param(*per_head, Piece(f"{name}.dt_bias", (linear.value_heads,), (real,)))
         self.norm = param(
             (linear.value_dim,), dtype, (None,), Piece(f"{name}.norm.weight", (linear.value_dim,))
         )
@@ -158,10 +158,10 @@ def by_kind(linear: LinearAttention, name: str, *inputs: int) -> tuple[Piece, ..
     """The pieces of one tensor that holds all queries, then all keys, then all values, for a parameter [key
     heads, channels, ...].
     """
-    own, key, pieces, row, channel = slice(0, linear.key_heads), linear.key_dim, list[Piece](), 0, 0
+    real, key, pieces, row, channel = slice(0, linear.key_heads), linear.key_dim, list[Piece](), 0, 0
     for size in (key, key, linear.group * linear.value_dim):
         rows = slice(row, row := row + linear.key_heads * size)
-        part = own, slice(channel, channel := channel + size)
+        part = real, slice(channel, channel := channel + size)
         pieces.append(Piece(name, (linear.key_heads * linear.channels, *inputs), part, rows))
     return tuple(pieces)
 
@@ -176,10 +176,10 @@ class SeparateDeltaNet(GatedDeltaNet):
         return *by_kind(linear, f"{name}.in_proj_qkv.weight", hidden), z
 
     def gates_source(self, linear: LinearAttention, name: str, hidden: int) -> tuple[Piece, ...]:
-        own, group = slice(0, linear.key_heads), linear.group
+        real, group = slice(0, linear.key_heads), linear.group
         places = {"b": slice(0, group), "a": slice(group, 2 * group)}
         return tuple(
-            Piece(f"{name}.in_proj_{p}.weight", (linear.value_heads, hidden), (own, place))
+            Piece(f"{name}.in_proj_{p}.weight", (linear.value_heads, hidden), (real, place))
             for p, place in places.items()
         )
 

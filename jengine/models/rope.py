@@ -32,8 +32,8 @@ class Rope:
 
 def rope(config: ModelConfig, max_model_len: int) -> Rope:
     """The model's rotary embedding, of positions with one number or, in models with mrope, three."""
-    found, sections = _rope(config, max_model_len), config.rope.sections
-    return replace(found, axes=_axes(sections, config.rope.interleaved)) if sections else found
+    out, sections = _rope(config, max_model_len), config.rope.sections
+    return replace(out, axes=_axes(sections, config.rope.interleaved)) if sections else out
 
 
 def _axes(sections: tuple[int, ...], interleaved: bool) -> tuple[int, ...]:
@@ -94,8 +94,8 @@ def _llama3(frequency: float, s: RopeScaling) -> float:
         return frequency
     if turns < s.low_freq_factor:
         return frequency / s.factor
-    kept = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-    return (1 - kept) * frequency / s.factor + kept * frequency
+    share = (turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+    return (1 - share) * frequency / s.factor + share * frequency
 
 
 def _yarn(theta: float, dim: int, s: RopeScaling) -> Rope:

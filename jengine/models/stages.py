@@ -76,7 +76,7 @@ def even_stages(costs: list[float], entry: float, end: float, stages: int) -> tu
     for stage in range(1, stages):
         best = {
             stop: min(
-                (max(worst, own := cost(start, stop, stage)), squares + own**2, (*ends, stop))
+                (max(worst, seconds := cost(start, stop, stage)), squares + seconds**2, (*ends, stop))
                 for start, (worst, squares, ends) in best.items()
                 if start < stop
             )
@@ -120,8 +120,8 @@ def part_of(model: Model, stage: Stage) -> Model:
         named = {}
         for name, value in tree.items():
             if name == "layers":
-                if found := {i: value[i] for i in stage.layers if i in value}:
-                    named[name] = found
+                if some := {i: value[i] for i in stage.layers if i in value}:
+                    named[name] = some
             elif (stage.first and name in module.entry) or (
                 stage.last and (name not in module.entry or name in tied)
             ):
@@ -146,8 +146,8 @@ def _tensors(sources: Any) -> frozenset[str]:
     return frozenset(piece.name for piece in pieces)
 
 
-def completed(own: Any, every: Any) -> Any:
+def completed(part: Any, every: Any) -> Any:
     """A tree of parameters with the abstract ones in the place of those that it lacks."""
     if not isinstance(every, dict):
-        return own
-    return {name: completed(own[name], every[name]) if name in own else every[name] for name in every}
+        return part
+    return {name: completed(part[name], every[name]) if name in part else every[name] for name in every}

@@ -15,7 +15,7 @@ from pallas_kernels.elementwise.rotary import Rotation, rotate_by_xla
 
 
 class WholeSequences:
-    """See layers.Attend. The token axis holds `rows` sequences of equal length, one after the other.
+    """`Attend` over whole sequences. The token axis holds `rows` sequences of equal length, in order.
 
     Scores and weights are float32, and all of them are kept, so memory grows with the square of the length.
 

@@ -128,7 +128,7 @@ def all_gather(tree: Any, rows: int, axes: Axes = TENSOR) -> Any:
 
 
 def _present(axes: Axes) -> tuple[str, ...]:
-    """Those that the function being traced is divided over."""
+    """The axes that the function being traced is divided over."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return tuple(axis for axis in ([axes] if isinstance(axes, str) else axes) if axis in manual)
 

@@ -442,7 +442,7 @@ class Scheduler:
             if span.guesses:
                 if (states := self.blocks.states) is not None:
                     states.settle(span.seq, span.start + len(sampled), len(sampled) - 1, self.table.tile_size)
-                sequence.settle_row(span.length, least=1, given=len(sampled))
+                sequence.settle_row(span.length, least=1, results=len(sampled))
                 self.speculation.note(sequence, span.guesses, len(sampled) - 1)
             sequence.in_flight -= len(sampled)
             if prompts and len(sequence.tokens) == sequence.prompt_len:

@@ -51,11 +51,9 @@ class DiskStore:
         return len(self._sizes)
 
     def find(self, names: Sequence[bytes], wait: float = 0.0) -> list[bool]:
-        """See PageStore."""
         return [name in self._sizes or self._path(name).exists() for name in names]
 
     def load(self, names: Sequence[bytes]) -> Iterator[bytes | None]:
-        """See PageStore."""
         return map(self._load, names)
 
     def _load(self, name: bytes) -> bytes | None:
@@ -75,7 +73,6 @@ class DiskStore:
         return bytes(page)
 
     def keep(self, name: bytes, page: Sequence[Part]) -> bool:
-        """See PageStore."""
         size = HEAD_BYTES + size_of(page)
         if size > min(self.max_bytes, MAX_PAGE):
             return False
@@ -108,12 +105,11 @@ class DiskStore:
         return True
 
     def drop(self, name: bytes) -> None:
-        """See PageStore."""
         with self._lock:
             self._remove(name)
 
     def close(self) -> None:
-        """See PageStore."""
+        """Does nothing: the folder outlives the store."""
 
     def _path(self, name: bytes) -> Path:
         text = name.hex()

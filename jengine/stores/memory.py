@@ -45,7 +45,6 @@ class MemoryStore:
         return len(self._pages)
 
     def find(self, names: Sequence[bytes], wait: float = 0.0) -> list[bool]:
-        """See PageStore."""
         end = time.monotonic() + wait
         with self._changed:
             while True:
@@ -57,7 +56,7 @@ class MemoryStore:
                 self._changed.wait(min(left, POLL_SECONDS))
 
     def load(self, names: Sequence[bytes]) -> Iterator[bytes | None]:
-        """See PageStore. Ends the leases of these pages."""
+        """Yields the pages, and ends their leases."""
         for name in names:
             with self._changed:
                 page = self._pages.get(name)
@@ -67,7 +66,7 @@ class MemoryStore:
             yield None if page is None else b"".join(page.parts)
 
     def keep(self, name: bytes, page: Sequence[Part]) -> bool:
-        """See PageStore. The parts must not change afterwards: they are not copied."""
+        """Keeps a page. The parts must not change afterwards: they are not copied."""
         size, now = size_of(page), self._clock()
         with self._changed:
             old = self._pages.get(name)
@@ -83,7 +82,6 @@ class MemoryStore:
         return True
 
     def drop(self, name: bytes) -> None:
-        """See PageStore."""
         with self._changed:
             page = self._pages.pop(name, None)
             if page is not None:

@@ -52,7 +52,6 @@ class RemoteStore:
         self._closed = False
 
     def find(self, names: Sequence[bytes], wait: float = 0.0) -> list[bool]:
-        """See PageStore."""
         with self._connection(wait) as frames:
             frames.send(Find([*names], wait))
             there = _expect(frames, Found).there
@@ -61,14 +60,12 @@ class RemoteStore:
             return there
 
     def load(self, names: Sequence[bytes]) -> Iterator[bytes | None]:
-        """See PageStore."""
         with self._connection() as frames:
             frames.send(Load([*names]))
             for _ in names:
                 yield _expect(frames, Loaded).page
 
     def keep(self, name: bytes, page: Sequence[Part]) -> bool:
-        """See PageStore."""
         if size_of(page) > MAX_PAGE:
             return False
         with self._connection() as frames:
@@ -76,13 +73,11 @@ class RemoteStore:
             return _expect(frames, Kept).kept
 
     def drop(self, name: bytes) -> None:
-        """See PageStore."""
         with self._connection() as frames:
             frames.send(Drop(name))
             _expect(frames, Kept)
 
     def close(self) -> None:
-        """See PageStore."""
         with self._lock:
             self._closed, idle, self._idle = True, self._idle, []
         for frames in idle:

@@ -132,7 +132,7 @@ class ChatTemplate:
         Raises:
             InvalidArgument: the template rejects or cannot render this conversation.
         """
-        given = messages
+        original = messages
         if tools and (tools_as_text or "tools" not in self.names):
             if not adapts:
                 raise InvalidArgument("tools", tools, "the model's chat template does not support tools")
@@ -149,9 +149,9 @@ class ChatTemplate:
         try:
             text, messages = rendered(messages)
         except InvalidArgument as refusal:
-            added = len(messages) - len(given)  # a system message with tools
+            added = len(messages) - len(original)  # a system message with tools
             at = max(_refused(messages, refusal.limit, rendered) - added, 0)
-            raise InvalidArgument(f"messages[{at}]", given[at], refusal.limit) from None
+            raise InvalidArgument(f"messages[{at}]", original[at], refusal.limit) from None
         return _up_to_mark(text, messages) if continue_final_message else text
 
     def _rendered(self, messages: Conversation, variables: Mapping[str, Any]) -> str:
@@ -223,24 +223,24 @@ def load_chat_templates(folder: Path, special_tokens: Mapping[str, str]) -> dict
             name: ChatTemplate(source, special_tokens, folder)
             for name, source in read_chat_templates(folder).items()
         }
-    found: dict[str, tuple[str, Path]] = {}
+    templates: dict[str, tuple[str, Path]] = {}
     file = folder / "tokenizer_config.json"
     try:
         named = read_object(file).get("chat_template") if file.is_file() else None
         if isinstance(named, str):
             named = [{"name": "default", "template": named}]
-        found = {one["name"]: (one["template"], file) for one in named or []}
+        templates = {entry["name"]: (entry["template"], file) for entry in named or []}
         for file in [
             *folder.glob("chat_template.jinja"),
             *sorted(folder.glob("additional_chat_templates/*.jinja")),
         ]:
-            found["default" if file.stem == "chat_template" else file.stem] = read_text(file), file
+            templates["default" if file.stem == "chat_template" else file.stem] = read_text(file), file
     except (TypeError, KeyError, AttributeError) as wrong:
         raise ModelError(f"chat_template cannot be read: {wrong!r}", file=file) from None
     tekken = folder / "tekken.json"
-    if not found and tekken.is_file() and (source := generated_template(tekken)) is not None:
-        found["default"] = source, tekken
-    return {name: ChatTemplate(source, special_tokens, file) for name, (source, file) in found.items()}
+    if not templates and tekken.is_file() and (source := generated_template(tekken)) is not None:
+        templates["default"] = source, tekken
+    return {name: ChatTemplate(source, special_tokens, file) for name, (source, file) in templates.items()}
 
 
 def _with_mark(message: dict[str, Any]) -> dict[str, Any]:

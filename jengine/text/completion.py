@@ -140,8 +140,8 @@ def beam_output(
     last = len(beam.tokens) - 1
     for i, token in enumerate(beam.tokens):
         builder.push(token, ends=i == last and beam.finish_reason == "stop")
-    for found in beam.found or ():
-        builder.push_logprobs(found.token, *found.logprobs)
+    for candidate in beam.found or ():
+        builder.push_logprobs(candidate.token, *candidate.logprobs)
     builder.finish(beam.finish_reason, None)
     output = builder.output
     output.index, output.cumulative_logprob = index, beam.cumulative

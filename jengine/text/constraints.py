@@ -84,7 +84,7 @@ def with_tokens(grammar: str, ids: Mapping[str, int]) -> str:
 
 
 def after_thought(what: StructuredOutputs, inside: bool) -> StructuredOutputs:
-    """The same constraint after `</think>`.
+    """A constraint that holds after `</think>` only.
 
     Args:
         inside: whether the answer begins within the thought. Otherwise the model may begin it or leave it
@@ -146,7 +146,7 @@ def text_rules(what: StructuredOutputs) -> list[str]:
         return [f"text: {ANSWER_JSON}", f"{ANSWER_JSON}: %json {_one_line(schema_text(what.json))}"]
     if what.choice is not None:
         return ["text: CHOICE", "CHOICE: " + " | ".join(json.dumps(option) for option in what.choice)]
-    pattern = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", what.regex or "", flags=re.DOTALL)
+    pattern = re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", what.regex or "", flags=re.DOTALL)
     return ["text: TEXT", f"TEXT: /{pattern}/"]
 
 

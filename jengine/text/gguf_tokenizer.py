@@ -167,12 +167,12 @@ def _sentence_piece(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokeniz
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    found = []
+    merges = []
     for token, score in scores.items():
         halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        own = [(left, right) for left, right in halves if left in vocabulary and right in vocabulary]
-        found += [(-score, vocabulary[left], vocabulary[right], left, right) for left, right in own]
-    return [(left, right) for *_, left, right in sorted(found)]
+        known = [(left, right) for left, right in halves if left in vocabulary and right in vocabulary]
+        merges += [(-score, vocabulary[left], vocabulary[right], left, right) for left, right in known]
+    return [(left, right) for *_, left, right in sorted(merges)]
 
 
 def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:

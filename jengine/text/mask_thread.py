@@ -59,16 +59,16 @@ class _MaskWorker:
 
     def __init__(self) -> None:
         self.inbox: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
-        own = hasattr(time, "pthread_getcpuclockid")
+        measures = hasattr(time, "pthread_getcpuclockid")
         thread = threading.Thread(
             target=_work,
-            args=(self.inbox, time.thread_time if own else time.monotonic),
+            args=(self.inbox, time.thread_time if measures else time.monotonic),
             name="token-masks",
             daemon=True,
         )
         thread.start()
         assert thread.ident is not None
-        clock_id = time.pthread_getcpuclockid(thread.ident) if own else time.CLOCK_MONOTONIC
+        clock_id = time.pthread_getcpuclockid(thread.ident) if measures else time.CLOCK_MONOTONIC
         self.clock: Callable[[], float] = lambda: time.clock_gettime(clock_id)
 
 

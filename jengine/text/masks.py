@@ -123,9 +123,9 @@ class GivenTokens(TokenMask):
     def fill(self, words: np.ndarray) -> None:
         if self._taken < len(self._tokens):  # behind the end, rows do not count
             token = self._tokens[self._taken]
-            kept = words[token // 32] & np.uint32(1 << token % 32)
+            bits = words[token // 32] & np.uint32(1 << token % 32)
             words[:] = 0
-            words[token // 32] = kept
+            words[token // 32] = bits
 
     def accept(self, token: int) -> None:
         self._taken += 1

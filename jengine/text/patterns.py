@@ -17,7 +17,7 @@ def unknown_patterns(backend: tokenizers.Tokenizer) -> list[str]:
 
     The tokenizers library matches them by backtracking, which may take very long.
     """
-    found: list[str] = []
+    patterns: list[str] = []
     inside: list[Any] = [
         json.loads(part.__getstate__())
         for part in (backend.normalizer, backend.pre_tokenizer)
@@ -27,8 +27,8 @@ def unknown_patterns(backend: tokenizers.Tokenizer) -> list[str]:
         value = inside.pop()
         if isinstance(value, dict):
             if isinstance(pattern := value.get("Regex"), str):
-                found.append(pattern)
+                patterns.append(pattern)
             inside += value.values()
         elif isinstance(value, list):
             inside += value
-    return [pattern for pattern in found if pattern not in KNOWN]
+    return [pattern for pattern in patterns if pattern not in KNOWN]

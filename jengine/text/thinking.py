@@ -47,11 +47,11 @@ class ThinkingBudget(TokenMask):
         if not (due := self.forced()):
             return
         word, bit = due[0] // 32, words.dtype.type(1 << due[0] % 32)
-        kept = words[word] & bit
-        if not kept:
+        allowed = words[word] & bit
+        if not allowed:
             raise JengineError("thinking_token_budget: other constraints do not allow the thought to end")
         words[:] = 0
-        words[word] = kept
+        words[word] = allowed
 
     def accept(self, token: int) -> None:
         self._states = [*self._states[-MOST_DRAFTS:], self._after(self._states[-1], token)]

@@ -309,7 +309,7 @@ def _token_fields(token: dict[str, Any]) -> dict[str, Any]:
 
 def special_tokens_of(path: Path) -> dict[str, str]:
     """From tokenizer_config.json or special_tokens_map.json: strings, or descriptions of added tokens."""
-    found: dict[str, str] = {}
+    tokens: dict[str, str] = {}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = path / name
         if not file.is_file():
@@ -318,8 +318,8 @@ def special_tokens_of(path: Path) -> dict[str, str]:
         for kind, token in ((kind, content.get(kind)) for kind in SPECIAL_TOKENS):
             text = token.get("content") if isinstance(token, dict) else token
             if isinstance(text, str):
-                found.setdefault(kind, text)
-    return found
+                tokens.setdefault(kind, text)
+    return tokens
 
 
 def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:

@@ -50,5 +50,4 @@ class Encoder:
         )
 
     def __call__(self, params: Any, pixels: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
-        """See Vision.encode."""
         return self.vision.encode(nnx.merge(self.graph, params), pixels, places, segments)

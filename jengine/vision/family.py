@@ -57,7 +57,7 @@ class Vision(Protocol):
         """An RGB image as its parts, in the order of their embeddings in a prompt."""
 
     def limited(self, rows: int) -> Vision:
-        """The same for images of at most this many embeddings: larger ones are scaled down, if the family
+        """This vision for images of at most so many embeddings: larger ones are scaled down, if the family
         reads images of any size.
         """
 

@@ -64,28 +64,28 @@ def vision_of(folder: Path, encode: Encode, processing: Mapping[str, Any] | None
 
 def _processor(folder: Path) -> dict[str, Any]:
     """The fields of both files. Those of preprocessor_config.json win."""
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for name in reversed(PROCESSORS):
         if (file := folder / name).is_file():
             fields = read_object(file)
             with malformed(file):
-                own = fields.get("image_processor") or (fields if name == PROCESSORS[0] else {})
-                _check_sizes(own)
-                found |= own
-    return found
+                part = fields.get("image_processor") or (fields if name == PROCESSORS[0] else {})
+                _check_sizes(part)
+                merged |= part
+    return merged
 
 
 def _check_sizes(fields: Mapping[str, Any]) -> None:
     """Checks numbers that images and encoders have, or loop over."""
     for name, value in fields.items():
-        if isinstance(value, int | float) and abs(value) > (most := MAX_SIZES.get(name, MAX_NUMBER)):
-            raise ModelError(f"{name}={value} must be at most {most}")
+        if isinstance(value, int | float) and abs(value) > (limit := MAX_SIZES.get(name, MAX_NUMBER)):
+            raise ModelError(f"{name}={value} must be at most {limit}")
 
 
 def served_vision(
     folder: Path, encode: Encode, rows: int, processing: Mapping[str, Any] | None = None
 ) -> Vision | None:
-    """The same for an engine.
+    """What reads images for an engine; None: the model reads none.
 
     Args:
         rows: the most embeddings of an image, if the family reads images of any size.
@@ -93,11 +93,11 @@ def served_vision(
     vision = vision_of(folder, encode, processing)
     if vision is None:
         return None
-    limited, given = vision.limited(rows), processing or {}
-    largest = "max_pixels" in given or "longest_edge" in given.get("size", ())
+    limited, options = vision.limited(rows), processing or {}
+    largest = "max_pixels" in options or "longest_edge" in options.get("size", ())
     if largest and limited.most_rows < vision.most_rows:
         limit = f"images of {vision.most_rows} embeddings; at most {limited.most_rows}, see image_pool_rows"
-        raise InvalidArgument(PROCESSING, dict(given), limit)
+        raise InvalidArgument(PROCESSING, dict(options), limit)
     return limited
 
 

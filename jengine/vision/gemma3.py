@@ -30,7 +30,7 @@ FIXED = {
 
 
 class Gemma3Vision:
-    """See `family.Vision`. Every image has the same size, so segments are frames of as many patches. A
+    """Images of Gemma 3. Every image has the same size, so segments are frames of as many patches. A
     patch's place is the number of its learned position.
     """
 

@@ -33,7 +33,7 @@ FIXED = {
 
 
 class Gemma4Vision:
-    """See `family.Vision`. An image is one part. A patch's place is its column and its row; patches of an
+    """Images of Gemma 4. An image is one part. A patch's place is its column and its row; patches of an
     embedding follow one another.
     """
 
@@ -66,9 +66,9 @@ class Gemma4Vision:
         self.theta = float(rope.get("rope_theta", 100.0))
         self._hidden = int(text.get("hidden_size", 2304))
         self._size, self._pooled = int(self._vision["patch_size"]), int(self._vision["pooling_kernel_size"])
-        for name, own in (("patch_size", self._size), ("pooling_kernel_size", self._pooled)):
-            if processor.get(name, own) != own:
-                raise ModelError(f"{name}={processor[name]} differs from the vision_config's {own}")
+        for name, expected in (("patch_size", self._size), ("pooling_kernel_size", self._pooled)):
+            if processor.get(name, expected) != expected:
+                raise ModelError(f"{name}={processor[name]} differs from the vision_config's {expected}")
         self.patches_per_row = self.smallest = self._pooled**2
         self.features = 3 * self._size**2
         self.most_rows = int((overrides or {}).get("max_soft_tokens", processor.get("max_soft_tokens", 280)))
@@ -113,14 +113,14 @@ class Gemma4Vision:
         return {"vision": self._vision, "hidden": self._hidden, "rows": self.most_rows}
 
 
-def fitted(height: int, width: int, unit: int, most: int) -> tuple[int, int]:
+def fitted(height: int, width: int, unit: int, limit: int) -> tuple[int, int]:
     """Rows and columns of an image's embeddings, each of unit x unit pixels: the most that keep its ratio, at
-    most `most` together; at least one of either.
+    most `limit` together; at least one of either.
     """
-    scale = math.sqrt(most * unit**2 / (height * width))
+    scale = math.sqrt(limit * unit**2 / (height * width))
     rows, columns = math.floor(scale * height / unit), math.floor(scale * width / unit)
     if not rows:
-        return 1, max(1, min(width // height, most))
+        return 1, max(1, min(width // height, limit))
     if not columns:
-        return max(1, min(height // width, most)), 1
+        return max(1, min(height // width, limit)), 1
     return rows, columns

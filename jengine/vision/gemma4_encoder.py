@@ -34,8 +34,8 @@ class Clipped(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         if not self.bounds:
             return self.linear(x)
-        least, most, least_out, most_out = (bound.get_value() for bound in self.bounds)
-        return jnp.clip(self.linear(jnp.clip(x, least, most)), least_out, most_out)
+        least, greatest, least_out, most_out = (bound.get_value() for bound in self.bounds)
+        return jnp.clip(self.linear(jnp.clip(x, least, greatest)), least_out, most_out)
 
 
 class Block(nnx.Module):

@@ -59,11 +59,11 @@ def read_image(source: Any, field: str, *, paths: bool = True) -> Image:
     return _decoded(bytes(source), field)
 
 
-def cut_image(vision: Vision, image: Image, field: str, how: str = "") -> CutImage:
+def cut_image(vision: Vision, image: Image, field: str, processing: str = "") -> CutImage:
     """An image in RGB as the parts that the encoder reads.
 
     Args:
-        how: what the parts depend on beside the image and the model.
+        processing: what the parts depend on beside the image and the model.
 
     Raises:
         InvalidArgument: the model cannot read an image of this size.
@@ -72,9 +72,9 @@ def cut_image(vision: Vision, image: Image, field: str, how: str = "") -> CutIma
         cut = vision.cut(image)
     except InvalidArgument as wrong:
         raise InvalidArgument(field, wrong.value, wrong.limit) from None
-    keys = _keys(image, len(cut), how)
+    keys = _keys(image, len(cut), processing)
     parts = zip(keys, cut, strict=True)
-    return CutImage(tuple(ImagePart(key, one.pixels, one.places, one.rows, one.grid) for key, one in parts))
+    return CutImage(tuple(ImagePart(key, p.pixels, p.places, p.rows, p.grid) for key, p in parts))
 
 
 def with_images(
@@ -98,16 +98,16 @@ def with_images(
             continue
         image = next(left)
         cut = (image if isinstance(image, CutImage) else cut_image(vision, image, field)).parts
-        inside = vision.prompt([Patches(one.pixels, one.places, one.rows, one.grid) for one in cut])
-        positions += [len(prompt) + at for at, one in enumerate(inside) if one == VISUAL]
-        prompt += [vision.row_token if one == VISUAL else one for one in inside]
+        inside = vision.prompt([Patches(item.pixels, item.places, item.rows, item.grid) for item in cut])
+        positions += [len(prompt) + at for at, item in enumerate(inside) if item == VISUAL]
+        prompt += [vision.row_token if item == VISUAL else item for item in inside]
         parts += cut
     return prompt, PromptImages(tuple(parts), positions)
 
 
-def _keys(image: Image, count: int, how: str) -> list[int]:
+def _keys(image: Image, count: int, processing: str) -> list[int]:
     """Keys of an image's parts."""
-    whole = hashlib.sha256(f"{image.width} {image.height} {how}".encode())
+    whole = hashlib.sha256(f"{image.width} {image.height} {processing}".encode())
     whole.update(image.tobytes())
     content = whole.digest()
     digests = (hashlib.sha256(content + index.to_bytes(4, "little")).digest() for index in range(count))

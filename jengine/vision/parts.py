@@ -96,14 +96,14 @@ def within_segments(segments: jax.Array, scale: float | None = None) -> Attentio
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         def some(args: tuple[jax.Array, jax.Array]) -> jax.Array:
-            queries, own = args
-            return _attention(queries, k, v, own[:, None] == segments, scale)
+            queries, query_segments = args
+            return _attention(queries, k, v, query_segments[:, None] == segments, scale)
 
-        queries, own = (
+        queries, query_segments = (
             jnp.pad(q, ((0, padding), (0, 0), (0, 0))),
             jnp.pad(segments, (0, padding), mode="edge"),
         )
-        blocks = queries.reshape(-1, QUERIES, *q.shape[1:]), own.reshape(-1, QUERIES)
+        blocks = queries.reshape(-1, QUERIES, *q.shape[1:]), query_segments.reshape(-1, QUERIES)
         out: jax.Array = lax.map(some, blocks).reshape(queries.shape)[: len(q)]
         return out
 
@@ -111,7 +111,7 @@ def within_segments(segments: jax.Array, scale: float | None = None) -> Attentio
 
 
 def within_frames(size: int) -> Attention:
-    """The same if each segment has this many tokens, and begins at a multiple of them, padding too."""
+    """Attention within segments of this many tokens each, padding too."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         frame = within_segments(jnp.zeros(size, jnp.int32))
@@ -123,25 +123,25 @@ def within_frames(size: int) -> Attention:
 
 
 def within_runs(runs: jax.Array, longest: int) -> Attention:
-    """The same for segments that are runs of at most `longest` tokens: only neighbours are looked at.
+    """Attention within segments that are runs of at most `longest` tokens: only neighbours are looked at.
 
     Neighbouring runs need different numbers. runs int32[N].
     """
     padding = -len(runs) % longest
-    own = jnp.pad(runs, (0, padding)).reshape(-1, longest)
+    runs_of_queries = jnp.pad(runs, (0, padding)).reshape(-1, longest)
 
     def around(x: jax.Array, filling: int = 0) -> jax.Array:
         """[blocks, longest, ...] -> [blocks, 3 longest, ...]: the block before, the block, and the next."""
         ends = jnp.full_like(x[:1], filling)
         return jnp.concatenate([jnp.concatenate([ends, x[:-1]]), x, jnp.concatenate([x[1:], ends])], axis=1)
 
-    near = around(own, -1)
+    near = around(runs_of_queries, -1)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         queries, keys, values = (
             jnp.pad(x, ((0, padding), (0, 0), (0, 0))).reshape(-1, longest, *x.shape[1:]) for x in (q, k, v)
         )
-        seen = own[:, :, None] == near[:, None, :]
+        seen = runs_of_queries[:, :, None] == near[:, None, :]
         out = jax.vmap(_attention)(queries, around(keys), around(values), seen)
         return out.reshape(-1, *q.shape[1:])[: len(q)]
 

@@ -40,8 +40,8 @@ def normalized(image: Image, mean: Sequence[float], std: Sequence[float]) -> np.
     return np.stack([table[channel] for table, channel in zip(tables, channels, strict=True)])
 
 
-def fitting(size: tuple[int, int], factor: int, least: int, most: int) -> tuple[int, int]:
-    """Height and width near those of an image: multiples of `factor`, of `least` to `most` pixels, with the
+def fitting(size: tuple[int, int], factor: int, least: int, limit: int) -> tuple[int, int]:
+    """Height and width near those of an image: multiples of `factor`, of `least` to `limit` pixels, with the
     same ratio as nearly as possible (Qwen2-VL's smart_resize).
 
     Raises:
@@ -53,8 +53,8 @@ def fitting(size: tuple[int, int], factor: int, least: int, most: int) -> tuple[
             "image", f"{size[1]} x {size[0]} pixels", f"may be {MOST_STRETCHED} times as long as wide at most"
         )
     height, width = (round(side / factor) * factor for side in size)
-    if height * width > most:
-        shrink = math.sqrt(size[0] * size[1] / most)
+    if height * width > limit:
+        shrink = math.sqrt(size[0] * size[1] / limit)
         height, width = (max(factor, math.floor(side / shrink / factor) * factor) for side in size)
     elif height * width < least:
         stretch = math.sqrt(least / (size[0] * size[1]))
@@ -62,11 +62,11 @@ def fitting(size: tuple[int, int], factor: int, least: int, most: int) -> tuple[
     return height, width
 
 
-def most_fitting(factor: int, least: int, most: int) -> int:
+def most_fitting(factor: int, least: int, limit: int) -> int:
     """The most pixels of a size that `fitting` gives."""
     side, sides = math.sqrt(least), math.sqrt(MOST_STRETCHED) + math.sqrt(1 / MOST_STRETCHED)
     stretched = least + factor * side * sides + factor**2
-    return int(max(most, stretched, factor * math.sqrt(MOST_STRETCHED * most)))
+    return int(max(limit, stretched, factor * math.sqrt(MOST_STRETCHED * limit)))
 
 
 def squares(grid: tuple[int, int], side: int) -> np.ndarray:

@@ -63,21 +63,21 @@ class Preparation:
         if unknown := sorted(set(overrides) - set(OVERRIDES)):
             raise InvalidArgument("mm_processor_kwargs", unknown[0], f"must be one of {', '.join(OVERRIDES)}")
         sizes = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
-        for given in (fields, overrides):  # the older names win over the newer
-            sizes |= given.get("size") or {}
-            older = {"shortest_edge": given.get("min_pixels"), "longest_edge": given.get("max_pixels")}
+        for options in (fields, overrides):  # the older names win over the newer
+            sizes |= options.get("size") or {}
+            older = {"shortest_edge": options.get("min_pixels"), "longest_edge": options.get("max_pixels")}
             sizes |= {edge: value for edge, value in older.items() if value is not None}
-        least, most = int(sizes["shortest_edge"]), int(sizes["longest_edge"])
+        least, greatest = int(sizes["shortest_edge"]), int(sizes["longest_edge"])
         patch, merge = int(fields.get("patch_size", 14)), int(fields.get("merge_size", 2))
-        if not 0 < least <= most or most < (patch * merge) ** 2:
+        if not 0 < least <= greatest or greatest < (patch * merge) ** 2:
             raise InvalidArgument(
                 "mm_processor_kwargs.max_pixels" if overrides else "max_pixels",
-                most,
+                greatest,
                 f"must be at least min_pixels={least}, and {(patch * merge) ** 2}, of one embedding",
             )
         return cls(
             least=least,
-            most=most,
+            most=greatest,
             size=patch,
             merge=merge,
             frames=int(fields.get("temporal_patch_size", 2)),
@@ -112,7 +112,7 @@ class Preparation:
 
 
 class QwenVision(ABC):
-    """See `family.Vision`. An image is one part, with as many patches as its size gives."""
+    """Images of Qwen's models. An image is one part, with as many patches as its size gives."""
 
     patch_size: ClassVar[int]  # the family's default
     places: int
@@ -161,8 +161,8 @@ class QwenVision(ABC):
         return [Patches(self.preparation.pixels(resized, order), places, height * width, (height, width))]
 
     def limited(self, rows: int) -> Self:
-        most = min(self.preparation.most, rows * (self.preparation.size * self.preparation.merge) ** 2)
-        overrides = {"min_pixels": min(self.preparation.least, most), "max_pixels": most}
+        pixels = min(self.preparation.most, rows * (self.preparation.size * self.preparation.merge) ** 2)
+        overrides = {"min_pixels": min(self.preparation.least, pixels), "max_pixels": pixels}
         return type(self)(self.config, self.processor, overrides=overrides)
 
     @abstractmethod

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Qwen25Vision(QwenVision):
-    """See `family.Vision`.
+    """Images of Qwen2.5-VL.
 
     An image's patches are ordered by windows; the encoder returns embeddings in the image's own order. A
     patch's place is its row and column, the number of its window, and by how many rows its embedding lies too
@@ -41,6 +41,8 @@ class Qwen25Vision(QwenVision):
         rows, columns = merged[:, 0].T // merge // self.window
         windows = rows * across + columns
         by_window = np.argsort(windows, kind="stable")
-        own = np.stack([windows[by_window], by_window - np.arange(len(by_window))], axis=1).astype(np.int32)
+        indices = np.stack([windows[by_window], by_window - np.arange(len(by_window))], axis=1).astype(
+            np.int32
+        )
         order = merged[by_window].reshape(-1, 2)
-        return order, np.concatenate([order, own.repeat(merge**2, axis=0)], axis=1)
+        return order, np.concatenate([order, indices.repeat(merge**2, axis=0)], axis=1)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3Vision(QwenVision):
-    """See `family.Vision`. A patch's place is its row and column, and the image's numbers of both."""
+    """Images of Qwen3-VL. A patch's place is its row and column, and the image's numbers of both."""
 
     places, patch_size = 4, 16
 

@@ -44,14 +44,14 @@ class ImageReader:
         cls,
         folder: Path,
         encode: Encode,
-        most: int,
+        max_images: int,
         rows: int,
         processing: Mapping[str, Any] | None = None,
     ) -> ImageReader | None:
         """That of a model's folder; None: the model reads no images. See `served_vision`."""
         processing = processing_options(processing)
-        vision = served_vision(folder, encode, rows, processing) if most else None
-        return None if vision is None else cls(vision, folder, most, rows, processing, encode)
+        vision = served_vision(folder, encode, rows, processing) if max_images else None
+        return None if vision is None else cls(vision, folder, max_images, rows, processing, encode)
 
     @classmethod
     def without_text(cls, folder: Path, rows: int, processing: Mapping[str, Any]) -> ImageReader:
@@ -78,7 +78,7 @@ class ImageReader:
         return replace(self, vision=vision, asked=asked)
 
     def read(self, source: Any, field: str, *, paths: bool = True) -> CutImage:
-        """See `read_image`. An image that has been read is returned as it is."""
+        """Reads an image, as `read_image`, unless it has been read."""
         if isinstance(source, CutImage):
             return source
         image: Image = read_image(source, field, paths=paths)

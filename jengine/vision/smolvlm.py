@@ -34,7 +34,7 @@ DEFAULTS = {  # transformers', by model_type
 
 
 class SmolVlm:
-    """See family.Vision.
+    """Images of SmolVLM and Idefics3.
 
     Args:
         config: config.json.
@@ -53,13 +53,13 @@ class SmolVlm:
         encode: Callable[[str], list[int]],
         overrides: Mapping[str, Any] | None = None,
     ) -> None:
-        given = dict(overrides or {})
-        for name in given.keys() - {"size", "do_image_splitting"} | given.get("size", {}).keys() - {EDGE}:
+        options = dict(overrides or {})
+        for name in options.keys() - {"size", "do_image_splitting"} | options.get("size", {}).keys() - {EDGE}:
             limit = f"only size.{EDGE} and do_image_splitting are supported for this model"
             raise InvalidArgument("mm_processor_kwargs", name, limit)
-        if (edge := given.get("size", {}).get(EDGE, 0)) > LONGEST:
+        if (edge := options.get("size", {}).get(EDGE, 0)) > LONGEST:
             raise InvalidArgument(f"mm_processor_kwargs.size.{EDGE}", edge, f"at most {LONGEST}")
-        processor = {**processor, **given}
+        processor = {**processor, **options}
         vision = {
             **{"num_hidden_layers": 12, "num_attention_heads": 16, "num_channels": 3},
             **{"layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"},

@@ -40,7 +40,7 @@ def params(draw: random.Random, number: int) -> SamplingParams:
 
 
 def answers(engine: Engine, most: int, turns: list[list[Work]]) -> list[Answer]:
-    engine.scheduler.rows_or_tiles.most = most
+    engine.scheduler.rows_or_tiles.max_rows = most
     return [answer for work in turns for answer in run(engine, work)]
 
 
@@ -48,7 +48,7 @@ def compare(engine: Engine) -> tuple[int, int]:
     """Runs the same conversations in tiles and on rows. Returns the steps with prompts on rows, and those
     that also had tiles.
     """
-    turns, most = chats(random.Random(1)), engine.scheduler.rows_or_tiles.most
+    turns, most = chats(random.Random(1)), engine.scheduler.rows_or_tiles.max_rows
     assert most == 63
     tiles = answers(engine, 0, turns)
     assert not any(step.prompt_rows for step in engine.records.steps)

@@ -21,7 +21,7 @@ class Knowing:
     def __init__(
         self, output: Callable[[Sequence], list[int]], right: float, most: int = 15, seed: int = 0
     ) -> None:
-        self._output, self._right, self.most, self._draw = output, right, most, random.Random(seed)
+        self._output, self._right, self.max_drafts, self._draw = output, right, most, random.Random(seed)
         self.asked = 0
 
     def draft(self, sequence: Sequence, most: int) -> Draft | None:

@@ -327,7 +327,7 @@ class Loop:
             **options,
         )  # type: ignore[arg-type]
         if not prompt_rows:
-            self.scheduler.rows_or_tiles.most = 0
+            self.scheduler.rows_or_tiles.max_rows = 0
         self.device = StrictDevice(table, **pages, **limits)  # type: ignore[arg-type]
         self.device.through_host = self.scheduler.cohorts.through_host
         self.max_model_len = max_model_len

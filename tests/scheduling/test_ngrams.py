@@ -91,7 +91,7 @@ def test_options() -> None:
     assert Speculation.of(None) is Speculation.of("none") is Speculation.of("null") is None
     assert drafters_of(SchedulingOptions()) == ()
     found = drafters_of(SchedulingOptions(speculative_config=ngram))
-    assert [type(one) for one in found] == [Forced, Ngrams] and all(one.most == 3 for one in found)
+    assert [type(one) for one in found] == [Forced, Ngrams] and all(one.max_drafts == 3 for one in found)
     found = drafters_of(SchedulingOptions(speculative_config="auto"))
     assert [type(one) for one in found] == [Forced, Suffix, Ngrams]
 

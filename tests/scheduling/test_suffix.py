@@ -298,7 +298,7 @@ def test_options() -> None:
     )
     assert how == Speculation(7, suffix=SuffixDecoding(30, 5, 2, 0.3))
     forced, drafter = drafters_of(SchedulingOptions(speculative_config={"method": "suffix"}))
-    assert isinstance(forced, Forced) and isinstance(drafter, Suffix) and drafter.most == MOST_DRAFTS
+    assert isinstance(forced, Forced) and isinstance(drafter, Suffix) and drafter.max_drafts == MOST_DRAFTS
 
 
 @pytest.mark.parametrize(

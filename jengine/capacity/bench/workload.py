@@ -129,7 +129,7 @@ def trace_requests(path: Path, count: int, seed: int = 0) -> list[BenchRequest]:
 def with_arrivals(
     requests: list[BenchRequest], rate: float, burstiness: float = 1.0, seed: int = 0
 ) -> list[BenchRequest]:
-    """The same requests with random arrival times.
+    """Copies of the requests with random arrival times.
 
     Args:
         rate: requests a second; inf: all at once.

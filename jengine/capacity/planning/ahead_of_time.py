@@ -110,8 +110,8 @@ def describe_on(config: EngineConfig, mesh: Mesh) -> ExecutionSpec:
     """
     refuse_stages(config, "plans and programs that are compiled ahead")
     root, source = cache_root(config.cache_dir), ModelSource.without_weights(config)
-    options, own = source.complete(config), source.config
-    spec = describe(options, own, mesh, root, source.draft_config, source.vision)
+    options, model = source.complete(config), source.config
+    spec = describe(options, model, mesh, root, source.draft_config, source.vision)
     return with_forms(spec, product_forms(spec, root))
 
 
@@ -138,7 +138,7 @@ def memory_limit(config: EngineConfig, spec: ExecutionSpec, target: str | None) 
 
 
 def device_limit(config: EngineConfig, device: DeviceSpec) -> int:
-    """The same for a device that may be absent: what JAX would reserve there, and tell XLA to plan with."""
+    """Bytes that jengine may use on a device that may be absent: what JAX would reserve there."""
     return int(device.memory * config.gpu_memory_utilization)
 
 
@@ -174,7 +174,7 @@ def compile_table(
     device = spec.mesh.devices.flat[0]
     if device.platform != "cpu":
         keep_lowered(cache_root(config.cache_dir))
-    how: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "threads": sizes(config, device.platform).compile_threads,
         "progress": False,
         "options": _compiler_options(device, target, autotune),
@@ -184,26 +184,26 @@ def compile_table(
     provisional: list[Built] = []
     first = [] if device.platform == "cpu" else largest(spec)
     # the others do not have the cache's shape, and are compiled again
-    own = [key for key in first if not isinstance(key, TrunkKey)]
-    missing = [key for key in program_keys(spec) if key not in own]
+    others = [key for key in first if not isinstance(key, TrunkKey)]
+    missing = [key for key in program_keys(spec) if key not in others]
     with progress_log(len(first) + len(missing), doing="compiling", unit="program", show=progress) as count:
         if device.platform == "cpu":
             spec = dataclasses.replace(spec, num_pages=pages_that_fit(config, spec))
         else:  # the programs' memory does not depend on the number of pages
-            for built in compile_all(dataclasses.replace(spec, num_pages=PAGE_GRID), [*first], **how):
+            for built in compile_all(dataclasses.replace(spec, num_pages=PAGE_GRID), [*first], **arguments):
                 provisional.append(built)
                 count()
             memory = DeviceMemory.of(
                 memory_limit(config, spec, target), spec, [memory_of(built.program) for built in provisional]
             )
             spec = dataclasses.replace(spec, num_pages=pages_beside(config, spec, memory))
-        done = [built for built in provisional if built.key in own]
-        for built in chain(done, compile_all(spec, missing, **how)):
+        done = [built for built in provisional if built.key in others]
+        for built in chain(done, compile_all(spec, missing, **arguments)):
             file_bytes[str(built.key)] = store.add(
                 file_name(built.key), packed(built.program, device.platform)
             )
             seconds[str(built.key)], used[built.key] = round(built.seconds, 2), memory_of(built.program)
-            if built.key not in own:
+            if built.key not in others:
                 count()
     if memory is not None:
         memory = DeviceMemory.of(memory.limit, spec, running(used))
@@ -250,5 +250,5 @@ def _save_autotuning(device: jax.Device, out: Path) -> Path | None:
 
 
 def _compile_little(device: jax.Device, options: CompilerOptions) -> None:
-    one = jax.ShapeDtypeStruct((), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
-    jax.jit(lambda x: x + 1).lower(one).compile(compiler_options=options)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(device))
+    jax.jit(lambda x: x + 1).lower(scalar).compile(compiler_options=options)

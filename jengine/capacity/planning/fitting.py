@@ -35,11 +35,11 @@ class Fitting:
     def __str__(self) -> str:
         """Such as --max-num-batched-tokens 1024 (2.5 GiB of cache, 20,416 tokens)."""
         flags = {f"--{name.replace('_', '-')}": value for name, value in self.options.items()}
-        given = " ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None)
+        changes = " ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None)
         without = "".join(f"no {flag}" for flag, value in flags.items() if value is None)
         where = " on each device" if "tensor_parallel_size" in self.options else ""
         return (
-            f"{given or without} ({self.room.cache / 2**30:.1f} GiB of cache{where}, {self.room.tokens:,}"
+            f"{changes or without} ({self.room.cache / 2**30:.1f} GiB of cache{where}, {self.room.tokens:,}"
             " tokens)"
         )
 
@@ -61,16 +61,16 @@ def what_fits(
     def first(kind: Iterator[dict[str, Any]]) -> Iterator[Fitting]:
         for options in kind:
             try:
-                found = room(dataclasses.replace(config, **options))
+                fits = room(dataclasses.replace(config, **options))
             except JengineError:
                 continue
-            if found.tokens >= enough:
-                yield Fitting(options, found)
+            if fits.tokens >= enough:
+                yield Fitting(options, fits)
                 return
 
     unset = {name: None for name in ("num_pages", "kv_cache_memory") if getattr(config, name) is not None}
-    if unset and (found := [*first(iter([unset]))]):  # otherwise it is not only this
-        return found
+    if unset and (fits := [*first(iter([unset]))]):  # otherwise it is not only this
+        return fits
     smaller = [*first(_smaller(config)), *first(_shorter(most_tokens))] if weights_fit else []
     return [*smaller, *first(_quantized(config)), *first(_shared(config))]
 

@@ -237,7 +237,7 @@ def choose(config: EngineConfig, cluster: Cluster, traffic: Traffic, *, only: La
 
 
 def _defaults() -> dict[str, Any]:
-    """Of the options that set a layout."""
+    """Default values of the options that set a layout."""
     fields = EngineConfig.__dataclass_fields__
     return {name: fields[name].default for name in (*OPTIONS.values(), EXPERTS) if name in fields}
 

@@ -90,8 +90,8 @@ class Cluster:
     # --- collectives -------------------------------------------------------------------------------------
 
     def all_reduce(self, size: float, group: Group) -> Seconds:
-        """Of `size` bytes on each device. In a ring, each device sends its share to every other one, and then
-        the sum.
+        """Time to sum `size` bytes over the devices. In a ring, each device sends its share to every other
+        one, and then the sum.
         """
         half = self.gather(size, group)
         return Seconds(2 * half.links, 2 * half.network, max(0.0, 2 * half.latency - START))

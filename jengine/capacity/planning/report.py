@@ -276,7 +276,7 @@ def verdict(plan: Plan) -> tuple[str, ...]:
 
 
 def html(plan: Plan) -> str:
-    """The same tables as HTML, for notebooks."""
+    """The plan's tables as HTML, for notebooks."""
     shown = "".join(columns_html([table.title, *table.head], table.rows) for table in tables(plan))
     return f"<div><p>{escape(setting(plan))}</p>{shown}<p>{'<br>'.join(map(escape, verdict(plan)))}</p></div>"
 

@@ -72,7 +72,7 @@ def seen(model: Model, context: float) -> dict[int, float]:
 
 
 def mean_seen(model: Model, prompt: int) -> dict[int, float]:
-    """The same, averaged over the tokens of a prompt."""
+    """`seen`, averaged over the tokens of a prompt."""
     return {layer: window - window**2 / (2 * prompt) for layer, window in seen(model, prompt).items()}
 
 
@@ -84,8 +84,8 @@ def cached_operations(model: Model, attended: dict[int, float]) -> float:
 def cached_bytes(model: Model, formats: Formats, attended: dict[int, float]) -> float:
     """Bytes of cached tokens that are read for a query. Each layer reads keys and values, shared ones too."""
     sizes = {layer: sum(array.elements for array in model.entries[layer].arrays) for layer in attended}
-    kept = sum(size for layer, size in sizes.items() if model.entries[layer].reads in (None, layer))
-    return formats.kv_bytes * sum(tokens * sizes[layer] for layer, tokens in attended.items()) / kept
+    stored = sum(size for layer, size in sizes.items() if model.entries[layer].reads in (None, layer))
+    return formats.kv_bytes * sum(tokens * sizes[layer] for layer, tokens in attended.items()) / stored
 
 
 class Batch(NamedTuple):
@@ -284,9 +284,9 @@ class Roofline:
         return known
 
     def _collectives(self, size: float, layers: int, with_experts: float) -> Seconds:
-        """Of so many layers, for `size` bytes of tokens on each data rank: one sum after attention and one
-        after the MLP; where data ranks share experts, tokens of all ranks are gathered, and the results are
-        summed over them.
+        """Time of the collectives of so many layers, for `size` bytes of tokens on each data rank: one sum
+        after attention and one after the MLP; where data ranks share experts, tokens of all ranks are
+        gathered, and the results are summed over them.
         """
         cluster, layout = self.cluster, self.layout
         tensor, data = cluster.tensor_group(layout), cluster.data_group(layout)

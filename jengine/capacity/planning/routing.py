@@ -21,8 +21,8 @@ def most_met(experts: int, chosen: int, devices: int, tokens: int) -> float:
     if not tokens:
         return 0.0
     met = 1 - (1 - chosen / experts) ** tokens
-    own = -(-experts // devices)
-    each = [comb(own, count) * met**count * (1 - met) ** (own - count) for count in range(own)]
+    local = -(-experts // devices)
+    each = [comb(local, count) * met**count * (1 - met) ** (local - count) for count in range(local)]
     return _expected_most(np.cumsum(each), devices)
 
 
@@ -35,13 +35,13 @@ def most_routed(experts: int, chosen: int, devices: int, tokens: int) -> float:
         return mean + excess * sqrt(tokens / MANY)
     if not tokens or devices == 1:
         return mean
-    own = -(-experts // devices)
-    one = [  # probabilities that a token chooses 0, 1, ... experts of a device
-        comb(own, count) * comb(experts - own, chosen - count) / comb(experts, chosen)
-        for count in range(min(chosen, own) + 1)
+    local = -(-experts // devices)
+    chances = [  # probabilities that a token chooses 0, 1, ... experts of a device
+        comb(local, count) * comb(experts - local, chosen - count) / comb(experts, chosen)
+        for count in range(min(chosen, local) + 1)
     ]
-    size = tokens * (len(one) - 1) + 1
-    all_of = np.fft.irfft(np.fft.rfft(one, 2 * size) ** tokens, 2 * size)[:size]  # of independent tokens
+    size = tokens * (len(chances) - 1) + 1
+    all_of = np.fft.irfft(np.fft.rfft(chances, 2 * size) ** tokens, 2 * size)[:size]  # of independent tokens
     return _expected_most(np.minimum(np.cumsum(np.maximum(all_of, 0.0)), 1.0)[:-1], devices)
 
 

@@ -39,12 +39,12 @@ class Traffic:
 
     @property
     def context(self) -> float:
-        """Of a decoding sequence, on average."""
+        """Average tokens of a decoding sequence."""
         return self.prompt + self.output / 2
 
     @property
     def tokens(self) -> int:
-        """Of a sequence at its end."""
+        """Tokens of a sequence at its end."""
         return self.prompt + self.output
 
 
@@ -72,7 +72,7 @@ class Point:
 
     def meets(self, traffic: Traffic) -> bool:
         targets = ((self.ttft, traffic.ttft_ms), (self.tpot, traffic.tpot_ms))
-        return all(most is None or 1e3 * seconds <= most for seconds, most in targets)
+        return all(limit is None or 1e3 * seconds <= limit for seconds, limit in targets)
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ class Serving:
         tokens = sequences * traffic.prompt / traffic.output  # of prompts, for each step
         piece = self._piece(sequences)
         # for each step: pieces in different cohorts delay the others only once
-        most = most_arrived(tokens / piece, self.roofline.layout.stages)
-        share = min(1.0, most)
+        busiest = most_arrived(tokens / piece, self.roofline.layout.stages)
+        share = min(1.0, busiest)
         plain = self._pass(sequences)
-        filled = self._pass(sequences, tokens / share, piece * max(1.0, most))
+        filled = self._pass(sequences, tokens / share, piece * max(1.0, busiest))
         causes: Causes = {cause: plain[cause] * (1 - share) + filled[cause] * share for cause in CAUSES}
         tpot = sum(causes.values())
         return Point(
@@ -117,8 +117,8 @@ class Serving:
         """With the most sequences that fit and meet the targets; None: not even one does."""
         if not self.fits:
             return None
-        most = _last(lambda count: self.at(count).meets(self.traffic), self.fits)
-        return self.at(most) if most else None
+        sequences = _last(lambda count: self.at(count).meets(self.traffic), self.fits)
+        return self.at(sequences) if sequences else None
 
     @cached_property
     def alone(self) -> Point:
@@ -160,11 +160,11 @@ class Serving:
         return tpot / layout.stages + (math.ceil(self.traffic.prompt / piece) + layout.stages - 1) * stage
 
 
-def _last(holds: Callable[[int], bool], most: int) -> int:
-    """The largest number up to `most` for which it holds, if it holds up to some number; 0: for none."""
-    if holds(most):
-        return most
-    low, high = 0, most
+def _last(holds: Callable[[int], bool], limit: int) -> int:
+    """The largest number up to `limit` for which it holds, if it holds up to some number; 0: for none."""
+    if holds(limit):
+        return limit
+    low, high = 0, limit
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)

@@ -22,7 +22,6 @@ class ConstantPredictor(StepPredictor):
         self._bases: dict[tuple[int, int, int, int], float] = {}
 
     def seconds(self, rows: int, tiles: int, work: Work, tokens: int, rank: int = 0) -> float:
-        """See StepPredictor."""
         pages = self.ready.table.page_bucket(self._blocks.pages_of(tokens), tiles)
         base = self._bases.get((rows, tiles, pages, rank))
         if base is None:
@@ -53,14 +52,14 @@ class FastForward:
         by_number, fair = self._registry.by_number, self._registry.fair
         scheduler.timeline.collect(scheduler.clock())
         scheduler.cohorts.collected()
-        for sample, own in zip(plan.samples, tokens, strict=True):
+        for sample, new in zip(plan.samples, tokens, strict=True):
             sequence = by_number.get(sample.seq)
             if sequence is not None:
                 known = sequence.tokens
-                known += own
-                sequence.in_flight -= len(own)
+                known += new
+                sequence.in_flight -= len(new)
                 if fair is not None:
-                    fair.spend(sequence.client, len(own))
+                    fair.spend(sequence.client, len(new))
                 if len(known) == sequence.max_len:
                     scheduler.finish(sequence, "length")
         return []

@@ -159,8 +159,8 @@ def _jengine(path: str, lines: Iterator[str]) -> RequestTrace:
 
 
 def _without_empty(rows: list[tuple[float, int, int]]) -> RequestTrace:
-    kept = [row for row in rows if row[1] > 0 and row[2] > 0]
-    return make_trace(kept, left_out=len(rows) - len(kept))
+    whole = [row for row in rows if row[1] > 0 and row[2] > 0]
+    return make_trace(whole, left_out=len(rows) - len(whole))
 
 
 def _numbered(prefixes: list[Any]) -> list[tuple[int, ...]]:

@@ -61,20 +61,20 @@ class Outcome:
 def joined(outcomes: list[Outcome]) -> Outcome:
     """Combines the outcomes of several engines, each of which ran some requests of a trace. Samples are the
     first engine's."""
-    first, last = np.stack([one.first for one in outcomes]), np.stack([one.last for one in outcomes])
+    first, last = np.stack([part.first for part in outcomes]), np.stack([part.last for part in outcomes])
     return Outcome(
         first=np.fmax.reduce(first),
         last=np.fmax.reduce(last),
-        preemptions=np.sum([one.preemptions for one in outcomes], axis=0),
-        cached=np.sum([one.cached for one in outcomes], axis=0),
-        begin=min(one.begin for one in outcomes),
-        end=max(one.end for one in outcomes),
-        refused=sum(one.refused for one in outcomes),
-        rejected=dict(sum((Counter(one.rejected) for one in outcomes), Counter())),
-        steps=sum(one.steps for one in outcomes),
-        device_seconds=sum(one.device_seconds for one in outcomes),
-        host_seconds=sum(one.host_seconds for one in outcomes),
+        preemptions=np.sum([part.preemptions for part in outcomes], axis=0),
+        cached=np.sum([part.cached for part in outcomes], axis=0),
+        begin=min(part.begin for part in outcomes),
+        end=max(part.end for part in outcomes),
+        refused=sum(part.refused for part in outcomes),
+        rejected=dict(sum((Counter(part.rejected) for part in outcomes), Counter())),
+        steps=sum(part.steps for part in outcomes),
+        device_seconds=sum(part.device_seconds for part in outcomes),
+        host_seconds=sum(part.host_seconds for part in outcomes),
         samples=outcomes[0].samples,
         pages=outcomes[0].pages,
-        engines=sum(one.engines for one in outcomes),
+        engines=sum(part.engines for part in outcomes),
     )

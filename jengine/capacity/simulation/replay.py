@@ -91,8 +91,8 @@ def replay(
         progress_bar(show=progress, total=sum(map(len, rows)), desc="simulating", unit="request") as bar,
         _collected_once(),
     ):
-        for own in rows:
-            how = {
+        for part in rows:
+            arguments = {
                 "params": params,
                 "overlap": shape.overlap,
                 "fast_forward": fast_forward,
@@ -105,10 +105,10 @@ def replay(
                 scheduler = shape.scheduler(prefix_caching=False, host_pages=0)
                 scheduler.registry.may_preempt = False
                 with suppress(PreemptionNeeded):
-                    outcomes.append(VirtualEngine(scheduler, times, trace, own, **how).run())
+                    outcomes.append(VirtualEngine(scheduler, times, trace, part, **arguments).run())
                     continue
                 bar.n = done
-            outcomes.append(VirtualEngine(shape.scheduler(), times, trace, own, **how).run())
+            outcomes.append(VirtualEngine(shape.scheduler(), times, trace, part, **arguments).run())
     return outcomes[0] if len(outcomes) == 1 else joined(outcomes)
 
 

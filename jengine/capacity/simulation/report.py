@@ -73,8 +73,8 @@ def _unanswered(summary: ReplaySummary, outcome: Outcome) -> str:
 
 def _targets(targets: Targets) -> str:
     named = ((targets.ttft_ms, "to the first token"), (targets.tpot_ms, "per output token"))
-    given = [f"{value:g} ms {what}" for value, what in named if value is not None]
-    return "within " + (" and ".join(given) if given else "the trace's targets")
+    parts = [f"{value:g} ms {what}" for value, what in named if value is not None]
+    return "within " + (" and ".join(parts) if parts else "the trace's targets")
 
 
 def _timeline(outcome: Outcome, trace: RequestTrace) -> list[str]:
@@ -100,6 +100,6 @@ def bars(name: str, at: np.ndarray, values: Sequence[float] | np.ndarray) -> str
     place = np.minimum(((at - at.min()) / span * WIDTH).astype(int), WIDTH - 1)
     counts = np.bincount(place, minlength=WIDTH)
     means = np.bincount(place, weights=known, minlength=WIDTH) / np.maximum(counts, 1)
-    most = means.max()
-    heights = np.ceil(means / most * (len(BARS) - 1)).astype(int) if most > 0 else np.zeros(WIDTH, int)
+    highest = means.max()
+    heights = np.ceil(means / highest * (len(BARS) - 1)).astype(int) if highest > 0 else np.zeros(WIDTH, int)
     return f"{name:16}{''.join(BARS[height] for height in heights)} at most {known.max():,.4g}"

@@ -105,13 +105,13 @@ class Setup:
         table = make_table(config, chosen, platform)
         table = dataclasses.replace(table, page_buckets=buckets, paged_rows=self.spec.table.paged_rows)
         spec = dataclasses.replace(spec, table=table)
-        own = None if self.given else saved_costs(config, spec)
-        known = own or (self.costs if self.costs.table == table else self.costs.for_table(table))
+        saved = None if self.given else saved_costs(config, spec)
+        known = saved or (self.costs if self.costs.table == table else self.costs.for_table(table))
         alike = spec.page_size == self.spec.page_size and table.tile_size == self.spec.table.tile_size
         options: dict[str, Any] = {}
-        how = Speculation.of(config.speculative_config)
-        if how is not None and self.drafts_right:
-            options["drafters"] = [AssumedDrafts(self.drafts_right, how.num_speculative_tokens)]
+        speculation = Speculation.of(config.speculative_config)
+        if speculation is not None and self.drafts_right:
+            options["drafters"] = [AssumedDrafts(self.drafts_right, speculation.num_speculative_tokens)]
         return EngineShape(
             table=table,
             costs=known,
@@ -134,7 +134,7 @@ class Setup:
                 **options,
                 "options": dataclasses.replace(config, speculative_config=None),
             },
-            measured=own is not None or (alike and self._knows(table, known)),
+            measured=saved is not None or (alike and self._knows(table, known)),
         )
 
     def _knows(self, table: ProgramTable, costs: StepCosts) -> bool:
@@ -166,14 +166,13 @@ class AssumedDrafts:
 
     Args:
         right: share of drafts that are right, given that all before them are.
-        most: see Drafter.
+        max_drafts: see Drafter.
     """
 
-    def __init__(self, right: float, most: int) -> None:
-        self._right, self.most = right * SIXTEEN_BITS, most
+    def __init__(self, right: float, max_drafts: int) -> None:
+        self._right, self.max_drafts = right * SIXTEEN_BITS, max_drafts
 
-    def draft(self, sequence: Sequence, most: int) -> Draft | None:
-        """See Drafter."""
+    def draft(self, sequence: Sequence, limit: int) -> Draft | None:
         at, number = len(sequence.tokens), sequence.number
         if at == sequence.prompt_len:
             return None
@@ -181,10 +180,10 @@ class AssumedDrafts:
         return Draft(
             [
                 token if hash((number, position)) % SIXTEEN_BITS < self._right else WRONG
-                for position in range(at, at + most)
+                for position in range(at, at + limit)
             ],
             source="assumed",
         )
 
     def forget(self, sequence: Sequence) -> None:
-        """See Drafter."""
+        """Does nothing: no sequence is remembered."""

@@ -119,15 +119,15 @@ def in_target(outcome: Outcome, trace: RequestTrace, targets: Targets) -> np.nda
     """For each row, whether it was served within its own targets or, if it has none, these."""
     first, last = outcome.first - trace.arrivals, outcome.last - trace.arrivals
     met: np.ndarray = ~np.isnan(last)
-    for seconds, own, default in (
+    for seconds, of_each, default in (
         (first, trace.ttft_ms, targets.ttft_ms),
         (_gaps(first, last, trace.outputs), trace.tpot_ms, targets.tpot_ms),
     ):
-        most = np.full(len(trace), np.inf if default is None else default)
-        if own is not None:
-            most = np.where(np.isnan(own), most, own)
+        limits = np.full(len(trace), np.inf if default is None else default)
+        if of_each is not None:
+            limits = np.where(np.isnan(of_each), limits, of_each)
         with np.errstate(invalid="ignore"):  # nan: a single token has no gaps
-            met &= ~(1e3 * seconds > most)
+            met &= ~(1e3 * seconds > limits)
     return met
 
 

@@ -58,7 +58,7 @@ class RequestTrace:
         return float(self.arrivals[-1] - self.arrivals[0]) if len(self) else 0.0
 
     def scaled(self, rate: float) -> RequestTrace:
-        """The same requests, arriving `rate` times as fast.
+        """These requests, arriving `rate` times as fast.
 
         Raises:
             InvalidArgument: rate is not above 0.
@@ -84,12 +84,12 @@ class RequestTrace:
 
         Tokens of blocks are numbers from 0 on; the tokens after them are the request's own.
         """
-        length, own = int(self.prompts[row]), OWN_TOKENS + row
+        length, token = int(self.prompts[row]), OWN_TOKENS + row
         if self.prefixes is None:
-            return [own] * length
+            return [token] * length
         size = self.block
         known = [id for id in self.prefixes[row] for _ in range(size)] if size > 1 else [*self.prefixes[row]]
-        return known[:length] if len(known) >= length else known + [own] * (length - len(known))
+        return known[:length] if len(known) >= length else known + [token] * (length - len(known))
 
 
 def make_trace(

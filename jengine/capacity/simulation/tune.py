@@ -88,16 +88,16 @@ class Search:
             start = dict(changes)
             for name, values in self._values.items():
                 for candidate in self._candidates(changes, name, values):
-                    found = self._summary(candidate)
-                    if found is not None and self._better(found, best):
-                        best, changes = found, candidate
+                    summary = self._summary(candidate)
+                    if summary is not None and self._better(summary, best):
+                        best, changes = summary, candidate
             if changes == start:
                 break
-        tried = 1 + sum(one is not None for one in self._known.values()) + len(self._estimated)
-        promising, most = None, best
-        for candidate, found in self._estimated:
-            if self._better(found, most):
-                promising, most = candidate, found
+        tried = 1 + sum(known is not None for known in self._known.values()) + len(self._estimated)
+        promising, best_estimate = None, best
+        for candidate, summary in self._estimated:
+            if self._better(summary, best_estimate):
+                promising, best_estimate = candidate, summary
         return Tuned(changes, before, best, tried, promising)
 
     def _candidates(self, changes: Changes, name: str, values: tuple[Any, ...]) -> Iterator[Changes]:
@@ -111,10 +111,10 @@ class Search:
         if key not in self._known:
             try:
                 shape = self._shape_of(changes)
-                found = self._simulated(shape)
-                self._known[key] = found if shape.measured else None
+                summary = self._simulated(shape)
+                self._known[key] = summary if shape.measured else None
                 if not shape.measured:
-                    self._estimated.append((changes, found))
+                    self._estimated.append((changes, summary))
             except JengineError:
                 self._known[key] = None
         return self._known[key]
@@ -124,19 +124,19 @@ class Search:
         self._tried()
         return summarize(outcome, self._trace, self._targets)
 
-    def _better(self, one: ReplaySummary, other: ReplaySummary) -> bool:
+    def _better(self, summary: ReplaySummary, other: ReplaySummary) -> bool:
         """Whether it is better by more than LEAST_GAIN. Served requests count first, since rejecting long
         ones speeds up the rest.
         """
-        if one.unanswered != other.unanswered:
-            return one.unanswered < other.unanswered
+        if summary.unanswered != other.unanswered:
+            return summary.unanswered < other.unanswered
         if self._objective == "throughput":
-            return one.output_tokens_per_second > other.output_tokens_per_second * (1 + LEAST_GAIN)
+            return summary.output_tokens_per_second > other.output_tokens_per_second * (1 + LEAST_GAIN)
         if self._objective == "goodput":
-            assert one.in_target is not None and other.in_target is not None
-            if abs(one.in_target - other.in_target) > LEAST_GAIN * other.in_target:
-                return one.in_target > other.in_target
-        return one.mean_total < other.mean_total * (1 - LEAST_GAIN)
+            assert summary.in_target is not None and other.in_target is not None
+            if abs(summary.in_target - other.in_target) > LEAST_GAIN * other.in_target:
+                return summary.in_target > other.in_target
+        return summary.mean_total < other.mean_total * (1 - LEAST_GAIN)
 
 
 def values(config: EngineConfig, shape: EngineShape, targets: bool) -> dict[str, tuple[Any, ...]]:

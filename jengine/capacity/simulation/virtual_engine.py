@@ -297,8 +297,8 @@ class VirtualEngine:
         differences.
         """
         scheduler, steady, times = self.scheduler, self._steady, self.times
-        most = steady.steps(plan, ahead=len(self._in_flight))
-        if most < SHORTEST:
+        limit = steady.steps(plan, ahead=len(self._in_flight))
+        if limit < SHORTEST:
             return
         rows, size, windows = steady.rows, scheduler.blocks.page_size, scheduler.limits.windows
         # rows by the number of steps after which they enter a page, modulo the page size
@@ -309,7 +309,7 @@ class VirtualEngine:
         context, longest, whole = sum(positions), max(positions), all(window is None for window in windows)
         admits, count, host = steady.admits, len(rows), times.host(len(rows), 0)
         trunk, base, steps = plan.trunk, times.base(plan.trunk, plan.sampler), 0
-        while steps < most:
+        while steps < limit:
             if self._arrivals[self._taken] <= self.now:
                 if admits:
                     break

@@ -298,7 +298,7 @@ class Engine:
         return ended(turn, begun)
 
     def turn(self, *, waits: bool = True) -> Turn:
-        """The same, where the caller dispatches the step.
+        """A step that the caller dispatches.
 
         Args:
             waits: whether it may sleep if nothing is to be done.

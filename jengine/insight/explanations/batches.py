@@ -149,7 +149,7 @@ def padding(window: Window) -> Finding | None:
             tiles += max(seconds - bare, 0.0) * step.padded_tokens(size) / (trunk.tiles * size)
     if rows + tiles < PADDED * whole:
         return None
-    most = max([step.rows for step in window.steps])
+    max_rows = max([step.rows for step in window.steps])
     by_rows = rows >= tiles
     gain = whole / (whole - (rows if by_rows else tiles))
     computed = sum([step.rows + step.prompt_tokens for step in window.steps])
@@ -162,11 +162,11 @@ def padding(window: Window) -> Finding | None:
             "tokens of steps that are padding": percent(padded / (padded + computed)),
             "rows' share of the time": percent(rows / whole),
             "tiles' share of the time": percent(tiles / whole),
-            "most rows in a step": str(most),
+            "most rows in a step": str(max_rows),
         },
         "max_num_seqs" if by_rows else "tile_size",
         (
-            f"{max(-(-most // 8) * 8, 8)}: programs have powers of two of rows, up to that number"
+            f"{max(-(-max_rows // 8) * 8, 8)}: programs have powers of two of rows, up to that number"
             if by_rows
             else f"{max(size // 2, 16)}: a prompt's last tile is padded by less"
         ),

@@ -42,7 +42,7 @@ def explain(trace: Trace) -> Explanation:
     """The engine's bottlenecks during this trace, the most expensive first."""
     window = Window(trace)
     findings = sorted(
-        (found for rule in RULES if (found := rule(window))), key=lambda finding: -finding.share
+        (finding for rule in RULES if (finding := rule(window))), key=lambda finding: -finding.share
     )
     steps = window.steps
     elapsed = steps[-1].ended - steps[0].begun if steps else 0.0

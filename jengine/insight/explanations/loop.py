@@ -20,16 +20,16 @@ def host(window: Window) -> Finding | None:
         return None
     spent, count = window.spent, len(window.steps)
     other = spent["mask"] + window.paused + window.compiled + (0.0 if window.served else spent["away"])
-    own = window.busy - spent["wait"] - other
+    seconds = window.busy - spent["wait"] - other
     idle = window.busy - window.device - other
-    if idle < IDLE * window.busy or own < IDLE * window.busy:
+    if idle < IDLE * window.busy or seconds < IDLE * window.busy:
         return None
     stages = {
         stage: spent[stage]
         for stage in ("schedule", "pack", "dispatch", "collect", "text", *(["away"] if window.served else []))
     }
     worst = max(stages, key=lambda stage: stages[stage])
-    step, device = own / count, window.device / count
+    step, device = seconds / count, window.device / count
     if not window.facts.overlap:
         option, change = "overlap", "overlap=True dispatches a step before the previous one is read"
         better = max(step, device)

@@ -27,7 +27,7 @@ def page_pressure(window: Window) -> Finding | None:
     prompt_tokens = max(sum([step.prompt_tokens for step in steps]), 1)
     prompts = sum([step.device or step.predicted for step in steps if step.tiles])
     lost = again / prompt_tokens * prompts / window.busy
-    most = max([step.owned for step in steps]) / facts.pages
+    share = max([step.owned for step in steps]) / facts.pages
     held = fmean([step.owned / max(step.running, 1) for step in steps])
     wanted = min(max([step.running + step.waiting for step in steps]), facts.max_num_seqs)
     now = max(int(window.running), 1)
@@ -38,7 +38,7 @@ def page_pressure(window: Window) -> Finding | None:
         f"the cache is too small: {preempted} preemptions, and requests wait for pages in {percent(short)} of"
         " the steps",
         {
-            "pages": f"{facts.pages} of {facts.page_size} tokens, {percent(most)} of them in use at most",
+            "pages": f"{facts.pages} of {facts.page_size} tokens, {percent(share)} of them in use at most",
             "a sequence": f"{held:.0f} pages on average",
             "tokens computed again": str(again),
             "sequences at once": f"{window.running:.1f} of {facts.max_num_seqs}",

@@ -30,12 +30,12 @@ class Processors:
         """From the last sample before the period to the first one after it, or what there is; None: there are
         no two that are far enough apart.
         """
-        before = [one for one in samples if one.at <= begun] or [*samples[:1]]
-        after = [one for one in samples if one.at >= ended] or [*samples[-1:]]
+        before = [s for s in samples if s.at <= begun] or [*samples[:1]]
+        after = [s for s in samples if s.at >= ended] or [*samples[-1:]]
         if not before or after[0].at - before[-1].at < SHORTEST:
             return None
         first, last = before[-1], after[0]
-        ready = [one.at for one in samples if one.at >= first.at and one.programs_ready == one.programs]
+        ready = [s.at for s in samples if s.at >= first.at and s.programs_ready == s.programs]
         until = min([*ready[:1], last.at])
         return cls(first, last, _left(samples), (until - first.at) / (last.at - first.at))
 
@@ -55,7 +55,7 @@ class Processors:
 
     @property
     def loop_queued(self) -> float:
-        """The same of the thread that steps the engine."""
+        """Share of the time in which the thread that steps the engine could run, but had no processor."""
         return self._share("loop_ran", "loop_queued")
 
     @property

@@ -287,8 +287,8 @@ class JaxCapture:
         self._started = False
         jax: Any = sys.modules["jax"]
         jax.profiler.stop_trace()
-        found = sorted(self._folder.rglob("*.trace.json.gz"))
-        return longest_operations(json.loads(gzip.decompress(found[-1].read_bytes()))) if found else []
+        files = sorted(self._folder.rglob("*.trace.json.gz"))
+        return longest_operations(json.loads(gzip.decompress(files[-1].read_bytes()))) if files else []
 
     def pack(self, to: Path) -> bool:
         """Writes the capture to a zip file. Returns False if there is none, or it is too large; see `why`."""

@@ -23,14 +23,14 @@ MIB = 1 << 20
 
 def findings(profile: Profile) -> list[tuple[ProcessProfile, Finding]]:
     """All findings, the most expensive first."""
-    found = [
-        (process, one) for process in profile.processes for one in (*_measured(process), *_explained(process))
+    pairs = [
+        (process, f) for process in profile.processes for f in (*_measured(process), *_explained(process))
     ]
-    return sorted(found, key=lambda pair: -pair[1].share)
+    return sorted(pairs, key=lambda pair: -pair[1].share)
 
 
 def _measured(profile: ProcessProfile) -> list[Finding]:
-    return [one for rule in RULES if (one := rule(profile)) is not None]
+    return [finding for rule in RULES if (finding := rule(profile)) is not None]
 
 
 def _explained(profile: ProcessProfile) -> list[Finding]:
@@ -38,8 +38,8 @@ def _explained(profile: ProcessProfile) -> list[Finding]:
     the same.
     """
     trace = profile.steps
-    own = {rule.__name__ for rule in RULES}
-    return [] if trace is None else [one for one in explain(trace).findings if one.name not in own]
+    names = {rule.__name__ for rule in RULES}
+    return [] if trace is None else [f for f in explain(trace).findings if f.name not in names]
 
 
 def garbage_collection(profile: ProcessProfile) -> Finding | None:
@@ -49,11 +49,11 @@ def garbage_collection(profile: ProcessProfile) -> Finding | None:
     share = sum(pause.seconds for pause in listed) / profile.seconds
     if share < COLLECTING and longest < LONG_COLLECTION:
         return None
-    by_generation = sorted(Counter(one.generation for one in listed).items())
+    by_generation = sorted(Counter(collection.generation for collection in listed).items())
     counts = ", ".join(f"{count} of generation {generation}" for generation, count in by_generation)
     spent: dict[str, float] = defaultdict(float)
-    for one in listed:
-        spent[one.thread] += one.seconds
+    for collection in listed:
+        spent[collection.thread] += collection.seconds
     thread = max(spent, key=lambda name: spent[name], default="not known")
     return Finding(
         "garbage_collection",

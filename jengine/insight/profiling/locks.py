@@ -56,10 +56,10 @@ def _lock_at(code: CodeType, offset: int) -> str:
     if operation == "BEFORE_WITH":
         return _source(code, offset - 2)  # the expression loaded before it, or that instruction's cache
     text = _source(code, offset)
-    if found := WITH.match(text):  # Python 3.14: the call of __enter__
-        return found[1]
-    found = ACQUIRE.match(text) if operation.startswith("CALL") else None
-    return found[1] if found else ""
+    if match := WITH.match(text):  # Python 3.14: the call of __enter__
+        return match[1]
+    match = ACQUIRE.match(text) if operation.startswith("CALL") else None
+    return match[1] if match else ""
 
 
 def file_call(top: FrameType) -> str:
@@ -73,8 +73,8 @@ def file_call(top: FrameType) -> str:
 def _file_call_at(code: CodeType, offset: int) -> str:
     if offset < 0 or not dis.opname[code.co_code[offset]].startswith("CALL"):
         return ""
-    found = FILE_CALL.match(_source(code, offset))
-    return WRITES.get(found[1], found[1]) if found else ""
+    match = FILE_CALL.match(_source(code, offset))
+    return WRITES.get(match[1], match[1]) if match else ""
 
 
 def _source(code: CodeType, offset: int) -> str:
@@ -128,7 +128,7 @@ def _blocks(file: str) -> list[tuple[int, int, str]]:
         tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
         return []
-    found = []
+    blocks = []
     for node in ast.walk(tree):
         if isinstance(node, ast.With):
             for item in node.items:
@@ -141,8 +141,8 @@ def _blocks(file: str) -> list[tuple[int, int, str]]:
                     else ""
                 )
                 if last:
-                    found.append((node.body[0].lineno, node.end_lineno or node.lineno, last))
-    return found
+                    blocks.append((node.body[0].lineno, node.end_lineno or node.lineno, last))
+    return blocks
 
 
 def frame_name(code: CodeType, line: int | None) -> str:

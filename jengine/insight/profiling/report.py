@@ -51,39 +51,39 @@ def report_html(profile: Profile, jax: str = "") -> str:
 
 def summary(profile: Profile) -> str:
     """The findings as text, for a terminal."""
-    found = findings(profile)
-    if not found:
+    pairs = findings(profile)
+    if not pairs:
         return "No findings: none of the measurements shows a delay."
-    return "\n\n".join(f"{process.name}: {finding}" for process, finding in found)
+    return "\n\n".join(f"{process.name}: {finding}" for process, finding in pairs)
 
 
 # --- words -----------------------------------------------------------------------------------------
 
 
 def _findings(profile: Profile) -> str:
-    found = findings(profile)
+    pairs = findings(profile)
     out = ["<h2>Findings</h2>"]
-    out += [_finding(one, process.name) for process, one in found]
-    if not found:
+    out += [_finding(finding, process.name) for process, finding in pairs]
+    if not pairs:
         out.append('<p class="good">None: none of the measurements shows a delay.</p>')
     for process in profile.processes:
         trace = process.steps
         if trace is not None and trace.steps:
             out.append(f"<p>By <code>jengine explain</code>: {escape(explain(trace).summary)}</p>")
-    if found:
+    if pairs:
         out.append("<p>Profiling itself loads a small machine.</p>")
     if not any(process.trace for process in profile.processes):
         out.append("<p>No engine stepped in this time.</p>")
     return "".join(out)
 
 
-def _finding(one: Finding, process: str) -> str:
-    rows = "".join(f"<tr><td>{escape(name)}<td>{escape(value)}" for name, value in one.evidence.items())
-    name = f'<span class="kind {one.name}">{escape(one.name)}</span>'
+def _finding(finding: Finding, process: str) -> str:
+    rows = "".join(f"<tr><td>{escape(name)}<td>{escape(value)}" for name, value in finding.evidence.items())
+    name = f'<span class="kind {finding.name}">{escape(finding.name)}</span>'
     return (
         f'<section class="finding"><h3>{name} {escape(process)}:'
-        f" {escape(one.summary)}</h3><table>{rows}</table><p><b>Change {escape(one.option)}</b>:"
-        f" {escape(one.change)}. Effect: {escape(one.effect)}.</p></section>"
+        f" {escape(finding.summary)}</h3><table>{rows}</table><p><b>Change {escape(finding.option)}</b>:"
+        f" {escape(finding.change)}. Effect: {escape(finding.effect)}.</p></section>"
     )
 
 
@@ -179,19 +179,19 @@ def _slow_step(profile: ProcessProfile, slow: SlowStep) -> str:
 
 def _flames(profile: ProcessProfile) -> str:
     out = ["<h3>Where threads are, running or waiting</h3><p>Point at a frame for its share.</p>"]
-    chosen = sorted(profile.flames, key=lambda one: (one.thread not in profile.important, -one.samples))
-    for number, one in enumerate(chosen[:FLAMES]):
-        out.append(_flame(one, open=number < 2))
+    chosen = sorted(profile.flames, key=lambda graph: (graph.thread not in profile.important, -graph.samples))
+    for number, graph in enumerate(chosen[:FLAMES]):
+        out.append(_flame(graph, open=number < 2))
     if len(chosen) > FLAMES:
         out.append(f"<p>{len(chosen) - FLAMES} more threads have fewer samples.</p>")
     return "".join(out)
 
 
-def _flame(one: Flame, open: bool) -> str:
+def _flame(graph: Flame, open: bool) -> str:
     state = " open" if open else ""
     return (
-        f"<details{state}><summary>{escape(one.thread)}: {one.samples}"
-        f" samples</summary>{flame(one.stacks)}</details>"
+        f"<details{state}><summary>{escape(graph.thread)}: {graph.samples}"
+        f" samples</summary>{flame(graph.stacks)}</details>"
     )
 
 
@@ -231,16 +231,16 @@ def _collections(profile: ProcessProfile) -> str:
         [str(generation), str(count), duration(seconds)]
         for generation, (count, seconds) in enumerate(profile.pauses)
     ]
-    longest = sorted(profile.collections, key=lambda one: -one.seconds)[:5]
+    longest = sorted(profile.collections, key=lambda collection: -collection.seconds)[:5]
     more = [
         [
-            duration(one.seconds),
-            str(one.generation),
-            str(one.collected),
-            one.thread,
-            f"{one.begun - profile.begun:.2f} s",
+            duration(collection.seconds),
+            str(collection.generation),
+            str(collection.collected),
+            collection.thread,
+            f"{collection.begun - profile.begun:.2f} s",
         ]
-        for one in longest
+        for collection in longest
     ]
     out = "<h3>Garbage collection</h3>" + _table(["generation", "collections", "in all"], rows)
     return out + (_table(["longest", "generation", "objects freed", "thread", "at"], more) if more else "")
@@ -265,7 +265,7 @@ def _memory(profile: ProcessProfile) -> str:
     if profile.memory:
         rows = [
             [part, f"{size / MIB:,.1f}"]
-            for part, size in sorted(profile.memory.items(), key=lambda one: -one[1])
+            for part, size in sorted(profile.memory.items(), key=lambda entry: -entry[1])
         ]
         out += _table(["resident", "MiB"], rows)
     if profile.device:

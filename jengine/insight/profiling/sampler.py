@@ -94,7 +94,7 @@ class ThreadSampler:
         return {native: name for name, native in self._seen.items()}
 
     def flames(self) -> list[Flame]:
-        found = []
+        flames = []
         for thread, stacks in self._stacks.items():
             named: Counter[str] = Counter()
             for stack, count in stacks.items():
@@ -105,8 +105,8 @@ class ThreadSampler:
                         if not code.co_filename.startswith("<frozen")
                     )
                 ] += count
-            found.append(Flame(thread, dict(named)))
-        return found
+            flames.append(Flame(thread, dict(named)))
+        return flames
 
     # --- its thread -------------------------------------------------------------------------------
 
@@ -137,12 +137,12 @@ class ThreadSampler:
 
     def _who_ran(self, waited: float) -> str:
         """The only thread that ran for most of this wait, since the last sample."""
-        most = [
+        busiest = [
             name
             for name, native in self._names.values()
             if 1e-9 * (processor(native)[0] - self._ran.get(native, 0)) >= 0.7 * waited
         ]
-        return most[0] if len(most) == 1 else ""
+        return busiest[0] if len(busiest) == 1 else ""
 
     def _sample(self, now: float) -> None:
         current = sys._current_frames()

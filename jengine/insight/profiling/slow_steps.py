@@ -94,23 +94,23 @@ def turns(steps: list[StepRecord]) -> Iterator[Turn]:
 
 def events(profile: ProcessProfile) -> list[Event]:
     """Events that may have delayed the loop, in order of time."""
-    important, found = {*profile.important}, list[Event]()
-    for one in profile.collections:
-        text = f"of garbage collection (generation {one.generation}, in thread {one.thread})"
-        found.append(Event("garbage_collection", one.begun, one.seconds, text))
+    important, happened = {*profile.important}, list[Event]()
+    for collection in profile.collections:
+        text = f"of garbage collection (generation {collection.generation}, in thread {collection.thread})"
+        happened.append(Event("garbage_collection", collection.begun, collection.seconds, text))
     for wait in profile.lock_waits:
         if wait.thread in important:
             by = f", held by {wait.holder}" if wait.holder else ""
-            found.append(
+            happened.append(
                 Event("lock", wait.at, wait.seconds, f"waiting for the lock {wait.lock} in {wait.where}{by}")
             )
     for call in profile.slow_calls:
         if call.thread in important:
             where = f" in {call.where}" if call.where else ""
-            found.append(Event("system_calls", call.at, call.seconds, f"in calls of {call.name}{where}"))
+            happened.append(Event("system_calls", call.at, call.seconds, f"in calls of {call.name}{where}"))
     for late in profile.interpreter_waits:
         if late.holder and late.holder not in important:
-            found.append(
+            happened.append(
                 Event(
                     "interpreter_lock",
                     late.at,
@@ -118,7 +118,7 @@ def events(profile: ProcessProfile) -> list[Event]:
                     f"in which thread {late.holder} had the interpreter",
                 )
             )
-    return sorted(found, key=lambda event: event.at)
+    return sorted(happened, key=lambda event: event.at)
 
 
 def slow_steps(profile: ProcessProfile) -> list[SlowStep]:
@@ -151,9 +151,9 @@ def usual_seconds(every: Iterable[Turn]) -> Callable[[Turn], float]:
 
 
 def _causes(turn: Turn, usual: float, happened: list[Event]) -> tuple[tuple[Event, float], ...]:
-    found = [(event, event.within(turn)) for event in happened]
-    long = [(event, seconds) for event, seconds in found if seconds >= EXPLAINS * (turn.seconds - usual)]
-    return tuple(sorted(long, key=lambda one: -one[1]))
+    pairs = [(event, event.within(turn)) for event in happened]
+    long = [(event, seconds) for event, seconds in pairs if seconds >= EXPLAINS * (turn.seconds - usual)]
+    return tuple(sorted(long, key=lambda pair: -pair[1]))
 
 
 def _stages(turn: Turn, steps: list[StepRecord]) -> dict[str, float]:
@@ -164,4 +164,4 @@ def _stages(turn: Turn, steps: list[StepRecord]) -> dict[str, float]:
     for step in steps:
         for stage, begin in stage_begins(step).items():
             spent[stage] += max(min(begin + getattr(step, stage), turn.end) - max(begin, turn.begin), 0.0)
-    return dict(sorted(spent.items(), key=lambda one: -one[1]))
+    return dict(sorted(spent.items(), key=lambda pair: -pair[1]))

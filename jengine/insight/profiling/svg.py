@@ -140,14 +140,14 @@ def _columns(lane: Lane, begin: float, scale: float, y: int) -> str:
         column = int((bar.at - begin) * scale)
         if 0 <= column < WIDTH - LABEL and (column not in high or bar.seconds > high[column].seconds):
             high[column] = bar
-    most = max([bar.seconds for bar in high.values()], default=0.0)
+    longest = max([bar.seconds for bar in high.values()], default=0.0)
     height = 4 * LANE - 8
     shapes = [
         f'<text class="name" x="0" y="{y + 14}">{escape(lane.name)}</text>',
-        f'<text class="tick" x="0" y="{y + 30}">up to {1e3 * most:.3g} ms</text>',
+        f'<text class="tick" x="0" y="{y + 30}">up to {1e3 * longest:.3g} ms</text>',
     ]
     for column, bar in high.items():
-        tall = max(height * bar.seconds / most, 0.5) if most else 0.5
+        tall = max(height * bar.seconds / longest, 0.5) if longest else 0.5
         shapes.append(
             f"<g><title>{escape(bar.title)}</title>"
             + _box(LABEL + column, y + height - tall, 1.4, tall, bar.kind)

@@ -244,7 +244,7 @@ def _sampling(config: RolloutConfig, ends: Sequence[int], nth: int) -> SamplingP
 
 
 def _number(seed: Any) -> int:
-    """Of a number, or of a JAX key."""
+    """A seed as a whole number, from a number or a JAX key."""
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = jax.random.key_data(seed)
     words = np.asarray(seed).reshape(-1)

@@ -174,13 +174,13 @@ class Admission:
         def seconds(rows: int, tiles: int) -> float:
             return self._predictor.seconds(rows, tiles, Work(rows * mean, longest), longest)
 
-        wanting, most = (
+        wanting, limit = (
             len(registry.running) + len(registry.waiting),
             min(registry.max_num_seqs, ready.max_rows),
         )
-        parts = -(-wanting // self._cohorts), -(-most // self._cohorts)
+        parts = -(-wanting // self._cohorts), -(-limit // self._cohorts)
         rows = batch_size(*parts, ready.table.row_buckets, seconds)
-        return min(rows * self._cohorts, most)
+        return min(rows * self._cohorts, limit)
 
     def _fitting(self) -> int:
         """Number of waiting sequences that fit, given all tokens that they and the running ones are expected
@@ -192,7 +192,7 @@ class Admission:
         if self._full == (first.number, registry.releases):
             return 0
         tokens, size, page_size = limits.max_model_len, limits.at_once, limits.page_size
-        most = [
+        window_pages = [
             None if window is None else most_pages(tokens, window, page_size, size)
             for window in limits.windows
         ]
@@ -201,7 +201,7 @@ class Admission:
         for sequence in islice(registry.waiting, room):
             growths += [self._growth(sequence)] * sequence.slots
             if (registry.running or count) and peak_pages(
-                growths, page_size, most
+                growths, page_size, window_pages
             ) > registry.blocks.capacity:
                 if not count:
                     self._full = first.number, registry.releases
@@ -239,7 +239,7 @@ class Growth(NamedTuple):
     rest: int
 
 
-def peak_pages(sequences: Iterable[Growth], page_size: int, most: List[int | None] = (None,)) -> int:
+def peak_pages(sequences: Iterable[Growth], page_size: int, limits: List[int | None] = (None,)) -> int:
     """Upper bound on the pages held at once, if every sequence gets a token per step and ends at its expected
     length.
 
@@ -248,7 +248,7 @@ def peak_pages(sequences: Iterable[Growth], page_size: int, most: List[int | Non
     Gong et al., 2025).
 
     Args:
-        most: for each cache group, the maximum number of pages that a sequence holds; None: as many as its
+        limits: for each cache group, the maximum number of pages that a sequence holds; None: as many as its
             tokens need.
     """
     tokens = peak = 0
@@ -256,5 +256,5 @@ def peak_pages(sequences: Iterable[Growth], page_size: int, most: List[int | Non
         tokens += growth.tokens
         # the last page of each sequence may be nearly empty
         pages = -(-(tokens + count * (growth.rest + page_size - 1)) // page_size)
-        peak = max(peak, sum([pages if limit is None else min(pages, count * limit) for limit in most]))
+        peak = max(peak, sum([pages if limit is None else min(pages, count * limit) for limit in limits]))
     return peak

@@ -81,7 +81,7 @@ def latency(situation: Situation) -> Decision:
     return Decision(0, "streams first" if not way.late else "streams first, some late")
 
 
-def batch_size(wanting: int, most: int, sizes: Sequence[int], seconds: Seconds) -> int:
+def batch_size(wanting: int, limit: int, sizes: Sequence[int], seconds: Seconds) -> int:
     """Number of sequences to run at once so that all finish soonest, batch after batch.
 
     A program takes the same time for one row as for all of its rows. So nine sequences may finish sooner as
@@ -89,7 +89,7 @@ def batch_size(wanting: int, most: int, sizes: Sequence[int], seconds: Seconds) 
 
     Args:
         wanting: number of running and waiting sequences.
-        most: maximum number of running sequences.
+        limit: maximum number of running sequences.
         sizes: row counts of usable programs.
     """
 
@@ -97,7 +97,7 @@ def batch_size(wanting: int, most: int, sizes: Sequence[int], seconds: Seconds) 
         batches, rest = divmod(wanting, size)
         return batches * seconds(size, 0) + (seconds(rest, 0) if rest else 0.0)
 
-    largest = min(wanting, most)
+    largest = min(wanting, limit)
     best = min([size for size in sizes if size < largest] or [largest], key=lambda size: (whole(size), -size))
     return best if whole(best) < MARGIN * whole(largest) else largest
 

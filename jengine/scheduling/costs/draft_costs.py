@@ -136,21 +136,21 @@ class DraftCosts:
 
     def counts(self, offer: Offer, likely: List[Likely]) -> list[int]:
         """How many drafts of each sequence to verify. A draft model costs the same for few and for many."""
-        if count := sum([one.proposed for one in likely]):
-            seconds = self._predictor.draft_seconds(count, max([one.start for one in likely]))
+        if count := sum([drafts.proposed for drafts in likely]):
+            seconds = self._predictor.draft_seconds(count, max([drafts.start for drafts in likely]))
             dearer = [bucket._replace(seconds=bucket.seconds + seconds) for bucket in offer.buckets]
             counts = self._counts(offer._replace(buckets=dearer), likely)
-            if any([number and one.proposed for number, one in zip(counts, likely, strict=True)]):
+            if any([number and drafts.proposed for number, drafts in zip(counts, likely, strict=True)]):
                 return counts
-            likely = [one._replace(chances=[]) if one.proposed else one for one in likely]
+            likely = [drafts._replace(chances=[]) if drafts.proposed else drafts for drafts in likely]
         return self._counts(offer, likely)
 
     def _counts(self, offer: Offer, likely: List[Likely]) -> list[int]:
         order = list[tuple[float, int, float]]()
-        for number, one in enumerate(likely):
-            context, _ = further_work(one.start, 1, self._windows)
+        for number, drafts in enumerate(likely):
+            context, _ = further_work(drafts.start, 1, self._windows)
             seconds = self._predictor.costs.work_seconds(Work(context))
-            order += [(-chance, number, seconds) for chance in one.chances]
+            order += [(-chance, number, seconds) for chance in drafts.chances]
         order.sort()
         chances, contexts = [-chance for chance, _, _ in order], [seconds for _, _, seconds in order]
         offer = offer._replace(chances=chances, contexts=contexts)

@@ -35,8 +35,8 @@ class StepPredictor:
 
     def tile_buckets(self, rows: int) -> list[int]:
         """Tile counts of programs that can run beside this many rows."""
-        most = max((self.max_num_batched_tokens - rows) // self.tile_size, 1)
-        return [tiles for tiles in self.ready.tile_buckets if tiles <= most] or [self.ready.tile_buckets[0]]
+        limit = max((self.max_num_batched_tokens - rows) // self.tile_size, 1)
+        return [tiles for tiles in self.ready.tile_buckets if tiles <= limit] or [self.ready.tile_buckets[0]]
 
     def row_buckets(self, rows: int, tiles: int) -> list[int]:
         """Row counts, from this one on, of programs that can run beside this many tiles."""
@@ -90,8 +90,8 @@ class StepPredictor:
 
     def prompt_seconds(self, tokens: int) -> float:
         """Predicted seconds of a prompt alone."""
-        most = self.tile_buckets(0)[-1]
-        steps, rest = divmod(-(-tokens // self.tile_size), most)
-        return steps * self.seconds(0, most, Work(), tokens) + (
+        max_tiles = self.tile_buckets(0)[-1]
+        steps, rest = divmod(-(-tokens // self.tile_size), max_tiles)
+        return steps * self.seconds(0, max_tiles, Work(), tokens) + (
             self.seconds(0, rest, Work(), tokens) if rest else 0.0
         )

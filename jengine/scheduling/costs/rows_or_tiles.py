@@ -25,15 +25,15 @@ class RowsOrTiles:
 
     Args:
         windows: of the cache groups.
-        most: maximum number of tokens of an end that may lie on rows; 0: none.
+        max_rows: maximum number of tokens of an end that may lie on rows; 0: none.
     """
 
-    def __init__(self, predictor: StepPredictor, windows: Windows, most: int) -> None:
-        self._predictor, self._windows, self.most = predictor, windows, most
+    def __init__(self, predictor: StepPredictor, windows: Windows, max_rows: int) -> None:
+        self._predictor, self._windows, self.max_rows = predictor, windows, max_rows
 
     def fits(self, length: int) -> bool:
         """Whether an end of this many tokens may lie on rows."""
-        return 0 < length <= self.most
+        return 0 < length <= self.max_rows
 
     def best(
         self, rows: int, tiles: int, work: Work, tokens: int, ends: Sequence[ChunkEnd], rank: int = 0

@@ -366,8 +366,8 @@ class StepCosts:
         """Interpolates between known trunks with fewer and more tokens; extrapolates through the smallest and
         the largest. Uses trunks with adapters for those with adapters, as far as any are known."""
         trunks = self._of(TrunkKey)
-        alike = [one for one in trunks if one[0].adapted == key.adapted]
-        alike = alike or [one for one in trunks if bool(one[0].adapted) == bool(key.adapted)] or trunks
+        alike = [trunk for trunk in trunks if trunk[0].adapted == key.adapted]
+        alike = alike or [trunk for trunk in trunks if bool(trunk[0].adapted) == bool(key.adapted)] or trunks
         points = sorted((self.table.tokens(known), cost.seconds) for known, cost in alike)
         tokens = self.table.tokens(key)
         if not points:

@@ -15,14 +15,14 @@ def drafters_of(options: SchedulingOptions) -> tuple[Drafter, ...]:
     speculation = Speculation.of(options.speculative_config)
     if speculation is None:
         return ()
-    most = speculation.num_speculative_tokens
-    drafters: list[Drafter] = [Forced(most)]
+    max_drafts = speculation.num_speculative_tokens
+    drafters: list[Drafter] = [Forced(max_drafts)]
     if speculation.on_device:
-        drafters.append(DraftModel(most))
+        drafters.append(DraftModel(max_drafts))
     if speculation.suffix is not None:
-        drafters.append(Suffix(speculation.suffix, most))
+        drafters.append(Suffix(speculation.suffix, max_drafts))
     if speculation.prompt_lookup_min:
-        drafters.append(Ngrams(speculation.prompt_lookup_min, speculation.prompt_lookup_max, most))
+        drafters.append(Ngrams(speculation.prompt_lookup_min, speculation.prompt_lookup_max, max_drafts))
     return tuple(drafters)
 
 
@@ -32,14 +32,14 @@ class Ngrams:
 
     Args:
         shortest, longest: number of tokens that must be equal, and that are compared at most.
-        most: see Drafter.
+        max_drafts: see Drafter.
     """
 
-    def __init__(self, shortest: int, longest: int, most: int) -> None:
-        self._shortest, self._longest, self.most = shortest, longest, most
+    def __init__(self, shortest: int, longest: int, max_drafts: int) -> None:
+        self._shortest, self._longest, self.max_drafts = shortest, longest, max_drafts
         self._known: dict[Sequence, Places] = {}
 
-    def draft(self, sequence: Sequence, most: int) -> Draft | None:
+    def draft(self, sequence: Sequence, limit: int) -> Draft | None:
         tokens, best, length = sequence.tokens, 0, 0
         known = self._known.get(sequence)
         if known is None:
@@ -49,7 +49,7 @@ class Ngrams:
                 best, length = end, same
         if not length:
             return None
-        return Draft(continued(tokens, best, most), length, "ngram")
+        return Draft(continued(tokens, best, limit), length, "ngram")
 
     def forget(self, sequence: Sequence) -> None:
         self._known.pop(sequence, None)
@@ -60,15 +60,15 @@ class Forced:
     tokens.
 
     Args:
-        most: see Drafter.
+        max_drafts: see Drafter.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_drafts: int) -> None:
+        self.max_drafts = max_drafts
 
-    def draft(self, sequence: Sequence, most: int) -> Draft | None:
+    def draft(self, sequence: Sequence, limit: int) -> Draft | None:
         mask = sequence.request.mask
-        tokens = [] if mask is None else mask.forced()[:most]
+        tokens = [] if mask is None else mask.forced()[:limit]
         return Draft(tokens, source="grammar") if tokens else None
 
     def forget(self, sequence: Sequence) -> None:
@@ -79,14 +79,14 @@ class DraftModel:
     """Asks for as many drafts as it may; see `Span.following`.
 
     Args:
-        most: see Drafter.
+        max_drafts: see Drafter.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_drafts: int) -> None:
+        self.max_drafts = max_drafts
 
-    def draft(self, sequence: Sequence, most: int) -> Draft | None:
-        return Draft([*range(-2, -2 - most, -1)], source="model")
+    def draft(self, sequence: Sequence, limit: int) -> Draft | None:
+        return Draft([*range(-2, -2 - limit, -1)], source="model")
 
     def forget(self, sequence: Sequence) -> None:
         """Remembers nothing."""

@@ -31,13 +31,13 @@ class Drafter(Protocol):
     """Proposes the next tokens of running sequences. Wrong proposals cost time, but change no output.
 
     Attributes:
-        most: maximum number of tokens that it proposes for a sequence in a step.
+        max_drafts: maximum number of tokens that it proposes for a sequence in a step.
     """
 
-    most: int
+    max_drafts: int
 
-    def draft(self, sequence: Sequence, most: int) -> Draft | None:
-        """At most `most` tokens that may follow the sequence's known tokens; None is a normal answer."""
+    def draft(self, sequence: Sequence, limit: int) -> Draft | None:
+        """At most `limit` tokens that may follow the sequence's known tokens; None is a normal answer."""
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence gives back its slot and its pages, and may come back later."""

@@ -34,10 +34,10 @@ class Places:
         return self._ends.get(tuple(tokens[-length:]), [])[::-1]
 
 
-def agreed(text: List[int], end: int, tokens: List[int], most: int) -> int:
-    """Number of tokens before `end` that are those at the end of `tokens`; at most `most`."""
-    same, most = 0, min(most, end, len(tokens))
-    while same < most and text[end - same - 1] == tokens[-same - 1]:
+def agreed(text: List[int], end: int, tokens: List[int], limit: int) -> int:
+    """Number of tokens before `end` that are those at the end of `tokens`; at most `limit`."""
+    same, limit = 0, min(limit, end, len(tokens))
+    while same < limit and text[end - same - 1] == tokens[-same - 1]:
         same += 1
     return same
 

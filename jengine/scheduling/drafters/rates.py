@@ -74,13 +74,13 @@ class BestDraft:
         drafters: at least one. The first counts among equals.
 
     Attributes:
-        most: maximum number of tokens that they propose for a sequence in a step.
+        max_drafts: maximum number of tokens that they propose for a sequence in a step.
         rates: how often drafts are right.
     """
 
     def __init__(self, drafters: List[Drafter]) -> None:
         self._drafters, self.rates = drafters, Rates()
-        self.most = max(drafter.most for drafter in drafters)
+        self.max_drafts = max(drafter.max_drafts for drafter in drafters)
         self._last: dict[Sequence, _Last] = {}
 
     def draft(self, sequence: Sequence) -> Draft | None:
@@ -88,8 +88,8 @@ class BestDraft:
         length, last = len(sequence.tokens), self._last.get(sequence)
         if last is None or last.length != length:
             if last is not None:
-                self._compare(last, sequence.tokens[last.length : last.length + self.most])
-            proposals = [drafter.draft(sequence, drafter.most) for drafter in self._drafters]
+                self._compare(last, sequence.tokens[last.length : last.length + self.max_drafts])
+            proposals = [drafter.draft(sequence, drafter.max_drafts) for drafter in self._drafters]
             drafts = [draft for draft in proposals if draft is not None]
             self._last[sequence] = last = _Last(max(drafts, key=self._expected, default=None), drafts, length)
         return last.best

@@ -117,20 +117,20 @@ class Suffix:
     Of the places with the longest match it takes, token after token, what most of them say.
 
     Args:
-        how: lengths and bounds.
-        most: see Drafter.
+        options: lengths and bounds.
+        max_drafts: see Drafter.
         most_tokens: of earlier outputs that are kept.
     """
 
-    def __init__(self, how: SuffixDecoding, most: int, most_tokens: int = MOST_TOKENS) -> None:
-        self._how, self.most = how, most
+    def __init__(self, options: SuffixDecoding, max_drafts: int, most_tokens: int = MOST_TOKENS) -> None:
+        self._options, self.max_drafts = options, max_drafts
         self._running: dict[Sequence, _Running] = {}
         self._earlier: EarlierOutputs | None = None
-        if how.max_cached_requests:
-            self._earlier = EarlierOutputs(SHORTEST, how.max_cached_requests, most_tokens)
+        if options.max_cached_requests:
+            self._earlier = EarlierOutputs(SHORTEST, options.max_cached_requests, most_tokens)
 
-    def draft(self, sequence: Sequence, most: int) -> Draft | None:
-        tokens, running, deep = sequence.tokens, self._entered(sequence), self._how.max_tree_depth
+    def draft(self, sequence: Sequence, limit: int) -> Draft | None:
+        tokens, running, deep = sequence.tokens, self._entered(sequence), self._options.max_tree_depth
         matches: list[tuple[int, List[int], int]] = [
             (agreed(tokens, end, tokens, deep), tokens, end) for end in running.places.of_end(tokens)
         ]
@@ -143,13 +143,13 @@ class Suffix:
         length = max([same for same, _, _ in matches], default=0)
         if length < SHORTEST:
             return None
-        most = min(most, int(self._how.max_spec_factor * length))
+        limit = min(limit, int(self._options.max_spec_factor * length))
         texts = [
-            continued(text, end, most) if text is tokens else text[end : end + most]
+            continued(text, end, limit) if text is tokens else text[end : end + limit]
             for same, text, end in matches
             if same == length
         ]
-        drafts = self._majority(texts, most)
+        drafts = self._majority(texts, limit)
         return Draft(drafts, length, "suffix") if drafts else None
 
     def forget(self, sequence: Sequence) -> None:
@@ -176,10 +176,10 @@ class Suffix:
             running.entered += len(new)
         return running
 
-    def _majority(self, texts: List[List[int]], most: int) -> list[int]:
+    def _majority(self, texts: List[List[int]], limit: int) -> list[int]:
         """Token after token what most of these texts say, the latest first, until that is unlikely."""
         draft, chance = list[int](), 1.0
-        while len(draft) < most:
+        while len(draft) < limit:
             if len(texts) == 1:
                 return [*draft, *texts[0][len(draft) :]]
             votes = Counter([text[len(draft)] for text in texts if len(text) > len(draft)])
@@ -187,7 +187,7 @@ class Suffix:
                 break
             token, count = votes.most_common(1)[0]  # the first one among equals
             chance *= count / len(texts)
-            if chance < self._how.min_token_prob:
+            if chance < self._options.min_token_prob:
                 break
             texts = [text for text in texts if len(text) > len(draft) and text[len(draft)] == token]
             draft.append(token)

@@ -198,6 +198,6 @@ def _machine(scheduler: Scheduler, running: List[Sequence]) -> Machine:
         pages=blocks.capacity - blocks.owned,
         groups=len(blocks.groups),
         seconds=seconds if scheduler.cohorts.stages == 1 else of_cohorts,
-        most_on_rows=scheduler.rows_or_tiles.most,
+        most_on_rows=scheduler.rows_or_tiles.max_rows,
         start=scheduler.busy_seconds,
     )

@@ -67,8 +67,8 @@ class BlockManager:
         self._windowed = [i for i, group in enumerate(self.groups) if group.window is not None]
         self._index = PrefixIndex(len(windows), page_size)
         self._finder = PrefixFinder(self._index, page_size, self.hit_grid, windows)
-        own = self.pools[-1], self._index, len(self.groups), page_size, self.commit, draft_states
-        self.states = States(*own) if states else None
+        arguments = self.pools[-1], self._index, len(self.groups), page_size, self.commit, draft_states
+        self.states = States(*arguments) if states else None
         self._token_pools = self.pools[: len(self.pools) - states]
         self._tables: dict[int, BlockTable] = {}
         self.tier = (
@@ -149,10 +149,10 @@ class BlockManager:
         if self.tier is None:
             return hit
         blocks = self._finder.longest(tokens, salt, self.tier.find, whole)
-        found = len(blocks) * self.page_size
+        length = len(blocks) * self.page_size
         return (
-            Hit(blocks, found, len(self._finder.missing(blocks)), found - hit.tokens)
-            if found > hit.tokens
+            Hit(blocks, length, len(self._finder.missing(blocks)), length - hit.tokens)
+            if length > hit.tokens
             else hit
         )
 
@@ -161,10 +161,10 @@ class BlockManager:
         or on the host.
         """
         assert self.tier is not None
-        find, most = self.tier.find, (len(tokens) - 1) // self.page_size
+        find, limit = self.tier.find, (len(tokens) - 1) // self.page_size
         return [
             [bool(page or find(block, group)) for group, page in enumerate(block.pages)]
-            for block in self._index.follow(salt, tokens, most)
+            for block in self._index.follow(salt, tokens, limit)
         ]
 
     def receive(self, tokens: Sequence[int], salt: Salt, pages: Sequence[tuple[int, int]]) -> list[int]:
@@ -203,8 +203,8 @@ class BlockManager:
         for group, (window, pool) in enumerate(self.groups):
             first, holders = self._finder.first_seen(group, hit.tokens), self.pools[pool].holders
             shared = sum(holders(block.pages[group]) > 0 for block in hit.blocks[first:])
-            most = most_pages(tokens, window, self.page_size, ahead)
-            wanted[pool] += max(min(self.pages_of(tokens) - first, most) - shared, 0)
+            limit = most_pages(tokens, window, self.page_size, ahead)
+            wanted[pool] += max(min(self.pages_of(tokens) - first, limit) - shared, 0)
         if self.states is not None:
             wanted[len(self.pools) - 1] += self.states.needed(hit.blocks)
         return wanted
@@ -320,11 +320,11 @@ class BlockManager:
         the device lacks.
         """
         table, pages, entries = self._tables[number], self.pages_of(tokens), []
-        for group, own in enumerate(table.pages):
+        for group, pages_of_group in enumerate(table.pages):
             self._grow(table, group, pages)
             known = max(table.sent[group], table.first[group])
             if known < pages:
-                entries += [(group, index, own[index]) for index in range(known, pages)]
+                entries += [(group, index, pages_of_group[index]) for index in range(known, pages)]
                 table.sent[group] = pages
         return entries
 
@@ -450,7 +450,7 @@ class BlockManager:
             assert self.states.numbers == self.numbers, "a sequence has no state, or a state has no sequence"
             self.states.pool.check_integrity(self.states.held())
         for number, pool in enumerate(self._token_pools):
-            groups = [group for group, own in enumerate(self.groups) if own.pool == number]
+            groups = [group for group, kind in enumerate(self.groups) if kind.pool == number]
             pool.check_integrity(
                 Counter(
                     page for table in self._tables.values() for group in groups for page in table.held(group)
@@ -482,8 +482,8 @@ class BlockManager:
     def _forget(self, pool: int, page: int) -> None:
         """Removes an evicted page from its block."""
         pools = [group.pool for group in self.groups] + [len(self.pools) - 1] * (self.states is not None)
-        for group, own in enumerate(pools):
-            if own == pool and self._index.holds(group, page):
+        for group, pool_of_group in enumerate(pools):
+            if pool_of_group == pool and self._index.holds(group, page):
                 if self.tier is not None:
                     self.tier.evicted(pool, page, self._index.block(group, page), group)
                 self._index.forget(group, page)

@@ -67,11 +67,11 @@ class PrefixFinder:
 
     def _shorten(self, chain: list[Block], blocks: int, whole: Ranges) -> None:
         """Shortens a hit to at most this many blocks, to where it may end."""
-        kept = blocks + 1
-        while blocks < kept:
-            kept = blocks // self._grid * self._grid
-            blocks = outside(whole, kept * self._page_size) // self._page_size
-        del chain[kept:]
+        end = blocks + 1
+        while blocks < end:
+            end = blocks // self._grid * self._grid
+            blocks = outside(whole, end * self._page_size) // self._page_size
+        del chain[end:]
 
     def branch(self, tokens: Sequence[int], salt: Salt) -> int:
         """Number of tokens with pages in all groups without a window. At least as long as the hit."""

@@ -34,30 +34,30 @@ class PrefixIndex:
         self,
         salt: Salt,
         tokens: Sequence[int],
-        most: int,
+        limit: int,
         groups: Sequence[int],
         find: Find | None = None,
     ) -> list[Block]:
-        """The known blocks of a prefix, at most `most`, up to the first that lacks a page of one of these
+        """The known blocks of a prefix, at most `limit`, up to the first that lacks a page of one of these
         groups.
 
         Args:
             find: looks up a block's page elsewhere.
         """
-        size, blocks, parent, found = self._page_size, self._blocks, salt, []
-        for start in range(0, most * size, size):
+        size, blocks, parent, chain = self._page_size, self._blocks, salt, []
+        for start in range(0, limit * size, size):
             block = blocks.get((parent, tuple(tokens[start : start + size])))
             if block is None or not all(
                 [block.pages[group] or (find and find(block, group)) for group in groups]
             ):
                 break
-            found.append(block)
+            chain.append(block)
             parent = block  # type: ignore[assignment]
-        return found
+        return chain
 
-    def follow(self, salt: Salt, tokens: Sequence[int], most: int) -> list[Block]:
-        """The known blocks of a prefix, at most `most`, whether or not they have pages."""
-        return self.chain(salt, tokens, most, ())
+    def follow(self, salt: Salt, tokens: Sequence[int], limit: int) -> list[Block]:
+        """The known blocks of a prefix, at most `limit`, whether or not they have pages."""
+        return self.chain(salt, tokens, limit, ())
 
     def get(self, parent: Block | Salt, tokens: tuple[int, ...]) -> Block:
         """Returns the block of these tokens, creating it if needed."""

@@ -46,14 +46,14 @@ class Beams[Sequence]:
         self._found: dict[Sequence, ScoredToken] = {}  # candidates of this step
         self._completed: list[Path] = []  # beams that ended with an end-of-sequence token, the best first
 
-    def take(self, beam: Sequence, found: ScoredToken) -> list[tuple[Sequence, Path]] | None:
+    def take(self, beam: Sequence, scored: ScoredToken) -> list[tuple[Sequence, Path]] | None:
         """Records a beam's candidates.
 
         Returns:
             The surviving beams, each with the sequence of the beam that it extends, the best first; None
             while the candidates of other beams are missing.
         """
-        self._found[beam] = found
+        self._found[beam] = scored
         if len(self._found) < len(self._live):
             return None
         going: list[tuple[Sequence, Path]] = []
@@ -70,7 +70,7 @@ class Beams[Sequence]:
         self._found = {}
         if ended:
             self._completed = self._best([*self._completed, *ended])
-        going.sort(key=lambda one: self._score(one[1]), reverse=True)
+        going.sort(key=lambda candidate: self._score(candidate[1]), reverse=True)
         return going[: self.params.beam_width]
 
     def set_live(self, beams: list[tuple[Sequence, Path]]) -> None:
@@ -88,10 +88,10 @@ class Beams[Sequence]:
             chain = [path]
             while (parent := chain[-1].parent) is not None:
                 chain.append(parent)
-            found = [one.found for one in reversed(chain)]
-            tokens = [one.token for one in reversed(chain)]
-            reason: FinishReason = "length" if any(path is one for one in live) else "stop"
-            beams.append(Beam(tokens, path.cumulative, reason, found if logprobs else None))
+            scored = [step.found for step in reversed(chain)]
+            tokens = [step.token for step in reversed(chain)]
+            reason: FinishReason = "length" if any(path is step for step in live) else "stop"
+            beams.append(Beam(tokens, path.cumulative, reason, scored if logprobs else None))
         return beams
 
     def _best(self, paths: list[Path]) -> list[Path]:
@@ -104,6 +104,6 @@ class Beams[Sequence]:
         return score
 
 
-def candidates(found: ScoredToken) -> dict[int, float]:
+def candidates(token: ScoredToken) -> dict[int, float]:
     """Log probabilities by token: the sampled token first, then the most likely ones."""
-    return {found.token: found.logprobs.chosen, **dict(found.logprobs.top)}
+    return {token.token: token.logprobs.chosen, **dict(token.logprobs.top)}

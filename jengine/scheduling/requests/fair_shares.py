@@ -42,19 +42,19 @@ class FairQueue:
             return
         heap = []
         for client, queue in self._queues.items():
-            own = iter(queue)
-            first = next(own)
-            heap.append((first.order[0], self.served[client], first.order, first, own))
+            rest = iter(queue)
+            first = next(rest)
+            heap.append((first.order[0], self.served[client], first.order, first, rest))
         heapq.heapify(heap)
         while heap:
-            _, served, _, sequence, own = heap[0]
+            _, served, _, sequence, rest = heap[0]
             yield sequence
-            following = next(own, None)
+            following = next(rest, None)
             if following is None:
                 heapq.heappop(heap)
             else:
                 heapq.heapreplace(
-                    heap, (following.order[0], served + charge(sequence), following.order, following, own)
+                    heap, (following.order[0], served + charge(sequence), following.order, following, rest)
                 )
 
     @property

@@ -116,28 +116,28 @@ class Images:
         self._ready.clear()
         if not self._waiting:
             return
-        kept, encoding, most = set[Key](), Encoding(0), buckets[-1] if buckets else 0
-        for sequence in islice((one for one in waiting if one.images is not None), AHEAD):
+        needed, encoding, limit = set[Key](), Encoding(0), buckets[-1] if buckets else 0
+        for sequence in islice((each for each in waiting if each.images is not None), AHEAD):
             assert sequence.images is not None
             whole = True
             for part in sequence.images.seen_from(cached(sequence)):
                 key = _key(sequence, part)
                 known = self._parts.get(key)
-                if known is None and most:
+                if known is None and limit:
                     if briefly and not encoding.parts:
-                        most = next(bucket for bucket in buckets if bucket >= len(part.pixels))
-                    if encoding.patches + len(part.pixels) <= most:
-                        known = self._make_room(key, part.rows, kept)
+                        limit = next(bucket for bucket in buckets if bucket >= len(part.pixels))
+                    if encoding.patches + len(part.pixels) <= limit:
+                        known = self._make_room(key, part.rows, needed)
                         if known is not None:
                             encoding.add(part, known.rows)
                             self._new.add(key)
                     if known is None:
-                        most = 0  # parts are encoded in order
+                        limit = 0  # parts are encoded in order
                 if known is None:
                     whole = False
                     continue
                 known.used = next(self._clock)
-                kept.add(key)
+                needed.add(key)
             if whole:
                 self._ready.add(sequence)
         if encoding.parts:
@@ -169,8 +169,8 @@ class Images:
             self._ready.discard(sequence)
             return False
         held = Held([self._parts[key] for key in needed])
-        for one in held.parts:
-            one.users += 1
+        for image in held.parts:
+            image.users += 1
         for part in images.parts:
             there = (key := _key(sequence, part)) in needed
             rows = self._parts[key].rows if there else ()
@@ -200,8 +200,8 @@ class Images:
             turns, span.after = self._turns[sequence]
             if span.start < len(turns):
                 span.turns = np.full((span.length, turns.shape[1]), span.after, np.int32)
-                own = turns[span.start : span.start + span.length]
-                span.turns[: len(own)] = own
+                part = turns[span.start : span.start + span.length]
+                span.turns[: len(part)] = part
 
     def forget(self, sequence: Sequence) -> None:
         """Its prompt is computed, or it gives up its pages. See also Rememberer."""
@@ -227,17 +227,17 @@ class Images:
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every row is free or belongs to one part."""
-        held = {id(part): part for own in self._held.values() for part in own.parts if part.old}
+        held = {id(part): part for images in self._held.values() for part in images.parts if part.old}
         owned = [row for part in [*self._parts.values(), *held.values()] for row in part.rows]
         assert sorted([*self._free, *owned]) == [*range(self.rows)], "a row of the pool is shared or lost"
         users = sum(len(held.parts) for held in self._held.values())
         parts = [*self._parts.values(), *held.values()]
         assert users == sum(part.users for part in parts), "users are miscounted"
 
-    def _make_room(self, new: Key, rows: int, kept: set[Key]) -> Embedded | None:
-        """Rows for a part, if need be of parts that were not used for longest and are not in `kept`."""
+    def _make_room(self, new: Key, rows: int, needed: set[Key]) -> Embedded | None:
+        """Rows for a part, if need be of parts that were not used for longest and are not in `needed`."""
         idle = sorted(
-            ((one.used, key) for key, one in self._parts.items() if not one.users and key not in kept),
+            ((part.used, key) for key, part in self._parts.items() if not part.users and key not in needed),
             key=lambda pair: pair[0],
         )
         if len(self._free) + sum(len(self._parts[key].rows) for _, key in idle) < rows:
@@ -248,7 +248,7 @@ class Images:
             self._free += self._parts.pop(key).rows
             self._new.discard(key)
         self._parts[new] = Embedded([self._free.pop() for _ in range(rows)])
-        kept.add(new)
+        needed.add(new)
         return self._parts[new]
 
 

@@ -105,7 +105,7 @@ class LoraPlaces:
         number.
         """
         unused = [lora for lora in self if not lora.users and lora.number != but]
-        return min(unused, key=lambda one: one.used, default=None)
+        return min(unused, key=lambda claim: claim.used, default=None)
 
     # --- requests -----------------------------------------------------------------------------------
 
@@ -135,9 +135,9 @@ class LoraPlaces:
         if self._free() is not None:
             return True
         if lora not in self._claims:
-            staying = [one for one in self._on if one is not None and not one.leaving]
+            staying = [claim for claim in self._on if claim is not None and not claim.leaving]
             if staying:
-                leaving = min(staying, key=lambda one: (one.running, one.used))
+                leaving = min(staying, key=lambda claim: (claim.running, claim.used))
                 leaving.leaving, self._claims[lora] = True, leaving
         return False
 
@@ -166,14 +166,14 @@ class LoraPlaces:
     @property
     def highest(self) -> int:
         """The highest place of an adapter that a running sequence uses; 0: there is none."""
-        return max((one.place for one in self._on if one is not None and one.running), default=0)
+        return max((claim.place for claim in self._on if claim is not None and claim.running), default=0)
 
     @property
     def in_use(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Names of adapters that running and waiting requests use, each sorted. Thread-safe."""
         used = [*self._used]
-        running = {one.name for one in used if one.running}
-        waiting = {one.name for one in used if one.users > one.running}
+        running = {claim.name for claim in used if claim.running}
+        waiting = {claim.name for claim in used if claim.users > claim.running}
         return tuple(sorted(running)), tuple(sorted(waiting))
 
     def take_writes(self) -> list[tuple[int, int]]:
@@ -191,7 +191,7 @@ class LoraPlaces:
             assert not lora.place or self._on[lora.place - 1] is lora, "an adapter lost its place"
             assert lora.place or not lora.running, "an adapter runs without a place"
             assert lora.users >= lora.running >= 0, "more sequences run than there are"
-        assert len({id(one) for one in self._claims.values()}) == len(self._claims)
+        assert len({id(claim) for claim in self._claims.values()}) == len(self._claims)
 
     def _free(self) -> int | None:
         """A place that no running sequence uses: an empty one, or that of the least recently used adapter."""
@@ -199,7 +199,7 @@ class LoraPlaces:
             if lora is None:
                 return place
         idle = [lora for lora in self._on if lora is not None and not lora.running]
-        return min(idle, key=lambda one: one.used).place if idle else None
+        return min(idle, key=lambda claim: claim.used).place if idle else None
 
     def _give_up(self, lora: Lora) -> None:
         """It needs no place any more, so none leaves for it."""

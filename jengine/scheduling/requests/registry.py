@@ -182,7 +182,7 @@ class Registry:
         first = self.waiting.first
         if first is None or self.may_start(first):
             return first
-        return next((one for one in self.waiting if self.may_start(one)), None)
+        return next((sequence for sequence in self.waiting if self.may_start(sequence)), None)
 
     def may_start(self, sequence: Sequence) -> bool:
         """Whether its pages have come, its adapter has a place or can get one, and its images are encoded."""

@@ -142,9 +142,9 @@ class Sequence:
         if length > 1 and self.tpot < math.inf:
             self.due += (length - 1) * self.tpot
 
-    def settle_row(self, length: int, least: int, given: int) -> None:
-        """Takes back the tokens of such a row that did not come; `given` did."""
-        missing = length - given
+    def settle_row(self, length: int, least: int, results: int) -> None:
+        """Takes back the tokens of such a row that did not come; `results` did."""
+        missing = length - results
         self.in_flight -= missing
         self.tentative -= length - least
         if self.state is State.DECODING:  # a preempted one will compute all of its tokens again

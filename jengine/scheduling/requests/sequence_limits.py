@@ -42,8 +42,8 @@ class SequenceLimits:
         params, prompt = request.params, request.prompt_token_ids
         if not prompt:
             raise InvalidArgument("prompt_token_ids", prompt, "must hold at least 1 token")
-        most, limit = longest_prompt(self.max_model_len, pooled=request.pooling is not None)
-        if (tokens := len(prompt)) > most:
+        longest, limit = longest_prompt(self.max_model_len, pooled=request.pooling is not None)
+        if (tokens := len(prompt)) > longest:
             limit = f"{tokens} tokens; {limit}"
             raise PromptTooLong("prompt_token_ids", prompt, limit, tokens, self.max_model_len)
         if request.beams is not None and self.recurrent:
@@ -77,11 +77,11 @@ class SequenceLimits:
         """Total tokens, prompt and output, at which the request ends."""
         if request.pooling is not None:
             return len(request.prompt_token_ids) + 1  # the sampled token is discarded
-        most = request.params.max_tokens
+        max_tokens = request.params.max_tokens
         return (
             self.max_model_len
-            if most is None
-            else min(len(request.prompt_token_ids) + most, self.max_model_len)
+            if max_tokens is None
+            else min(len(request.prompt_token_ids) + max_tokens, self.max_model_len)
         )
 
     @property

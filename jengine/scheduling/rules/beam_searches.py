@@ -49,12 +49,12 @@ class BeamSearches(Rule):
                 if sequence.searches:
                     span.known, sequence.state = sequence.tokens[span.start], State.HELD
 
-    def take(self, beam: Sequence, found: ScoredToken | None) -> Sequence | None:
+    def take(self, beam: Sequence, token: ScoredToken | None) -> Sequence | None:
         """Records a beam's candidates. Returns the search's leader if the search ends here."""
-        if beam.beams is None or found is None:  # the search was preempted meanwhile
+        if beam.beams is None or token is None:  # the search was preempted meanwhile
             return None
         beams, leader = beam.beams, beam.beams.leader
-        chosen = beams.take(beam, found)
+        chosen = beams.take(beam, token)
         if chosen is None:
             return None
         if chosen and chosen[0][1].length < leader.max_len:

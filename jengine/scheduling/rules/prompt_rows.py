@@ -20,7 +20,7 @@ class PromptRows(Rule):
         self._costs, self._size = costs, tile_size
 
     def lengthen(self, plan: PlanBuilder) -> None:
-        if not plan.tiles or not self._costs.most:
+        if not plan.tiles or not self._costs.max_rows:
             return
         first = len(plan.rows)
         ends = sorted(

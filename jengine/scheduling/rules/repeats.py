@@ -47,12 +47,12 @@ class Repeats(Rule):
                 span.known, plan.lengthened = sequence.tokens[span.start], True
                 padding -= self._add_tokens(plan, span, sequence, padding)
 
-    def _add_tokens(self, plan: PlanBuilder, span: Span, sequence: Sequence, most: int) -> int:
-        """Adds rows for known tokens to a span, as many as there are pages and at most `most`. Returns their
+    def _add_tokens(self, plan: PlanBuilder, span: Span, sequence: Sequence, limit: int) -> int:
+        """Adds rows for known tokens to a span, as many as there are pages and at most `limit`. Returns their
         number.
         """
         start = span.start + 1
-        end = self._blocks.room(span.seq, min(start + most, len(sequence.tokens)))
+        end = self._blocks.room(span.seq, min(start + limit, len(sequence.tokens)))
         if end <= start:
             return 0
         plan.enter(span.slot, self._blocks.grow(span.seq, end))
@@ -76,7 +76,7 @@ class Repeats(Rule):
                 else:
                     sequence.in_flight -= 1
         left = {sequence.number for sequence in self._repeating}
-        plan.samples = [ended.get(one.seq, one) for one in plan.samples if one.seq not in left]
+        plan.samples = [ended.get(sample.seq, sample) for sample in plan.samples if sample.seq not in left]
         plan.sampled = [sequence for sequence in plan.sampled if sequence.number not in left]
 
     def forget(self, sequence: Sequence) -> None:

@@ -36,7 +36,7 @@ class Speculation(Rule):
         how_many: decides how many drafts a step verifies.
 
     Attributes:
-        most: maximum number of drafts of a sequence in a step.
+        max_drafts: maximum number of drafts of a sequence in a step.
         drafts: number of spans with drafts that were collected.
         tokens: of drafts, in these spans.
         right: those that counted.
@@ -56,8 +56,8 @@ class Speculation(Rule):
         self._registry, self._blocks, self._windows = registry, registry.blocks, limits.windows
         self._timeline, self._costs = timeline, DraftCosts(predictor, limits.windows, how_many)
         self._drafter = BestDraft(drafters) if drafters else None
-        most = MOST_STATES if limits.recurrent else MOST_DRAFTS
-        self.most = most if self._drafter is None else min(self._drafter.most, most)
+        limit = MOST_STATES if limits.recurrent else MOST_DRAFTS
+        self.max_drafts = limit if self._drafter is None else min(self._drafter.max_drafts, limit)
         self.drafts = self.tokens = self.right = 0
         self.accepted = [0] * MOST_DRAFTS
         self.gain = 1.0
@@ -90,7 +90,7 @@ class Speculation(Rule):
         if not self._costs.could_pay(offer):
             return False
         likely = [self._likely(s, s.in_flight) for s in decoding if self._may_have(s) and s.in_flight < 2]
-        return any(self._counts(offer, [one for one in likely if one is not None]))
+        return any(self._counts(offer, [drafts for drafts in likely if drafts is not None]))
 
     def _may_have(self, sequence: Sequence) -> bool:
         return not sequence.searches and len(sequence.tokens) >= sequence.prompt_len
@@ -119,12 +119,12 @@ class Speculation(Rule):
                 continue
             if span.known >= 0 or len(sequence.tokens) != span.start + 1:  # it computes known tokens again
                 continue
-            if (found := self._likely(sequence)) is not None:
+            if (drafts := self._likely(sequence)) is not None:
                 spans.append(span)
-                likely.append(found)
-        for span, one, most in zip(spans, likely, self._counts(offer, likely), strict=True):
-            if most:
-                self._add(plan, span, one.tokens[:most])
+                likely.append(drafts)
+        for span, drafts_of_span, count in zip(spans, likely, self._counts(offer, likely), strict=True):
+            if count:
+                self._add(plan, span, drafts_of_span.tokens[:count])
         if plan.guesses:
             self._add_samples(plan)
 
@@ -133,13 +133,13 @@ class Speculation(Rule):
         if (states := self._blocks.states) is None:
             return offer
         spare = len(states.spare)
-        return offer._replace(buckets=[one._replace(drafts=min(one.drafts, spare)) for one in offer.buckets])
+        return offer._replace(buckets=[b._replace(drafts=min(b.drafts, spare)) for b in offer.buckets])
 
     def _counts(self, offer: Offer, likely: list[Likely]) -> list[int]:
         """How many drafts of each sequence to verify."""
         assert self._drafter is not None
         counts = self._costs.counts(offer, likely)
-        tried = [count > 0 for count, one in zip(counts, likely, strict=True) if one.proposed]
+        tried = [count > 0 for count, drafts in zip(counts, likely, strict=True) if drafts.proposed]
         if tried and not any(tried):
             self._drafter.rates.miss("model")
         return counts
@@ -153,11 +153,11 @@ class Speculation(Rule):
         start = len(sequence.tokens) + skipped
         skipped = 0 if draft is None or draft.proposed else skipped
         # the last possible token is never an input
-        most = min(self.most, sequence.last_position - start)
-        if draft is None or most <= 0 or len(draft.tokens) <= skipped:
+        limit = min(self.max_drafts, sequence.last_position - start)
+        if draft is None or limit <= 0 or len(draft.tokens) <= skipped:
             return None
         chances = self._drafter.rates.chances(draft)
-        return Likely(start, draft.tokens[skipped : skipped + most], chances[skipped : skipped + most])
+        return Likely(start, draft.tokens[skipped : skipped + limit], chances[skipped : skipped + limit])
 
     # --- rows -----------------------------------------------------------------------------------------
 
