@@ -102,8 +102,8 @@ def run(
             ", ".join(links),
         )
     ports = sum(port is not None for port in (config.port, config.grpc_port, config.metrics_port))
-    if (most := most_connections(config.max_connections, ports)) < config.max_connections:
-        config = dataclasses.replace(config, max_connections=most)
+    if (limit := most_connections(config.max_connections, ports)) < config.max_connections:
+        config = dataclasses.replace(config, max_connections=limit)
     default = models[0]._replace(name=[*config.served_names, models[0].name][0])
     asyncio.run(ServerApp(config, [default, *models[1:]], services, http).live())
 

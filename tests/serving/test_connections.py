@@ -20,7 +20,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00
 
 
 def test_connections_are_counted_by_address() -> None:
-    quota = Quota(most=3, most_of_one=2)
+    quota = Quota(total=3, per_address=2)
     assert quota.enter("a") is quota.enter("a") is None
     assert quota.enter("a") == (
         429,

@@ -129,7 +129,7 @@ class ServedModels(ModelProvider, Protocol):
         """All models, the default one first. Raises NotReady until the first engine runs."""
 
     def running(self) -> Sequence[AsyncLLM]:
-        """Those of all running engines. Raises NotReady if there are none."""
+        """All engines that run. Raises NotReady if there are none."""
 
     @property
     def max_num_seqs(self) -> int:

@@ -64,10 +64,10 @@ def listed_model(name: str, models: ServedModels) -> ListedModel | Adapter:
     none.
     """
     listed = models.listed()
-    found = next((model for model in listed if name in ("", model.name)), models.adapters.get(name))
-    if found is None:
+    match = next((model for model in listed if name in ("", model.name)), models.adapters.get(name))
+    if match is None:
         raise no_model(name, models)
-    return found
+    return match
 
 
 def no_model(name: str, models: ServedModels) -> Refusal:

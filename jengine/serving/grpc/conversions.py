@@ -197,7 +197,7 @@ def to_messages(messages: Sequence[pb.ChatMessage]) -> list[dict[str, Any]]:
 
 def to_images(images: Sequence[pb.Image]) -> list[NamedImage]:
     """Raises InvalidArgument if one is empty."""
-    return [_image(f"images[{i}]", one) for i, one in enumerate(images)]
+    return [_image(f"images[{i}]", image) for i, image in enumerate(images)]
 
 
 def to_processing(text: str) -> dict[str, Any]:

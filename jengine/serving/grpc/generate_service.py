@@ -316,8 +316,8 @@ def _prompt_of(request: pb.GenerateRequest, model: NamedModel) -> str | list[int
 
 
 def _with_images(request: pb.GenerateRequest, model: NamedModel, images: dict[str, Any]) -> dict[str, Any]:
-    given = _prompt_of(request, model)
-    return {"prompt" if isinstance(given, str) else "prompt_token_ids": given, **images}
+    prompt = _prompt_of(request, model)
+    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, **images}
 
 
 def _conversation_of(request: pb.ChatRequest) -> Conversation:

@@ -31,8 +31,8 @@ PORTS = 80, 443  # of hosts that are listed without one
 REDIRECTS = 301, 302, 303, 307, 308
 # Not on the public internet, though not all versions of `ipaddress` know it.
 PRIVATE = [
-    ipaddress.ip_network(one)
-    for one in (
+    ipaddress.ip_network(network)
+    for network in (
         "0.0.0.0/8",
         "100.64.0.0/10",
         "168.63.129.16/32",  # Azure's hosts
@@ -128,7 +128,7 @@ class Media:
             raise Refused("must be an http or https URL with a host")
         if "@" in url.netloc:
             raise Refused("must not have a name or a password before its host")
-        parents = {"*." + host[at + 1 :] for at, one in enumerate(host) if one == "."}
+        parents = {"*." + host[at + 1 :] for at, character in enumerate(host) if character == "."}
         port = port or (443 if scheme == "https" else 80)
         with_port = f"{_bracketed(host)}:{port}"
         listed = host in self._domains or with_port in self._domains
@@ -159,7 +159,7 @@ class Media:
             resolved = await loop.run_in_executor(self._lookups, look_up)
         except (OSError, UnicodeError):
             raise Refused(f"the host {host[:100]} is not known") from None
-        addresses = [str(one[4][0]) for one in resolved]
+        addresses = [str(entry[4][0]) for entry in resolved]
         if not listed and not all(map(is_public, addresses)):
             raise Refused(f"the host {host[:100]} is in a private network, and not listed in {WHERE}")
         return addresses

@@ -24,8 +24,8 @@ class Tokenizing:
         self.close = self._workers.close
 
     def guarded(self, tokenizer: Tokenizer) -> Tokenizer:
-        """The same tokenizer, if all its regular expressions are well known; otherwise one that waits for
-        these processes.
+        """This tokenizer, if all its regular expressions are well known; otherwise a proxy whose texts are
+        encoded in these processes.
         """
         if not unknown_patterns(tokenizer.backend):
             return tokenizer
@@ -54,7 +54,7 @@ class RemoteTokenizer(Tokenizer):
     processes: Tokenizing
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """See Tokenizer.
+        """Tokenizer.encode in another process.
 
         Raises:
             InvalidArgument: also if it takes too much time or memory.

@@ -47,7 +47,7 @@ class WorkerLost(JengineError):
 
 
 class Result(NamedTuple):
-    """Of a job. An image's has pictures."""
+    """What a job gives; for an image, pictures."""
 
     done: Done
     pictures: list[Picture]
@@ -147,7 +147,7 @@ class Workers:
     # --- threads that wait for workers -----------------------------------------------------------
 
     def do(self, arguments: tuple[str, ...], job: Job) -> Result:
-        """The same for callers in threads, of which there are at most as many as processes."""
+        """Runs a job for a thread. At most as many threads call this as there are processes."""
         for _ in range(ATTEMPTS):
             worker = self._take(arguments)
             try:
@@ -175,7 +175,7 @@ class Workers:
         with self._lock:
             if self._closed:
                 raise WorkerLost("ends, since the server is stopping", "outside")
-            worker = next((one for one in reversed(self._idle) if one.arguments == arguments), None)
+            worker = next((idle for idle in reversed(self._idle) if idle.arguments == arguments), None)
             if worker is not None:
                 self._idle.remove(worker)
             elif len(self._idle) + len(self._running) >= self._processes:
@@ -255,10 +255,10 @@ class _Worker:
         code = self._process.wait()
         if code == -signal.SIGPROF:
             raise WorkerLost(f"takes more than {cpu_seconds} s of processor time", "job", cpu_seconds)
-        how = (
+        end = (
             f"exited with code {code}"
             if code >= 0
             else f"was ended by signal {-code} ({signal.strsignal(-code)})"
         )
         cause: Literal["outside", "job"] = "outside" if -code in FROM_OUTSIDE else "job"
-        raise WorkerLost(f"is too complex: its process {how}", cause, cpu_seconds)
+        raise WorkerLost(f"is too complex: its process {end}", cause, cpu_seconds)

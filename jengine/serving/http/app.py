@@ -56,7 +56,7 @@ class Parts(NamedTuple):
 def endpoint(
     parts: Parts, method: str, path: str, handle: Handler, open: bool = False, errors: ErrorForm = OPENAI
 ) -> Route:
-    """See Endpoint."""
+    """A route whose handler runs behind the gate of these parts: keys, limits, errors in this form."""
     gate = Gate(parts.shared.models, parts.calls, parts.authenticator, parts.metrics)
     return Route(path, Endpoint(gate, path, handle, open, errors), methods=[method])
 

@@ -214,8 +214,8 @@ def json_object(raw: bytes, most_bytes: Callable[[str], int | None] = lambda nam
     try:
         fields = _FIELDS.decode(raw)
         for name, value in fields.items():
-            if (most := most_bytes(name)) is not None and (size := len(memoryview(value))) > most:
-                raise InvalidArgument(name, f"{size} bytes", f"at most {most} bytes of JSON")
+            if (limit := most_bytes(name)) is not None and (size := len(memoryview(value))) > limit:
+                raise InvalidArgument(name, f"{size} bytes", f"at most {limit} bytes of JSON")
         return {name: _value(name, value) for name, value in fields.items()}
     except InvalidArgument:
         raise

@@ -148,7 +148,7 @@ class CompletionService(HttpService):
             if len(answers) == 1:
                 used = [await follow(*answers[0])]
             else:
-                used = await _together([follow(*one) for one in answers])
+                used = await _together([follow(*pair) for pair in answers])
         if usage.final:
             await call.event(task.reply([], {"usage": parts.encoded(replies.usage_sum(used))}))
         await call.end_events()
@@ -173,8 +173,8 @@ class _Pieces:
         """The new parts of this output."""
         self._tokens += tokens_of(output.outputs)
         begins, self._begun = not self._begun, True
-        found = [await self._choice(output, completion, begins) for completion in output.outputs]
-        return [choice for choice in found if choice is not None]
+        choices = [await self._choice(output, completion, begins) for completion in output.outputs]
+        return [choice for choice in choices if choice is not None]
 
     async def _choice(
         self, output: RequestOutput, completion: CompletionOutput, begins: bool

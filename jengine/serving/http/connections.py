@@ -23,25 +23,25 @@ class Quota:
     """Counts open connections, in total and by address.
 
     Attributes:
-        most: in total.
-        most_of_one: from one address.
+        total: of all addresses.
+        per_address: of one address.
     """
 
-    def __init__(self, most: int, most_of_one: int) -> None:
-        self.most, self.most_of_one = most, most_of_one
+    def __init__(self, total: int, per_address: int) -> None:
+        self.total, self.per_address = total, per_address
         self._open: Counter[str] = Counter()
 
     def enter(self, address: str) -> tuple[HTTPStatus, str] | None:
         """Counts a connection, which `leave` must follow. Beyond a limit, returns a status and a reason
         instead.
         """
-        if self._open[address] >= self.most_of_one:
-            why = f"this client has {self.most_of_one} connections, the maximum (max_connections_per_client)"
+        if self._open[address] >= self.per_address:
+            why = f"this client has {self.per_address} connections, the maximum (max_connections_per_client)"
             return HTTPStatus.TOO_MANY_REQUESTS, why
-        if self._open.total() >= self.most:
+        if self._open.total() >= self.total:
             return (
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                f"the server has {self.most} connections, the maximum (max_connections)",
+                f"the server has {self.total} connections, the maximum (max_connections)",
             )
         self._open[address] += 1
         return None

@@ -54,8 +54,8 @@ class LoraService(HttpService):
         await self._changes.unload(call, name)
         await self._success(call, name, "removed")
 
-    async def _success(self, call: HttpCall, name: str, how: str) -> None:
-        text = f"Success: LoRA adapter '{name}' {how} successfully."
+    async def _success(self, call: HttpCall, name: str, action: str) -> None:
+        text = f"Success: LoRA adapter '{name}' {action} successfully."
         await call.answer(200, text.encode("utf-8", "replace"), kind=TEXT)
 
 

@@ -162,11 +162,11 @@ class HttpService(Service):
                 places = [stack.enter_context(place) for place in places]
                 answers = []
                 tracked = self._track_all(first, places, call, stack, start)
-                for make, (one, place) in zip(part, tracked, strict=True):
-                    name, begins = one.request_id, one is first
+                for make, (record, place) in zip(part, tracked, strict=True):
+                    name, begins = record.request_id, record is first
                     request = await make()
                     handle = await self._submit(model, request, "final", call, name, place, first=begins)
-                    answers.append(stack.enter_context(Answer(handle, one)))
+                    answers.append(stack.enter_context(Answer(handle, record)))
                 outputs += [await answer.next() for answer in answers]
         return outputs
 

@@ -168,5 +168,5 @@ class ModelWatch(RequestWatch):
             decode = times.finished - times.first_token
             metrics.observe("request_decode_time_seconds", decode)
             metrics.observe("request_inference_time_seconds", times.finished - times.scheduled)
-            if (most := max(self.lengths)) > 1:
-                metrics.observe("request_time_per_output_token_seconds", decode / (most - 1))
+            if (longest := max(self.lengths)) > 1:
+                metrics.observe("request_time_per_output_token_seconds", decode / (longest - 1))

@@ -44,10 +44,10 @@ def resolve_models(
     Raises:
         InvalidArgument: as resolve_config; a table of the file is invalid, or two models have one name.
     """
-    given = sourced_options(flags, environ, lambda _: None)
-    file = given.get("model_config")
+    common = sourced_options(flags, environ, lambda _: None)
+    file = common.get("model_config")
     tables = [] if file is None else _tables(Path(file[0]))
-    if alone := "model" not in given and bool(tables):
+    if alone := "model" not in common and bool(tables):
         flags = {**flags, "model": tables[0].model}
     server, engine = resolve_config(flags, environ, print_note)
     served = server.served_names
@@ -56,8 +56,8 @@ def resolve_models(
     shared = dataclasses.replace(engine, **apart)
     others = [_entry(table, shared) for table in (*(Table(name, name, {}) for name in more), *tables)]
     if alone:
-        own = _entry(tables[0], engine)
-        default = own._replace(name=served[0] if served else own.name)
+        entry = _entry(tables[0], engine)
+        default = entry._replace(name=served[0] if served else entry.name)
         others = others[1:]
     models = [default, *others]
     names = [*served[1:], *(model.name for model in models)]
@@ -95,20 +95,20 @@ def _table(file: Path, name: str, options: Any) -> Table:
     where = f"{file}, models.{name}"
     if not isinstance(options, dict) or not isinstance(options.get("model"), str):
         raise InvalidArgument("model", None, f'must be given as model = "..." ({where})')
-    found = {}
+    entries = {}
     for option, value in options.items():
         option = option.replace("-", "_")
         try:
-            own, _ = translated({option: value}, HINTS, SERVE_SETTINGS)
+            translation, _ = translated({option: value}, HINTS, SERVE_SETTINGS)
         except ValueError as wrong:  # InvalidArgument, too
             limit = wrong.limit if isinstance(wrong, InvalidArgument) else str(wrong)
             raise InvalidArgument(option, value, f"{limit} ({where})") from None
-        for field in own:
+        for field in translation:
             if field not in HINTS:
                 hint = suggestion(field, HINTS)
                 raise InvalidArgument(field, value, f"is no option of an engine ({where}){hint}")
-        found.update(own)
-    return Table(name, found.pop("model"), found)
+        entries.update(translation)
+    return Table(name, entries.pop("model"), entries)
 
 
 def _entry(table: Table, shared: EngineConfig) -> ModelEntry:

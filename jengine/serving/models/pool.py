@@ -194,7 +194,7 @@ class ModelPool:
         await asyncio.gather(*(model.supervisor.close(drain_seconds) for model in self))
 
     async def use(self, name: str, user: User) -> ModelProvider | None:
-        """See ServedModels. Requests that arrive during the server's start do not wait."""
+        """ServedModels.use. Requests that arrive during the server's start do not wait."""
         model = self.default if not name or name in self._aliases else self._models.get(name)
         if model is None:
             return None

@@ -39,11 +39,11 @@ class Harmony(Stepwise):
             self._state = "header" if body.startswith(OPENINGS) else "text"
             return True
         if self._state == "header":
-            header, found, rest = self._buffer.partition(MESSAGE)
-            if found:
+            header, marker, rest = self._buffer.partition(MESSAGE)
+            if marker:
                 self._buffer, self._state = rest, "text"
                 self._begin(header, events)
-            return bool(found)
+            return bool(marker)
         at, end = min(((at, end) for end in ENDS if (at := self._buffer.find(end)) >= 0), default=(-1, ""))
         if end:
             self._emit(self._buffer[:at], events)

@@ -43,11 +43,11 @@ class Hermes(Stepwise):
                 self._opening = self._buffer[: len(self._buffer) - len(body)]
                 self._call, self._buffer = JsonCall(self._count, self._names, bare=True), body
                 return True
-        text, found, self._buffer = split(self._buffer, START)
+        text, marker, self._buffer = split(self._buffer, START)
         self._show(text, events)
-        if found:
+        if marker:
             self._call, self._opening = JsonCall(self._count), START
-        return found
+        return marker
 
     def _read(self, call: JsonCall, events: list[Event]) -> bool:
         if not call.raw and not call.begun:
@@ -75,9 +75,9 @@ class Hermes(Stepwise):
         if body.startswith("{") and not self._opening.strip():  # neither call has markers
             self._buffer, self._closing = body, False
             return True
-        text, found, rest = split(self._buffer, END)
+        text, marker, rest = split(self._buffer, END)
         before, opens, _ = split(text, START)
-        if not opens and not found:
+        if not opens and not marker:
             return False
         if opens:  # the marker is missing
             self._leave(before, events)

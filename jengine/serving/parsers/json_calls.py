@@ -107,14 +107,14 @@ class JsonCall:
             self._nested += 1
             self._state = "key"
             return True
-        found = self._value.feed(character)
-        if found != BEFORE:
+        status = self._value.feed(character)
+        if status != BEFORE:
             self._text.append(character)
             if self._key in ARGUMENTS and self._text[0] in "{[":
                 self._arguments.append(character)
-        if found != MORE:
+        if status != MORE:
             self._value_ended()
-        return found != BEFORE or self._before_key(character)
+        return status != BEFORE or self._before_key(character)
 
     def _key_ended(self, key: str) -> None:
         self._key, self._state = key, "colon"

@@ -45,14 +45,14 @@ def _deepseek(name: str) -> str:
 
 
 def _deepseek_name(head: str, names: Container[str]) -> str:
-    """Of `NAME<sep>`, or of `function<sep>NAME` and the beginning of a code block."""
+    """The name in `NAME<sep>`, or in `function<sep>NAME` and the beginning of a code block."""
     kind, _, rest = head.partition(_deepseek("tool▁sep"))
     name = rest.strip().removesuffix("```json").strip() or kind.strip()
     return name if name in names or not re.search(r"\s", name) else ""
 
 
 def _kimi_name(head: str, names: Container[str]) -> str:
-    """Of `functions.NAME:INDEX<|tool_call_argument_begin|>`."""
+    """The name in `functions.NAME:INDEX<|tool_call_argument_begin|>`."""
     name = head.partition("<|tool_call_argument_begin|>")[0].strip()
     for known in (name, name.removeprefix("functions.")):
         if known in names:
@@ -113,13 +113,13 @@ class MarkedCalls(Stepwise):
         return True
 
     def _head(self, events: list[Event]) -> bool:
-        head, found, _ = split(self._buffer, "{")
+        head, brace, _ = split(self._buffer, "{")
         before, ended, rest = head.partition(self._marks.call_end)
         if ended and self._marks.separator in before:  # no arguments
-            found, self._buffer = True, rest
+            brace, self._buffer = True, rest
         elif ended:
             return self._no_call(events)
-        if not found:
+        if not brace:
             return False
         name = self._marks.name(before, self._names)
         if not name:
@@ -141,9 +141,9 @@ class MarkedCalls(Stepwise):
 
     def _in_arguments(self, events: list[Event]) -> bool:
         for at, character in enumerate(self._buffer):
-            found = self._arguments.feed(character)
-            if found in (LAST, BEFORE):
-                end = at + (found == LAST)
+            status = self._arguments.feed(character)
+            if status in (LAST, BEFORE):
+                end = at + (status == LAST)
                 events.append(Arguments(self._count, self._buffer[:end]))
                 self._buffer, self._count, self._state = self._buffer[end:], self._count + 1, self._after
                 return True

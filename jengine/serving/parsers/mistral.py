@@ -64,8 +64,8 @@ class Mistral(Stepwise):
         if body[0] == "[":
             self._list = CallList(self._count)
             return True
-        head, found, _ = split(body, "{")
-        if not found:
+        head, brace, _ = split(body, "{")
+        if not brace:
             return False
         self._called = False
         name = head.partition(ARGS)[0].partition(ID)[0].strip()
@@ -93,9 +93,9 @@ class Mistral(Stepwise):
 
     def _in_arguments(self, value: JsonValue, events: list[Event]) -> bool:
         for at, character in enumerate(self._buffer):
-            found = value.feed(character)
-            if found in (LAST, BEFORE):
-                end = at + (found == LAST)
+            status = value.feed(character)
+            if status in (LAST, BEFORE):
+                end = at + (status == LAST)
                 events.append(Arguments(self._count, self._buffer[:end]))
                 self._buffer, self._arguments, self._count = self._buffer[end:], None, self._count + 1
                 return True

@@ -136,14 +136,14 @@ def _arguments(text: str) -> str | None:
     """A call's arguments as JSON; None if they are not only keywords with literals. A keyword may be any
     name, such as `from`.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     try:
         for piece in _pieces(text):
             name, equals, value = piece.partition("=")
             if not equals or not name.strip() or name.strip()[0] in "\"'([{":
                 return None
-            found[name.strip()] = _value(_parsed(value.strip()))
-        return clean(json.dumps(found, ensure_ascii=False, allow_nan=False))
+            values[name.strip()] = _value(_parsed(value.strip()))
+        return clean(json.dumps(values, ensure_ascii=False, allow_nan=False))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 

@@ -142,15 +142,15 @@ class TaggedCalls(Stepwise):
 
     def _head(self, events: list[Event]) -> bool:
         end = self._tags.name_end
-        head, found, rest = split(self._buffer, end or "<")
-        if not self._may_be_name(head, found):
+        head, marker, rest = split(self._buffer, end or "<")
+        if not self._may_be_name(head, marker):
             return self._no_call(events)
-        if not end and found:
+        if not end and marker:
             rest = "<" + rest
             if not any(tag.startswith(rest[: len(tag)]) for tag in (self._tags.key, self._tags.call_end)):
                 return self._no_call(events)
-            found = rest.startswith((self._tags.key, self._tags.call_end))
-        if not found:
+            marker = rest.startswith((self._tags.key, self._tags.call_end))
+        if not marker:
             return False
         self._name, self._buffer, self._read, self._keys = head.strip(), rest, "", set()
         self._content.call()
@@ -170,23 +170,23 @@ class TaggedCalls(Stepwise):
         return unknown and (not whole or bool(text.strip()))
 
     def _between_parameters(self, events: list[Event]) -> bool:
-        found = self._next.search(self._buffer)
-        if found is None:
+        match = self._next.search(self._buffer)
+        if match is None:
             return False
-        if found[0] == self._tags.key:
-            self._buffer, self._state = self._buffer[found.end() :], self._in_key
+        if match[0] == self._tags.key:
+            self._buffer, self._state = self._buffer[match.end() :], self._in_key
             return True
         events.append(Arguments(self._count, "}" if self._keys else "{}"))
         self._count += 1
-        self._buffer = self._buffer[found.end() if found[0] == self._tags.call_end else found.start() :]
+        self._buffer = self._buffer[match.end() if match[0] == self._tags.call_end else match.start() :]
         self._state = self._between if self._tags.section else self._outside
         return True
 
     def _in_key(self, events: list[Event]) -> bool:
-        key, found, rest = split(self._buffer, self._tags.key_end)
-        if found:
+        key, marker, rest = split(self._buffer, self._tags.key_end)
+        if marker:
             self._key, self._buffer, self._state = key.strip(), rest, self._before_value
-        return found
+        return marker
 
     def _before_value(self, events: list[Event]) -> bool:
         tag, body = self._tags.value, self._buffer.lstrip() if self._tags.value else self._buffer
@@ -253,8 +253,8 @@ class TaggedCalls(Stepwise):
         if before != "\n" or not new:
             return GOES_ON
         end = self._tags.key_end
-        key, found, _ = split(self._buffer[at : at + max(map(len, new)) + len(end)], end)
-        if found:
+        key, marker, _ = split(self._buffer[at : at + max(map(len, new)) + len(end)], end)
+        if marker:
             return ENDS if key in new else GOES_ON
         return UNKNOWN if any(name.startswith(key) for name in new) else GOES_ON
 

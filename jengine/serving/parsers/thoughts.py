@@ -66,11 +66,11 @@ class ThinkParser:
         if self._state == "open":  # before the first visible character
             self._buffer = self._buffer.lstrip("\r\n")
             self._state = "in" if self._buffer else "open"
-        text, found, self._buffer = split(self._buffer, END)
+        text, marker, self._buffer = split(self._buffer, END)
         shown = text.rstrip("\r\n")
         if shown:
             events.append(Reasoning(shown))
-        if found:
+        if marker:
             text, self._buffer, self._state = self._buffer, "", "after"
             return joined([*events, *self._after(text)])
         self._buffer = text[len(shown) :] + self._buffer

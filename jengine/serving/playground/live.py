@@ -151,8 +151,8 @@ def _ms(seconds: float) -> float:
     return round(1e3 * seconds, 3)
 
 
-def _shorten(records: dict[int, Any], most: int) -> None:
-    for number in [*records][: max(len(records) - most, 0)]:
+def _shorten(records: dict[int, Any], limit: int) -> None:
+    for number in [*records][: max(len(records) - limit, 0)]:
         del records[number]
 
 

@@ -62,7 +62,7 @@ class EngineFleet:
 
     @property
     def progress(self) -> StartProgress:
-        """Of the first engine's start; the others load the programs that it saves."""
+        """Progress of the first engine's start; the others load the programs that it saves."""
         return self._first[0].progress
 
     @property

@@ -197,7 +197,7 @@ class EngineProcess:
         return None, []
 
     def connect(self, deliver: Callable[[Updates], None], fail: Callable[[BaseException], None]) -> None:
-        """See jengine.Backend. Messages of the child that arrive together are delivered together."""
+        """Backend.connect. Messages of the child that arrive together are delivered together."""
         with self._lock:
             if self._child is None or self._quitting:
                 fail(EngineDead("the engine process has been told to quit"))
@@ -211,7 +211,7 @@ class EngineProcess:
         try:
             orders = [frame(order) for order in (*picture_orders(requests), add_order(requests))]
         except TooLarge as large:
-            limit = f"at most {large.most} bytes, the sampling parameters included"
+            limit = f"at most {large.limit} bytes, the sampling parameters included"
             raise InvalidArgument("prompt", f"{large.size} bytes", limit) from None
         for order in orders:
             self._order(order)

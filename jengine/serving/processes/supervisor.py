@@ -116,7 +116,7 @@ class Supervisor:
 
     @property
     def facts(self) -> ModelInfo | None:
-        """The same; None until the first engine is ready."""
+        """Facts about the model; None until the first engine is ready."""
         return self._facts
 
     @property
@@ -135,7 +135,7 @@ class Supervisor:
 
     @property
     def _progress(self) -> StartProgress | None:
-        """Of the engine that starts, if any."""
+        """Progress of the engine that starts, if any."""
         return None if self._starting is None else self._starting.progress
 
     @property

@@ -63,11 +63,11 @@ class Garbled(JengineError):
 
 
 class TooLarge(JengineError):
-    """A message larger than the other side accepts. Attributes: `size` and `most`, in bytes."""
+    """A message larger than the other side accepts. Attributes: `size` and `limit`, in bytes."""
 
-    def __init__(self, size: int, most: int) -> None:
-        super().__init__(f"a message of {size} bytes; at most {most}")
-        self.size, self.most = size, most
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(f"a message of {size} bytes; at most {limit}")
+        self.size, self.limit = size, limit
 
 
 class WireMessage(msgspec.Struct, array_like=True, tag=True, gc=False):

@@ -20,21 +20,21 @@ KNOWN = ("do_remote_decode", "do_remote_prefill", "remote_host", "remote_port", 
 Params = Mapping[str, Any]
 
 
-def pages_from(given: Params | None, info: PagesInfo) -> str | None:
+def pages_from(params: Params | None, info: PagesInfo) -> str | None:
     """Where the pages of a request's prompt are, as host:port; None: nowhere else.
 
     Raises:
         InvalidArgument: this server does not support these parameters.
     """
-    if given is None:
+    if params is None:
         return None
-    for name, value in given.items():
+    for name, value in params.items():
         if name not in KNOWN:
             raise InvalidArgument(f"{NAME}.{name}", value, f"unknown; known: {', '.join(KNOWN)}")
     for name in KNOWN[:2]:
-        if not isinstance(given.get(name), bool | None):
-            raise InvalidArgument(f"{NAME}.{name}", given[name], "must be true or false")
-    decode, prefill = map(given.get, KNOWN[:2])
+        if not isinstance(params.get(name), bool | None):
+            raise InvalidArgument(f"{NAME}.{name}", params[name], "must be true or false")
+    decode, prefill = map(params.get, KNOWN[:2])
     if decode and prefill:
         raise InvalidArgument(f"{NAME}.do_remote_decode", True, "must be false with do_remote_prefill")
     if decode and info.at is None:
@@ -42,7 +42,7 @@ def pages_from(given: Params | None, info: PagesInfo) -> str | None:
         raise InvalidArgument(f"{NAME}.do_remote_decode", True, limit)
     if not prefill:
         return None
-    host, port = given.get("remote_host"), given.get("remote_port")
+    host, port = params.get("remote_host"), params.get("remote_port")
     if isinstance(port, str) and re.fullmatch("[0-9]{1,5}", port):
         port = int(port)
     if not isinstance(host, str) or not host or type(port) is not int:
@@ -56,9 +56,9 @@ def pages_from(given: Params | None, info: PagesInfo) -> str | None:
     return address
 
 
-def answer_of(given: Params | None, info: PagesInfo) -> dict[str, Any] | None:
+def answer_of(params: Params | None, info: PagesInfo) -> dict[str, Any] | None:
     """The field in the answer of a server that has computed a prompt for another one."""
-    if given is None or not given.get("do_remote_decode") or info.at is None:
+    if params is None or not params.get("do_remote_decode") or info.at is None:
         return None
     host, _, port = info.at.rpartition(":")
     return {

@@ -131,7 +131,7 @@ def conversation(messages: list[Any], system: Any) -> list[dict[str, Any]]:
         turns.add("system", _parts("system", system, "system"))
     for i, message_body in enumerate(messages):
         where = f"messages[{i}]"
-        present = {name: one for name, one in message_body.items() if one is not None}
+        present = {name: value for name, value in message_body.items() if value is not None}
         message = checked(MESSAGE, present, where)
         for block in _blocks(f"{where}.content", message["content"], message["role"]):
             _add(turns, message["role"], block)
