@@ -335,12 +335,8 @@ def vague_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield node.id, node.lineno
 
 
-def engine_sources() -> dict[str, str]:
-    return {name: text for name, text in sources().items() if not name.startswith("pallas_kernels")}
-
-
 def test_names_say_what_they_are() -> None:
-    names = {name: [*vague_names(ast.parse(text))] for name, text in engine_sources().items()}
+    names = {name: [*vague_names(ast.parse(text))] for name, text in sources().items()}
     assert {name: vague for name, vague in names.items() if vague} == {}
     code = "class A:\n    kept: int\n    def f(self, own):\n        one = [most for most in own]"
     assert {*vague_names(ast.parse(code))} == {("own", 3), ("one", 4), ("most", 4)}
@@ -361,7 +357,7 @@ def docstrings(tree: ast.AST) -> Iterator[ast.stmt]:
 def test_docstrings_say_what_a_thing_is() -> None:
     empty = [
         f"{name}:{node.lineno}"
-        for name, text in engine_sources().items()
+        for name, text in sources().items()
         for node in docstrings(ast.parse(text))
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)

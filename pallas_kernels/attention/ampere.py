@@ -127,7 +127,7 @@ def paged_attention_decode(
     *,
     splits: int | None = None,
 ) -> jax.Array:
-    """See `attention_decode.paged_attention_decode`."""
+    """`dispatch.paged_attention_decode` on Ampere and Ada."""
     tiles, real = q[:, None], jnp.minimum(lengths, 1)
     where = block_tables, lengths - 1, real
     return paged_attention_prefill(tiles, k_pages, v_pages, *where, options, splits=splits)[:, 0]

@@ -106,8 +106,8 @@ def latent_attention_decode(
     where = block_tables, lengths
     kernel = choose(LATENT_DECODE, impl, device, q, pages, options, rank)
     if kernel is None:
-        how: Any = {"pages": most_pages, "impl": impl, "device": device}
-        return dispatch.paged_attention_decode(q, pages, pages, *where, options, **how)[..., :rank]
+        choice: Any = {"pages": most_pages, "impl": impl, "device": device}
+        return dispatch.paged_attention_decode(q, pages, pages, *where, options, **choice)[..., :rank]
     device = device or jax.devices()[0]
     out: jax.Array = kernel.run(q, pages, *where, options, rank=rank, work=work, device=device)
     return out

@@ -55,8 +55,8 @@ class AttentionOptions:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in ("scale", "causal", *taken) and value is not None:
-                given = f"{field.name}={value}" if isinstance(value, int | float) else field.name
-                return f"{given}: the kernel has no {WORDS[field.name]}"
+                option = f"{field.name}={value}" if isinstance(value, int | float) else field.name
+                return f"{option}: the kernel has no {WORDS[field.name]}"
         return None
 
     def require(self, *taken: str) -> None:

@@ -42,9 +42,9 @@ def join(out: jax.Array, lse: jax.Array, sinks: jax.Array | None = None) -> jax.
     if sinks is None and out.shape[0] == 1:
         return out[0]
     # one by one: XLA creates one or two GPU kernels for this, and up to four for reductions
-    most = functools.reduce(jnp.maximum, [*lse] if sinks is None else [*lse, sinks])
-    weights = [jnp.exp2(part - most) for part in lse]
-    total = functools.reduce(jnp.add, weights if sinks is None else [*weights, jnp.exp2(sinks - most)])
+    maximum = functools.reduce(jnp.maximum, [*lse] if sinks is None else [*lse, sinks])
+    weights = [jnp.exp2(part - maximum) for part in lse]
+    total = functools.reduce(jnp.add, weights if sinks is None else [*weights, jnp.exp2(sinks - maximum)])
     joined: jax.Array = functools.reduce(
         jnp.add, (part * weight[..., None] for part, weight in zip(out, weights, strict=True))
     )

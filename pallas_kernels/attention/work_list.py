@@ -59,9 +59,7 @@ class WorkList:
         return len(self.first) - 1
 
     def shared(self) -> WorkList:
-        """The same list, for several calls of one program: its semaphores are cleared once for all of
-        them.
-        """
+        """This list for several calls of one program: its semaphores are cleared once for all of them."""
         return replace(self, signals=jax.new_ref(self.signals))
 
 
@@ -176,7 +174,7 @@ def fixed_work(
     pairs = len(lengths) * kv_heads
     longest = -(-tokens // TILE)
     step = max(LEAST, -(-longest // max(PARTS, 4 * blocks // pairs)))
-    most, part_tokens = -(-longest // step), step * TILE
+    max_parts, part_tokens = -(-longest // step), step * TILE
     cuts = _first_seen(lengths, window) // part_tokens, (lengths - 1) // part_tokens
     rows = _group_sizes(lengths, most_rows, owners, *cuts)
     start, tiles = _tiles(lengths, rows, window)
@@ -186,7 +184,7 @@ def fixed_work(
     number = _before(kv_heads * parts)  # each group's first item
     slots = _before(kv_heads * parts * rows)  # and its first slot
 
-    item = jnp.arange(pairs * most, dtype=jnp.int32)
+    item = jnp.arange(pairs * max_parts, dtype=jnp.int32)
     r, there = _find(number, item), item < number[-1]
     head, part = jnp.divmod(item - number[r], jnp.maximum(parts[r], 1))
     at = jnp.maximum(start[r], (lowest[r] + part) * step)
@@ -230,15 +228,15 @@ def fixed_work(
     )
 
 
-def _group_sizes(lengths: jax.Array, most: int, *alike: jax.Array | None) -> jax.Array:
+def _group_sizes(lengths: jax.Array, limit: int, *alike: jax.Array | None) -> jax.Array:
     """Number of rows of the group that begins at each row, 0 for a group's other rows; int32 [rows].
 
     Args:
-        most: maximum number of rows of a group.
+        limit: maximum number of rows of a group.
         alike: arrays [rows] in which all rows of a group have the same number; None: no row has that of
             another.
     """
-    if most == 1 or None in alike:
+    if limit == 1 or None in alike:
         return jnp.ones_like(lengths)
     row = jnp.arange(len(lengths), dtype=jnp.int32)
     follows = (lengths > 1) & (lengths == jnp.roll(lengths, 1) + 1) & (row > 0)
@@ -248,7 +246,7 @@ def _group_sizes(lengths: jax.Array, most: int, *alike: jax.Array | None) -> jax
     # of the run of such rows that each row is in; one kernel computes both
     begin = jnp.max(jnp.where(~follows & (row <= row[:, None]), row, 0), axis=1)
     end = jnp.min(jnp.where(~follows & (row > row[:, None]), row, len(row)), axis=1)
-    return jnp.where((row - begin) % most == 0, jnp.minimum(end - row, most), 0)
+    return jnp.where((row - begin) % limit == 0, jnp.minimum(end - row, limit), 0)
 
 
 def _first_seen(lengths: jax.Array, window: int | None) -> jax.Array:

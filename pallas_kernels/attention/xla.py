@@ -54,8 +54,8 @@ def paged_attention_decode(
 
     def one(args: tuple[jax.Array, ...]) -> jax.Array:
         q, table, length = args
-        how = options, pages, DECODE_BLOCK, dtype
-        return _attend(q, k_pages, v_pages, table, length - 1, length, *how)
+        shape = options, pages, DECODE_BLOCK, dtype
+        return _attend(q, k_pages, v_pages, table, length - 1, length, *shape)
 
     out: jax.Array = lax.map(
         one, (queries, block_tables.reshape(rows // group, group, -1), lengths.reshape(rows // group, group))
@@ -100,12 +100,12 @@ def paged_attention_prefill(
         tile, table, position, length = (
             lax.dynamic_slice_in_dim(x, i, 1) for x in (tiles, block_tables, positions, lengths)
         )
-        how, end, last = (options, pages, PREFILL_BLOCK, q.dtype), position + length, None
+        shape, end, last = (options, pages, PREFILL_BLOCK, q.dtype), position + length, None
         if until is not None:
             real = jnp.arange(q.shape[1]) < length[:, None]
             last = jnp.where(real, lax.dynamic_slice_in_dim(until, i, 1), 0)
             end = jnp.where(length > 0, jnp.maximum(end, last.max(1) + 1), end)
-        out = _attend(tile, k_pages, v_pages, table, position, end, *how, until=last)
+        out = _attend(tile, k_pages, v_pages, table, position, end, *shape, until=last)
         return lax.dynamic_update_slice_in_dim(tiles, out, i, 0)
 
     out: jax.Array = lax.fori_loop(0, q.shape[0], one, q)  # results replace the queries: nothing is copied

@@ -20,10 +20,10 @@ from pallas_kernels.quantization.quantized import Pages
 from pallas_kernels.targets import HOPPER, Impl, Implementation, choose
 
 
-def _hopper_write(*args: Any, **how: Any) -> Any:
+def _hopper_write(*args: Any, **options: Any) -> Any:
     from pallas_kernels.cache.hopper_write import kv_write
 
-    return kv_write(*args, **how)
+    return kv_write(*args, **options)
 
 
 def _hopper_copy(*args: Any) -> Any:
@@ -63,8 +63,10 @@ def kv_write(
         if rotation is not None and impl != "xla":
             qkv, rotation = _rotated(qkv, rotation, device), None
         return xla.kv_write(k_pages, v_pages, qkv, page_ids, offsets, rows=rows, rotation=rotation)
-    how = {"rows": rows, "rotation": rotation, "cores": targets.cores(device or jax.devices()[0])}
-    written: tuple[Queries, tuple[Pages, Pages]] = kernel.run(k_pages, v_pages, qkv, page_ids, offsets, **how)
+    options = {"rows": rows, "rotation": rotation, "cores": targets.cores(device or jax.devices()[0])}
+    written: tuple[Queries, tuple[Pages, Pages]] = kernel.run(
+        k_pages, v_pages, qkv, page_ids, offsets, **options
+    )
     return written
 
 

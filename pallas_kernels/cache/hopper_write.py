@@ -149,7 +149,7 @@ def _kernel(
             weights = (
                 plgpu.load(weight.at[place], layout=layout.reduce(0), optimized=False) for place in places
             )
-            factors = [own.astype(jnp.float32) + norm.offset for own in weights]
+            factors = [factor.astype(jnp.float32) + norm.offset for factor in weights]
         if rotation is not None:
             plgpu.barrier_wait(angles_full)
             angles = [plgpu.load(smem, layout=layout) for smem in (cos_smem, sin_smem)]

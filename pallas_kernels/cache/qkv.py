@@ -37,7 +37,7 @@ class Qkv(NamedTuple):
         return self
 
     def joined(self) -> QkvProduct:
-        """The same, concatenated to one array."""
+        """Queries, keys and values concatenated to one array."""
         tokens, kv_heads, head_dim = self.k.shape
         q = self.q.reshape(tokens, kv_heads, -1, head_dim)
         return QkvProduct(jnp.concatenate([q, self.k[:, :, None], self.v[:, :, None]], axis=2), q.shape[2])
@@ -103,7 +103,7 @@ class QkvProduct:
         return self.rows.shape[1] * self.group
 
     def split(self) -> Qkv:
-        """The same as separate arrays, with queries and keys normalized."""
+        """Separate arrays, with queries and keys normalized."""
         rows, group, norm = self.rows, self.group, self.norm
         q, k = rows[:, :, :group].reshape(rows.shape[0], -1, rows.shape[-1]), rows[:, :, group]
         if norm is not None:

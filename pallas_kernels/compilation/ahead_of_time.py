@@ -155,7 +155,7 @@ def kernel_facts(
         missing: Mosaic reuses them.
     """
     # nothing is dumped here: Mosaic's constraints as text would take most of the time
-    with accesses() as found:
+    with accesses() as swizzled:
         lowered = lower_for(device, function, *args)
     with tempfile.TemporaryDirectory() as folder, _dumped(folder):
         compiled = lowered.compile()
@@ -163,17 +163,17 @@ def kernel_facts(
         # Kernels in lane semantics (Ampere's) state every layout themselves, and use no TMA: nothing is
         # inferred.
         return [
-            _read(report, device, found.get(_name_and_number(report)[0], {})) for report in reports
+            _read(report, device, swizzled.get(_name_and_number(report)[0], {})) for report in reports
         ], compiled
 
 
 def _name_and_number(file: Path) -> tuple[str, int]:
-    """Of a file NAME_NUMBER.ptxas. Kernels of one name are numbered as they are compiled."""
+    """From a file NAME_NUMBER.ptxas. Kernels of one name are numbered as they are compiled."""
     name, number = file.stem.rsplit("_", 1)
     return name, int(number)
 
 
-def _read(report: Path, device: jax.Device, found: dict[str, bool]) -> KernelFacts:
+def _read(report: Path, device: jax.Device, swizzled: dict[str, bool]) -> KernelFacts:
     text = report.read_text()
     capability = "sm_" + device.compute_capability.replace(".", "")
     if not re.search(rf"for '{capability}a?'", text):
@@ -200,8 +200,8 @@ def _read(report: Path, device: jax.Device, found: dict[str, bool]) -> KernelFac
         most_shared=most_shared,
         bulk_copies=len(bulk),
         misaligned=misaligned,
-        swizzled=len(found),
-        mixed_up=tuple(access for access, agrees in found.items() if not agrees),
+        swizzled=len(swizzled),
+        mixed_up=tuple(access for access, agrees in swizzled.items() if not agrees),
         grid=grid,
         threads=threads,
         code=code,
@@ -227,11 +227,11 @@ def _in_flight(code: str) -> int:
     """Groups of warpgroup products that the machine code issues, in the order of its text, before it waits
     for any of them.
     """
-    most = issued = 0
+    largest = issued = 0
     for committed, left in re.findall(r"HGMMA\S* .*(gsb0)|WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d)", code):
         issued = issued + 1 if committed else min(issued, int(left))
-        most = max(most, issued)
-    return most
+        largest = max(largest, issued)
+    return largest
 
 
 @contextmanager

@@ -104,12 +104,12 @@ def _replace() -> None:
         from jax._src.pallas.mosaic_gpu import lowering
 
         function = lowering.lower_unpipelined_jaxpr_to_module
-        found = tuple(inspect.signature(function).parameters)[: len(KNOWN)]
+        names = tuple(inspect.signature(function).parameters)[: len(KNOWN)]
         fields = tuple(field.name for field in dataclasses.fields(lowering.LoweringResult))
     except (ImportError, AttributeError, TypeError) as error:
         log.info("each program lowers its kernels: this version of Pallas is not known (%s)", error)
         return
-    if (found, fields) != (KNOWN, RESULT):
+    if (names, fields) != (KNOWN, RESULT):
         log.info("each program lowers its kernels: this version of Pallas is not known")
         return
     lowering.lower_unpipelined_jaxpr_to_module = _reusing(function, lowering.LoweringResult)
@@ -118,7 +118,7 @@ def _replace() -> None:
 def _reusing(function: Callable[..., Any], result: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def lower(
-        gpu_mesh: Any, jax_mesh: Any, jaxpr: Any, inputs: Any, outputs: Any, params: Any, **how: Any
+        gpu_mesh: Any, jax_mesh: Any, jaxpr: Any, inputs: Any, outputs: Any, params: Any, **options: Any
     ) -> Any:
         name = None
         if _REUSED.get() and not params.profile_space and not any(map(_dumps, os.environ)):
@@ -131,7 +131,7 @@ def _reusing(function: Callable[..., Any], result: Callable[..., Any]) -> Callab
                 return taken
             except (ir.MLIRError, ValueError, KeyError) as error:
                 log.warning("a lowered kernel cannot be read and is lowered again: %s", error)
-        done = function(gpu_mesh, jax_mesh, jaxpr, inputs, outputs, params, **how)
+        done = function(gpu_mesh, jax_mesh, jaxpr, inputs, outputs, params, **options)
         if name is not None:
             modules.add(name, _packed(done))
         return done

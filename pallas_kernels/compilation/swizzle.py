@@ -37,25 +37,25 @@ def accesses() -> Iterator[dict[str, dict[str, bool]]]:
     Yields a dictionary that is filled: for the kernels of each name, whether each access is proven to begin
     where the swizzle does.
     """
-    found: dict[str, dict[str, bool]] = {}
+    aligned: dict[str, dict[str, bool]] = {}
     infer = layout_inference.infer_layout
 
-    def inferred(module: Any, **how: Any) -> None:
-        infer(module, **how)
+    def inferred(module: Any, **options: Any) -> None:
+        infer(module, **options)
         # its number may differ when it is compiled
         name, _ = module.operation.attributes["mosaic_gpu.dump_basename"].value.rsplit("_", 1)
-        found.setdefault(name, {}).update(accesses_of(module))
+        aligned.setdefault(name, {}).update(accesses_of(module))
 
     layout_inference.infer_layout = inferred
     try:
-        yield found
+        yield aligned
     finally:
         layout_inference.infer_layout = infer
 
 
 def accesses_of(module: Any) -> dict[str, bool]:
     """The accesses of a module in Mosaic's dialect, whose layouts have been inferred, as in `accesses`."""
-    found: dict[str, bool] = {}
+    aligned: dict[str, bool] = {}
 
     def visit(op: Any) -> Any:
         if "in_transforms" in op.attributes and op.name not in VIEWS | TMA:
@@ -69,11 +69,11 @@ def accesses_of(module: Any) -> dict[str, bool]:
                         f"{op.name} ({place}): tiles {tile}, begins at a multiple of {alignment} bytes, the"
                         " swizzle repeats after {}"
                     )
-                    found[text.format(ROWS * swizzle)] = alignment % (ROWS * swizzle) == 0
+                    aligned[text.format(ROWS * swizzle)] = alignment % (ROWS * swizzle) == 0
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
-    return found
+    return aligned
 
 
 def _read(transforms: Any) -> tuple[tuple[int, ...], int]:

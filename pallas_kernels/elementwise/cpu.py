@@ -132,10 +132,10 @@ def source(target: native.Target, what: str, dtype: str) -> str:
 
 def _register(what: str, dtype: str, size: int) -> str:
     def make() -> list[int | tuple[int, int]]:
-        compute, one = native.compiled(
+        compute, target = native.compiled(
             lambda: source(native.host(), what, dtype), "compute", "one", name=f"jengine_{what}_{dtype}"
         )
-        return [compute if size >= SHARED else (compute, one)]
+        return [compute if size >= SHARED else (compute, target)]
 
     return register(f"jengine_{what}_{dtype}{'' if size >= SHARED else '_alone'}", make)
 
@@ -198,9 +198,9 @@ def _rotate_qkv(arrays: _Arrays, _: str) -> None:
         code.loop(0, kv_heads) as kv_head,
         code.loop(0, group + 1) as head,
     ):
-        own = token * kv_heads + kv_head
-        target = (head < group).choose(q + (own * group + head) * dim * size, k + own * dim * size)
-        _rotate_head(arrays, token, dim, x + (own * each + head) * dim * size, target)
+        kv_row = token * kv_heads + kv_head
+        target = (head < group).choose(q + (kv_row * group + head) * dim * size, k + kv_row * dim * size)
+        _rotate_head(arrays, token, dim, x + (kv_row * each + head) * dim * size, target)
 
 
 def _rotate_head(arrays: _Arrays, token: Value, dim: Value, source: Value, target: Value) -> None:

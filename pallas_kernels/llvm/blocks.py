@@ -56,53 +56,53 @@ KINDS = (PTR, I64, PTR, I64, I64, PTR, I64, PTR, PTR, PTR, I64)  # of Operands
 
 
 def block(
-    code: Code, name: str, how: Format, rows: int, outs: int, out: Out, *, fetched: range = range(0)
+    code: Code, name: str, fmt: Format, rows: int, outs: int, out: Out, *, fetched: range = range(0)
 ) -> None:
     """Writes a function with this name and Operands for a block of this size.
 
     Args:
         fetched: outputs whose weights are prefetched.
     """
-    given = Operands(*code.function(name, KINDS))
-    xs = [given.x + given.x_row * row for row in range(rows)]
-    weights = [given.weight + given.weight_row * n for n in range(outs)]
-    x_size, weight_size = SIZES[how.x], SIZES[how.weight]
-    sums = zeros(code, how, rows * outs)
+    operands = Operands(*code.function(name, KINDS))
+    xs = [operands.x + operands.x_row * row for row in range(rows)]
+    weights = [operands.weight + operands.weight_row * n for n in range(outs)]
+    x_size, weight_size = SIZES[fmt.x], SIZES[fmt.weight]
+    sums = zeros(code, fmt, rows * outs)
 
     def multiply(xs: Sequence[Value], weights: Sequence[Value]) -> None:
         left, right = (
-            [how.load_x(code, place) for place in xs],
-            [how.load_weight(code, place) for place in weights],
+            [fmt.load_x(code, place) for place in xs],
+            [fmt.load_weight(code, place) for place in weights],
         )
         for n, total in enumerate(sums):
-            total.set(how.dot(code, total.get(), left[n // outs], right[n % outs]))
+            total.set(fmt.dot(code, total.get(), left[n // outs], right[n % outs]))
 
-    whole = given.size.rounded_down(how.step)
-    with code.loop(0, whole, how.step) as at:
+    whole = operands.size.rounded_down(fmt.step)
+    with code.loop(0, whole, fmt.step) as at:
         here = [place + at * weight_size for place in weights]
         for n in fetched:
-            for line in range(0, how.step * weight_size, LINE):
+            for line in range(0, fmt.step * weight_size, LINE):
                 code.prefetch(here[n] + (AHEAD + line))
         multiply([place + at * x_size for place in xs], here)
 
-    rest = given.size - whole
+    rest = operands.size - whole
     with code.when(rest > 0):  # fewer numbers than a vector has
-        left = [padded(code, x + whole * x_size, rest * x_size, how.step * x_size) for x in xs]
+        left = [padded(code, x + whole * x_size, rest * x_size, fmt.step * x_size) for x in xs]
         right = [
-            padded(code, w + whole * weight_size, rest * weight_size, how.step * weight_size) for w in weights
+            padded(code, w + whole * weight_size, rest * weight_size, fmt.step * weight_size) for w in weights
         ]
         multiply(left, right)
 
-    at_once = max(1, how.sums.count // outs)
+    at_once = max(1, fmt.sums.count // outs)
     for first in range(0, rows, at_once):
-        own = range(first, min(rows, first + at_once))
-        _finish(code, how, totals(sums[first * outs : own.stop * outs]), own, outs, out, given)
+        outputs = range(first, min(rows, first + at_once))
+        _finish(code, fmt, totals(sums[first * outs : outputs.stop * outs]), outputs, outs, out, operands)
 
 
-def zeros(code: Code, how: Format, count: int) -> list[Variable]:
+def zeros(code: Code, fmt: Format, count: int) -> list[Variable]:
     """Vectors of sums."""
     return [
-        code.variable(code.constant(how.sums, 0.0 if element(how.sums) == F32 else 0)) for _ in range(count)
+        code.variable(code.constant(fmt.sums, 0.0 if element(fmt.sums) == F32 else 0)) for _ in range(count)
     ]
 
 
@@ -134,8 +134,8 @@ def joined(vectors: Sequence[Value], join: Callable[[Value, Value], Value]) -> V
             left += left[:1] * (len(left) % 2)
             low, high = (places + [width + place for place in places] for places in (low, high))
             left = [
-                join(one.shuffled(other, low), one.shuffled(other, high))
-                for one, other in zip(left[::2], left[1::2], strict=True)
+                join(first.shuffled(other, low), first.shuffled(other, high))
+                for first, other in zip(left[::2], left[1::2], strict=True)
             ]
             groups *= 2
         else:
@@ -152,39 +152,41 @@ def transposed(lines: list[Value]) -> list[Value]:
         made = list(lines)
         for n in range(count):
             if n // half % 2 == 0:
-                one, other = lines[n], lines[n + half]
-                made[n] = one.shuffled(other, low)
-                made[n + half] = one.shuffled(other, [place + half for place in low])
+                line, other = lines[n], lines[n + half]
+                made[n] = line.shuffled(other, low)
+                made[n + half] = line.shuffled(other, [place + half for place in low])
         lines, half = made, 2 * half
     return lines
 
 
-def _finish(code: Code, how: Format, sums: Value, own: range, outs: int, out: Out, given: Operands) -> None:
+def _finish(
+    code: Code, fmt: Format, sums: Value, outputs: range, outs: int, out: Out, operands: Operands
+) -> None:
     """Stores these rows of a block, computed from their sums."""
 
     def of_rows(place: Value, kind: Any) -> Value:
-        loaded = code.load(vector(kind, len(own)), place + 4 * own.start, 4)
-        return loaded.pick([row for row in range(len(own)) for _ in range(outs)])
+        loaded = code.load(vector(kind, len(outputs)), place + 4 * outputs.start, 4)
+        return loaded.pick([row for row in range(len(outputs)) for _ in range(outs)])
 
     if out.bytes:
-        sums = sums - of_rows(given.row_sum, I32) if how.offset else sums
-        sums = sums.to(vector(F32, len(own) * outs)) * of_rows(given.row_scale, F32)
-    if how.factor != 1:
-        sums = sums * how.factor
+        sums = sums - of_rows(operands.row_sum, I32) if fmt.offset else sums
+        sums = sums.to(vector(F32, len(outputs) * outs)) * of_rows(operands.row_scale, F32)
+    if fmt.factor != 1:
+        sums = sums * fmt.factor
     if out.scaled:
-        scales = code.load(vector(F32, outs), given.out_scale, 4)
-        sums = sums * scales.pick(list(range(outs)) * len(own))
+        scales = code.load(vector(F32, outs), operands.out_scale, 4)
+        sums = sums * scales.pick(list(range(outs)) * len(outputs))
 
-    store_rows(code, sums, own, outs, given.result, given.result_row, given.out_size)
+    store_rows(code, sums, outputs, outs, operands.result, operands.result_row, operands.out_size)
 
 
 def store_rows(
-    code: Code, values: Value, own: range, outs: int, result: Value, result_row: Value, out_size: Value
+    code: Code, values: Value, outputs: range, outs: int, result: Value, result_row: Value, out_size: Value
 ) -> None:
     """Stores these rows of a block as bfloat16 or float32."""
 
     def store(values: Value, align: int) -> None:
-        for n, row in enumerate(own):
+        for n, row in enumerate(outputs):
             code.store(values.pick(range(n * outs, (n + 1) * outs)), result + result_row * row, align)
 
     with code.if_else(out_size.equals(2)) as (half, full):

@@ -73,9 +73,9 @@ def register(name: str, make: Callable[[], Sequence[int | tuple[int, int]]]) -> 
 
 
 def _calls(functions: Sequence[int | tuple[int, int]]) -> str:
-    out, most = "", team.parts()
+    out, max_parts = "", team.parts()
     for n, function in enumerate(functions):
         address, parts = function if isinstance(function, tuple) else (function, 0)
-        out += PARTS.format(n=n, parts=parts, most=most) if parts else ""
-        out += f"  call void %run(i64 {address}, i64 %frame, i64 {f'%p{n}' if parts else most})\n"
+        out += PARTS.format(n=n, parts=parts, most=max_parts) if parts else ""
+        out += f"  call void %run(i64 {address}, i64 %frame, i64 {f'%p{n}' if parts else max_parts})\n"
     return out

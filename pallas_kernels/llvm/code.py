@@ -145,7 +145,7 @@ class Code:
         raw = [self._value(argument).raw for argument in arguments]
         function = self.module.globals.get(name)
         if function is None:
-            function = ir.Function(self.module, ir.FunctionType(result, [one.type for one in raw]), name)
+            function = ir.Function(self.module, ir.FunctionType(result, [value.type for value in raw]), name)
         return Value(self.builder, self.builder.call(function, raw, fastmath=flags))
 
     def intrinsic(self, name: str, *arguments: Value) -> Value:

@@ -171,8 +171,8 @@ def as_floats(code: Code, at: Processor, place: Value, dtype: str, count: int) -
     wide = stored.to(bits)
     size = (wide & 0x7F) << 20
     # The smallest normal number, which the next exponent adds to a subnormal one.
-    one = 2.0**-14
-    small = (size | (113 << 23)).bits(kind) - one
+    smallest = 2.0**-14
+    small = (size | (113 << 23)).bits(kind) - smallest
     magnitude = size.below(1 << 23).choose(small.bits(bits), size + (112 << 23))
     return (magnitude | (wide & -(1 << 31))).bits(kind)
 

@@ -21,7 +21,7 @@ NEWER = {
 
 
 def hidden(features: Iterable[str]) -> set[str]:
-    """Those of these features, by LLVM's or Linux's names, that XLA_FLAGS excludes."""
+    """Which of these features, by LLVM's or Linux's names, that XLA_FLAGS excludes."""
     values = re.findall(r"--xla_cpu_max_isa=(\w+)", os.environ.get("XLA_FLAGS", ""))
     levels = [*NEWER]
     if not values or values[-1].upper() not in levels:  # XLA rejects a value that it does not know

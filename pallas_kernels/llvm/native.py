@@ -90,12 +90,12 @@ def compiled(text: Callable[[], str], *functions: str, name: str = "") -> list[i
     """
     target = host()
     machine, objects = target.machine(jit=True), _objects if name else None
-    kept = f"{name}-{hashlib.sha256(repr(target).encode()).hexdigest()[:16]}"
-    code = objects.load(kept) if objects else None
+    key = f"{name}-{hashlib.sha256(repr(target).encode()).hexdigest()[:16]}"
+    code = objects.load(key) if objects else None
     if code is None:
         code = machine.emit_object(_optimized(text(), machine))
         if objects:
-            objects.save(kept, code)
+            objects.save(key, code)
     engine = llvm.create_mcjit_compiler(_parsed("", machine), machine)
     engine.add_object_file(llvm.ObjectFileRef.from_data(code))
     engine.finalize_object()

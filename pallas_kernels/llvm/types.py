@@ -43,5 +43,5 @@ def width(kind: Any) -> int:
 def suffix(kind: Any) -> str:
     """The type in the name of an intrinsic, such as v16f32."""
     count = f"v{kind.count}" if isinstance(kind, ir.VectorType) else ""
-    one = element(kind)
-    return count + ({F32: "f32", F16: "f16", BF16: "bf16"}.get(one) or f"i{one.width}")
+    scalar = element(kind)
+    return count + ({F32: "f32", F16: "f16", BF16: "bf16"}.get(scalar) or f"i{scalar.width}")

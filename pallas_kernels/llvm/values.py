@@ -138,7 +138,7 @@ class Value:
         return self._operate("ashr", None, bits)
 
     def bits(self, kind: Any) -> Value:
-        """The same bits as another type."""
+        """These bits as another type."""
         return self._made(self.builder.bitcast(self.raw, kind))
 
     def to(self, kind: Any) -> Value:

@@ -112,15 +112,15 @@ class Adapted:
     def grouped_product(
         self, x: jax.Array, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None
     ) -> jax.Array:
-        stack, how = self.stack, dict[str, Any](impl=impl, device=device)
+        stack, options = self.stack, dict[str, Any](impl=impl, device=device)
         each_chooses = len(groups.place) // len(self.mask)  # experts
         mask = self.mask[groups.row // each_chooses]
-        inner = jnp.where(mask[:, None], Plain(stack.a).grouped_product(x, groups, **how), 0)
+        inner = jnp.where(mask[:, None], Plain(stack.a).grouped_product(x, groups, **options), 0)
         each = [
-            Plain(b).grouped_product(inner[:, part], groups, **how)
+            Plain(b).grouped_product(inner[:, part], groups, **options)
             for part, b in zip(stack.parts, stack.b, strict=True)
         ]
-        return self.base.grouped_product(x, groups, **how) + _joined(each)
+        return self.base.grouped_product(x, groups, **options) + _joined(each)
 
     def of_expert(self, expert: jax.Array, tokens: jax.Array) -> Weight:
         return Adapted(self.base.of_expert(expert, tokens), self.stack[expert], self.mask[tokens], self.forms)

@@ -70,28 +70,28 @@ def forms(
     """
     if x not in INPUTS:
         return {}
-    at, found = processor(native.host()), {}
+    at, times = processor(native.host()), {}
     at = at if tiles.permitted() else replace(at, tiles=False)
     for weight in weights:
-        for rows in (1, *(most // 2 for most in ROW_CLASSES[1:]), MANY):
+        for rows in (1, *(limit // 2 for limit in ROW_CLASSES[1:]), MANY):
             key = form_key(rows, x, weight.name)
             able = candidates(at, x, weight, rows) if by_place else ("kernel",)
             if len(able) == 1 or known.get(key) not in able:
-                found[key] = able[0] if len(able) == 1 else _fastest(able, rows, x, weight, shape)
+                times[key] = able[0] if len(able) == 1 else _fastest(able, rows, x, weight, shape)
             else:
-                found[key] = known[key]
-    return found
+                times[key] = known[key]
+    return times
 
 
 def _fastest(able: Sequence[str], rows: int, x: str, weight: WeightFormat, shape: tuple[int, int]) -> str:
     """The fastest form, by the minimum of alternating measurements."""
     inputs = jnp.ones((rows, shape[1]), x)
-    given: Any = jnp.ones(shape, x if weight.inputs else weight.numbers)
+    sample: Any = jnp.ones(shape, x if weight.inputs else weight.numbers)
     if weight.inputs is not None:
-        given = quantize(given, weight.numbers, inputs=True, hadamard=block_of(shape[1]))
+        sample = quantize(sample, weight.numbers, inputs=True, hadamard=block_of(shape[1]))
     programs = {}
     for form in able:
-        args = inputs, stored(given).with_forms(((form_key(rows, x, weight.name), form),))
+        args = inputs, stored(sample).with_forms(((form_key(rows, x, weight.name), form),))
         programs[form] = partial(jax.jit(product).lower(*args).compile(), *args)
     least = dict.fromkeys(able, float("inf"))
     for _ in range(REPEATS):

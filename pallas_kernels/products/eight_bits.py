@@ -171,8 +171,8 @@ class EightBits(QuantizedWeight[Quantized]):
         target = self.numbers
         shardings = jax.tree.map(lambda x: x.sharding, target)
         convert = jax.jit(quantize, static_argnames=("dtype", "inputs", "hadamard"), out_shardings=shardings)
-        how: dict[str, Any] = {"dtype": target.kind, "inputs": target.inputs, "hadamard": target.hadamard}
-        quantized: Quantized = jax.block_until_ready(convert(array, **how))
+        options: dict[str, Any] = {"dtype": target.kind, "inputs": target.inputs, "hadamard": target.hadamard}
+        quantized: Quantized = jax.block_until_ready(convert(array, **options))
         return quantized
 
     def converted_bytes(

@@ -118,10 +118,10 @@ class FourBits(QuantizedWeight[Int4]):
 
     def fit(self, array: jax.Array) -> Int4:
         shardings = jax.tree.map(lambda x: x.sharding, self.numbers)
-        how: Any = {"group": self.numbers.group, "parts": self.divided_into}
-        how |= {name: getattr(self.numbers, name) for name in ("hadamard", "inputs")}
-        to_int4 = jax.jit(quantize_int4, static_argnames=(*how,), out_shardings=shardings)
-        packed: Int4 = jax.block_until_ready(to_int4(array, **how))
+        options: Any = {"group": self.numbers.group, "parts": self.divided_into}
+        options |= {name: getattr(self.numbers, name) for name in ("hadamard", "inputs")}
+        to_int4 = jax.jit(quantize_int4, static_argnames=(*options,), out_shardings=shardings)
+        packed: Int4 = jax.block_until_ready(to_int4(array, **options))
         return packed
 
     def converted_bytes(
@@ -150,11 +150,11 @@ class FourBits(QuantizedWeight[Int4]):
         place: Callable[[np.ndarray, Any], jax.Array],
     ) -> Int4:
         target, sharding = self.numbers, cast(NamedSharding, self.numbers.values.sharding)
-        how: dict[str, Any] = {name: getattr(target, name) for name in FORM}
-        how["parts"] = self.divided_into
+        options: dict[str, Any] = {name: getattr(target, name) for name in FORM}
+        options["parts"] = self.divided_into
         # compiling a program for each shape would take longer
         if sharding.mesh.devices.flat[0].platform == "cpu":
-            packed: Int4 = jax.tree.map(place, pack_on_host(numbers, scale, offset, **how), target)
+            packed: Int4 = jax.tree.map(place, pack_on_host(numbers, scale, offset, **options), target)
             return packed
         number, by_group = self.parts
         placed = (
@@ -163,8 +163,8 @@ class FourBits(QuantizedWeight[Int4]):
             None if offset is None else place(offset, by_group),
         )
         shardings = jax.tree.map(lambda x: x.sharding, target)
-        to_int4 = jax.jit(pack, static_argnames=(*how,), out_shardings=shardings)  # a program per shape
-        packed = jax.block_until_ready(to_int4(*placed, **how))
+        to_int4 = jax.jit(pack, static_argnames=(*options,), out_shardings=shardings)  # a program per shape
+        packed = jax.block_until_ready(to_int4(*placed, **options))
         return packed
 
     @property

@@ -53,8 +53,8 @@ def block_rows(rows: int, groups: int) -> int:
     """Rows of a block: twice the mean size of a group, so that most groups are one block, whose weights are
     read once.
     """
-    least, most = BLOCK
-    return min(most, max(least, 1 << (-(-2 * rows // groups) - 1).bit_length()))
+    least, largest = BLOCK
+    return min(largest, max(least, 1 << (-(-2 * rows // groups) - 1).bit_length()))
 
 
 def out_per_block(blocks: int, out: int) -> int:
@@ -64,8 +64,8 @@ def out_per_block(blocks: int, out: int) -> int:
     Args:
         blocks: blocks of rows, at most.
     """
-    least, most = OUT
-    return most if out % most == 0 and blocks * (out // most) >= CORES else least
+    least, largest = OUT
+    return largest if out % largest == 0 and blocks * (out // largest) >= CORES else least
 
 
 def input_splits(blocks: int, rows: int, size: int, bits: int, least: int, cores: int) -> int:

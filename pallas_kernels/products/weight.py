@@ -126,7 +126,7 @@ class StoredWeight[P](ABC):
         )
 
     def with_forms(self, forms: Forms) -> Self:
-        """The same weight with other forms of products."""
+        """This weight with other forms of products."""
         return replace(self, forms=forms)
 
     def __getitem__(self, index: Any) -> Self:
@@ -255,8 +255,8 @@ def form_key(rows: int, x: str, weight: str) -> str:
         x: dtype.
         weight: name of its format.
     """
-    most = next((most for most in ROW_CLASSES if rows <= most), None)
-    return f"{x} * {weight}, {'more rows' if most is None else f'{most} rows'}"
+    limit = next((limit for limit in ROW_CLASSES if rows <= limit), None)
+    return f"{x} * {weight}, {'more rows' if limit is None else f'{limit} rows'}"
 
 
 def forms_of(forms: Mapping[str, str]) -> Forms:

@@ -48,7 +48,7 @@ def _converted(x: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _converted_by_block(x: jax.Array, values: jax.Array) -> jax.Array:
-    """The same as `_converted` on a CPU. Blocks fit the processor's cache; a converted copy of the whole
+    """`_converted` on a CPU. Blocks fit the processor's cache; a converted copy of the whole
     weight would not.
     """
     out, size = values.shape
@@ -60,7 +60,7 @@ def _converted_by_block(x: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def grouped_product(x: jax.Array, weight: jax.Array, scale: jax.Array | None, groups: Groups) -> jax.Array:
-    """See `grouped_product.grouped_product`; for any dtype. Eight-bit weights are all converted."""
+    """`grouped_product.grouped_product` for any dtype. Eight-bit weights are all converted."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     y = lax.ragged_dot_general(
         x, weight.astype(x.dtype), groups.size, GROUPED, precision=precision, preferred_element_type=x.dtype

@@ -83,16 +83,16 @@ def _rounded(weight: jax.Array, upper: jax.Array, group: int) -> Numbers:
         block = lax.dynamic_slice(columns, (start, 0), (group, outs))
         _, scale, offset = (part.T for part in fit(block.T))
         root = lax.dynamic_slice(upper, (start, 0), (group, size))
-        own = lax.dynamic_slice(root, (0, start), (group, group))
+        corner = lax.dynamic_slice(root, (0, start), (group, group))
         numbers, errors = [], []
         for first in range(0, group, TOGETHER):
             after = first + TOGETHER
             step = partial(_column, scale=scale[0], offset=offset[0])
-            _, (found, wrong) = lax.scan(
-                step, block[first:after], (jnp.arange(TOGETHER), own[first:after, first:after])
+            _, (rounded, wrong) = lax.scan(
+                step, block[first:after], (jnp.arange(TOGETHER), corner[first:after, first:after])
             )
-            block = block.at[after:].add(-_product(own[first:after, after:].T, wrong))
-            numbers.append(found)
+            block = block.at[after:].add(-_product(corner[first:after, after:].T, wrong))
+            numbers.append(rounded)
             errors.append(wrong)
         # The columns that are done are not read again.
         return columns - _product(root.T, jnp.concatenate(errors)), (

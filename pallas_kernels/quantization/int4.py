@@ -174,8 +174,8 @@ def quantize_int4(
     numbers, scale, offset = fit(rows)
     numbers = numbers.astype(jnp.int8).reshape(*apart.shape[:-1], -1)[..., :size].reshape(x.shape)
     scale, offset = (by_group.reshape(*x.shape[:-1], -1) for by_group in (scale, offset))
-    how: Any = {"group": group, "parts": parts, "hadamard": hadamard, "inputs": inputs}
-    return pack(numbers, scale, offset, dtype=str(x.dtype), **how)
+    options: Any = {"group": group, "parts": parts, "hadamard": hadamard, "inputs": inputs}
+    return pack(numbers, scale, offset, dtype=str(x.dtype), **options)
 
 
 def fit(rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -202,8 +202,8 @@ def fit(rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         return ((numbers * scale + offset - rows) ** 2).sum(-1, keepdims=True), numbers, scale, offset
 
     def better(best: Try, shrunk: jax.Array) -> tuple[Try, None]:
-        found = tried(shrunk)
-        return jax.tree.map(lambda new, old: jnp.where(found[0] < best[0], new, old), found, best), None
+        error = tried(shrunk)
+        return jax.tree.map(lambda new, old: jnp.where(error[0] < best[0], new, old), error, best), None
 
     (_, numbers, scale, offset), _ = jax.lax.scan(
         better, tried(jnp.float32(SHRUNK[0])), jnp.array(SHRUNK[1:], jnp.float32)

@@ -97,7 +97,7 @@ def numbers(x: Quantized) -> jax.Array:
 
 
 def movable(x: Quantized) -> Quantized:
-    """The same with fp8 values as bits."""
+    """This weight with fp8 values as bits."""
     return (
         x
         if x.kind == "int8" or x.values.dtype == jnp.uint8

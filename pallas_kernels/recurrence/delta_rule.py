@@ -102,16 +102,16 @@ def steps(
     Returns:
         The state after each token; [tokens, ..., value_dim]; as many last tokens as `earlier` has.
     """
-    tokens, most = decay.shape[0], earlier.decays.shape[0]
+    tokens, span = decay.shape[0], earlier.decays.shape[0]
     keys, decays = jnp.concatenate([earlier.keys, k]), jnp.concatenate([earlier.decays, decay])
 
     def window(x: jax.Array) -> jax.Array:
         """[most + 1, tokens, ...]: each token, and those before it, the last first; zeros for those of other
         sequences, which may not be finite."""
-        own = [behind >= back for back in range(most + 1)]
-        parts = [x[most - back : most - back + tokens] for back in range(most + 1)]
+        same = [behind >= back for back in range(span + 1)]
+        parts = [x[span - back : span - back + tokens] for back in range(span + 1)]
         shape = -1, *[1] * (x.ndim - 1)
-        return jnp.stack([jnp.where(a.reshape(shape), part, 0) for a, part in zip(own, parts, strict=True)])
+        return jnp.stack([jnp.where(a.reshape(shape), part, 0) for a, part in zip(same, parts, strict=True)])
 
     each, windows = window(decays), window(keys)
     total = jnp.exp(jnp.sum(each, axis=0))
@@ -126,14 +126,14 @@ def steps(
             """Right for tokens with one more before them than those for which `change` is."""
             return first - jnp.sum(among * window(jnp.concatenate([earlier.changes, change]))[1:], axis=0)
 
-        change = lax.fori_loop(0, most, settle, first)
+        change = lax.fori_loop(0, span, settle, first)
     changes = jnp.concatenate([earlier.changes, change])
     added = window(changes)
     scores = (since * jnp.sum(q * windows, axis=-1))[..., None]
     out = total[..., None] * queried + jnp.sum(scores * added, axis=0)
     windows *= since[..., None]
     after = total[..., None, None] * state
-    for back in range(most + 1):
+    for back in range(span + 1):
         after += windows[back, ..., :, None] * added[back, ..., None, :]
     return after, out, Earlier(keys[tokens:], decays[tokens:], changes[tokens:])
 
@@ -181,9 +181,9 @@ def inverse(lower: jax.Array) -> jax.Array:
 
     Avoids lax.linalg.triangular_solve: on a CPU it calls LAPACK, which a saved program cannot find.
     """
-    given, size = lower.shape[-1], 1
-    laid = 1 << (given - 1).bit_length()
-    lower = jnp.pad(lower, [(0, 0)] * (lower.ndim - 2) + [(0, laid - given)] * 2)
+    count, size = lower.shape[-1], 1
+    laid = 1 << (count - 1).bit_length()
+    lower = jnp.pad(lower, [(0, 0)] * (lower.ndim - 2) + [(0, laid - count)] * 2)
     blocks = jnp.ones((*lower.shape[:-2], laid, 1, 1), lower.dtype)
     while size < laid:
         pairs = laid // (2 * size)
@@ -198,7 +198,7 @@ def inverse(lower: jax.Array) -> jax.Array:
             jnp.concatenate([upper, jnp.concatenate([corners, second], axis=-1)], axis=-2),
             2 * size,
         )
-    return blocks[..., 0, :given, :given]
+    return blocks[..., 0, :count, :count]
 
 
 def advance(state: jax.Array, chunk: PreparedChunk) -> tuple[jax.Array, jax.Array]:

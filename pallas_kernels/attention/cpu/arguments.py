@@ -82,12 +82,12 @@ class Arguments:
         code = self.code
         for tile, start, length, queries, size in self._tiles():
             with code.loop(0, queries, size) as first:
-                own = (queries - first).least(size)
-                real, position = (length - first).most(0).least(own), start + first
+                count = (queries - first).least(size)
+                real, position = (length - first).most(0).least(count), start + first
                 oldest, end = self.oldest(position), self._end(tile, first, real, position + real)
                 cost = self._spans(oldest, end) * (real * self.form.group + PACKING)
                 cost = (real > 0).choose(cost, 1)
-                yield Block(tile, first, own, real, position, oldest, end, cost)
+                yield Block(tile, first, count, real, position, oldest, end, cost)
 
     def _end(self, tile: Value, first: Value, real: Value, end: Value) -> Value:
         """The end of the tokens that some query of a block sees.
@@ -141,9 +141,9 @@ class Arguments:
         least = (self.tile + wanted - 1) // wanted
         return least.most(max(ROWS // group, 1)).least(self.form.rows // group)
 
-    def _even(self, count: Value, most: Value) -> Value:
-        """The size of equal blocks, each of at most `most`."""
-        blocks = (count + most - 1) // most
+    def _even(self, count: Value, limit: Value) -> Value:
+        """The size of equal blocks, each of at most `limit`."""
+        blocks = (count + limit - 1) // limit
         return (count + blocks - 1) // blocks
 
     def _continues(self, first: Value, row: Value) -> Value:
@@ -156,9 +156,9 @@ class Arguments:
             start, newest = self.length(first) - 1, self.length(row) - 1
             with code.when((start >= 0) & newest.equals(start + (row - first))):
                 differ = code.variable(code.constant(I32, 0))
-                own, theirs = (self.tables + n * self.width * 4 for n in (row, first))
+                mine, theirs = (self.tables + n * self.width * 4 for n in (row, first))
                 with code.loop(self.oldest(start) // size, newest // size + 1) as n:
-                    differ.set(differ.get() | (code.load(I32, own + n * 4) ^ code.load(I32, theirs + n * 4)))
+                    differ.set(differ.get() | (code.load(I32, mine + n * 4) ^ code.load(I32, theirs + n * 4)))
                 out.set(differ.get().equals(0))
         return out.get()
 

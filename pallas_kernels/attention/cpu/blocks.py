@@ -175,9 +175,9 @@ def pack_values(
             [base + code.load(I64, all_ + (k * at_once + n) * 8) * row for n in range(at_once)]
             for all_ in (places, later)
         )
-        for one in next_rows:
+        for token in next_rows:
             for at in range(0, row, BYTES):
-                code.prefetch(one + at, far=True)
+                code.prefetch(token + at, far=True)
         line = to + k * (vectors * BYTES)
         for first in range(0, vectors * LANES, total):
             count = head_dim - first
@@ -185,12 +185,13 @@ def pack_values(
                 code.store(code.constant(vector(I32), 0), line + first * 4)
                 continue
             read = [
-                numbers(code, one + first * SIZES[stored], stored, pairs, min(count, total)) for one in rows
+                numbers(code, token + first * SIZES[stored], stored, pairs, min(count, total))
+                for token in rows
             ]
             if not pairs:
                 code.store(read[0], line + first * 4)
                 continue
-            a, b = (one.bits(vector(I16, total)) for one in read)
+            a, b = (token.bits(vector(I16, total)) for token in read)
             for half in range(2):
                 lanes = [half * LANES + lane // 2 + (total if lane % 2 else 0) for lane in range(total)]
                 code.store(a.shuffled(b, lanes).bits(vector(I32)), line + first * 4 + half * BYTES)
@@ -251,11 +252,11 @@ class Softmax:
             code.store(_tree(self._scores(code, place), Value.most), self.lanes + n * BYTES)
         # Of all rows at once: one by one, the rest of each row would wait for its largest score.
         before = code.load(vector(F32, strip), self.largest + first * 4, 4)
-        own = [code.load(vector(F32), self.lanes + n * BYTES) for n in range(strip)]
-        most, scale = joined(own, Value.most).most(before), self.scale.splat(strip)
-        code.store(most, self.largest + first * 4, 4)
-        code.store(power_of_two(code, (before - most) * scale), self.factor + first * 4, 4)
-        code.store(0.0 - most * scale, self.less, 4)
+        maxima = [code.load(vector(F32), self.lanes + n * BYTES) for n in range(strip)]
+        maximum, scale = joined(maxima, Value.most).most(before), self.scale.splat(strip)
+        code.store(maximum, self.largest + first * 4, 4)
+        code.store(power_of_two(code, (before - maximum) * scale), self.factor + first * 4, 4)
+        code.store(0.0 - maximum * scale, self.less, 4)
         with code.loop(0, strip) as n:
             less, factor = (
                 code.load(F32, place + n * 4, 4).splat() for place in (self.less, self.factor + first * 4)
@@ -264,7 +265,7 @@ class Softmax:
                 code.fma(score, self.scale.splat(), less)
                 for score in self._scores(code, scores + n * row_bytes)
             ]
-            made = [power_of_two(code, one, 4 if pairs else 6) for one in exponents]
+            made = [power_of_two(code, exponent, 4 if pairs else 6) for exponent in exponents]
             total = self.total + (first + n) * BYTES
             sums = code.fma(code.load(vector(F32), total), factor, _tree([*made], Value.__add__))
             code.store(sums, total)
@@ -316,8 +317,8 @@ class Softmax:
 
             change(masked)
 
-    def _store(self, code: Code, own: list[Value], place: Value, pairs: bool) -> None:
-        for n, weight in enumerate(own):
+    def _store(self, code: Code, values: list[Value], place: Value, pairs: bool) -> None:
+        for n, weight in enumerate(values):
             if self.v_scale is not None:
                 weight = weight * code.load(vector(F32), self.v_scale + n * BYTES)
             if pairs:

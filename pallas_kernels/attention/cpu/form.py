@@ -48,8 +48,8 @@ class Form:
 
     @property
     def name(self) -> str:
-        how = "decode" if self.decode else "prefill_ahead" if self.ahead else "prefill"
-        return f"jengine_{how}_{self.stored}_{self.inputs}_{self.head_dim}_{self.page_size}_{self.group}"
+        kind = "decode" if self.decode else "prefill_ahead" if self.ahead else "prefill"
+        return f"jengine_{kind}_{self.stored}_{self.inputs}_{self.head_dim}_{self.page_size}_{self.group}"
 
     @property
     def quantized(self) -> bool:
@@ -114,9 +114,9 @@ def form(
     """The options for such a cache, with `group` query heads per kv head, on this processor."""
     at = processor(target)
     columns = 4 if at.lanes == LANES else 1
-    most = {16: 6, 8: 6}.get(at.lanes, 4 if target.architecture == "aarch64" else 2)
-    strip = -(-group // -(-group // most)) if decode else most
+    max_rows = {16: 6, 8: 6}.get(at.lanes, 4 if target.architecture == "aarch64" else 2)
+    strip = -(-group // -(-group // max_rows)) if decode else max_rows
     pairs = at.pairs and target.architecture == "x86" and inputs == "bfloat16" and stored != "float32"
     rows = group if decode else max(group, TILE_ROWS if head_dim <= SHORT else ROWS)
-    how = rows, most, strip, columns, decode, pairs, pairs and not decode, ahead
-    return Form(stored, inputs, head_dim, page_size, group, *how)
+    key = rows, max_rows, strip, columns, decode, pairs, pairs and not decode, ahead
+    return Form(stored, inputs, head_dim, page_size, group, *key)

@@ -48,26 +48,26 @@ def source(form: Form) -> str:
     """
     code = Code()
     frame, part, parts = code.kernel(form.name)
-    given = Arguments(code, frame, form, parts)
-    alone = _Item(code, form, given)
-    together = _Item(code, form.several, given) if form.several else None
+    args = Arguments(code, frame, form, parts)
+    alone = _Item(code, form, args)
+    together = _Item(code, form.several, args) if form.several else None
     total = code.variable(code.whole(0))
-    for block in given.blocks():
+    for block in args.blocks():
         total.set(total.get() + block.cost)
-    whole = total.get() * given.kv_heads
+    whole = total.get() * args.kv_heads
     before = code.variable(code.whole(0))
-    for block in given.blocks():
-        with code.loop(0, given.kv_heads) as head:
+    for block in args.blocks():
+        with code.loop(0, args.kv_heads) as head:
             mine = (before.get() * parts // whole).equals(part)
             before.set(before.get() + block.cost)
             if together is None:
                 with code.when(mine):
                     alone.write(block, head)
                 continue
-            with code.when(mine), code.if_else(block.real > 1) as (several, one):
+            with code.when(mine), code.if_else(block.real > 1) as (several, single):
                 with several:
                     together.write(block, head)
-                with one:
+                with single:
                     alone.write(block, head)
     return code.text()
 
@@ -100,8 +100,8 @@ class _Tokens:
 class _Item:
     """A block of queries for one kv head, and its memory."""
 
-    def __init__(self, code: Code, form: Form, given: Arguments) -> None:
-        self.code, self.form, self.given = code, form, given
+    def __init__(self, code: Code, form: Form, args: Arguments) -> None:
+        self.code, self.form, self.args = code, form, args
         self.row = form.head_dim * SIZES[form.inputs]  # bytes of a row of queries
         memory = partial(_memory, code)
         self.depth, self.wide = SPAN // 2 if form.pair_values else SPAN, form.vectors * BYTES
@@ -112,7 +112,7 @@ class _Item:
         self.keys, self.values = memory(form.depth * SPAN * 4), memory(self.depth * self.wide)
         self.scores, self.weights = (memory(form.strip * SPAN * 4) for _ in range(2))
         scales = (memory(SPAN * 4), memory(SPAN * 4)) if form.quantized else (None, None)
-        scale, cap = given.scale, given.cap
+        scale, cap = args.scale, args.cap
         self.softmax = Softmax(
             position=memory(rows * 4),
             reach=memory(rows * 4) if form.ahead else None,
@@ -124,7 +124,7 @@ class _Item:
             less=memory(form.strip * 4),
             k_scale=scales[0],
             v_scale=scales[1],
-            window=given.window.to(I32),
+            window=args.window.to(I32),
             scale=(cap > 0.0).choose(code.constant(F32, 1.0), scale) * LOG2_E,
             cap=cap,
             twice=scale / cap.most(1e-30) * (2 * LOG2_E),
@@ -137,18 +137,18 @@ class _Item:
         )
 
     def write(self, block: Block, head: Value) -> None:
-        code, given, group = self.code, self.given, self.form.group
-        base = ((block.tile * given.tile + block.first) * given.heads + head * group) * self.row
+        code, args, group = self.code, self.args, self.form.group
+        base = ((block.tile * args.tile + block.first) * args.heads + head * group) * self.row
         with code.loop(block.real, block.count) as query, code.loop(0, group) as member:
-            self._put(given.out + base + (query * given.heads + member) * self.row)
+            self._put(args.out + base + (query * args.heads + member) * self.row)
         with code.when(block.real > 0):
             rows = block.real * group
             padded = (rows + (self.form.strip - 1)) // self.form.strip * self.form.strip
-            self._begin(block, head, given.q + base, padded)
+            self._begin(block, head, args.q + base, padded)
             self._visit(block, head, padded)
             with code.loop(0, rows) as row:
-                sink = code.load(F32, given.sinks + (head * group + row % group) * 4)
-                self._put(given.out + base + (row // group * given.heads + row % group) * self.row, row, sink)
+                sink = code.load(F32, args.sinks + (head * group + row % group) * 4)
+                self._put(args.out + base + (row // group * args.heads + row % group) * self.row, row, sink)
 
     def _begin(self, block: Block, head: Value, q: Value, rows: Value) -> None:
         """Initializes rows. Rows after the last real one repeat the last query."""
@@ -159,15 +159,15 @@ class _Item:
             query = (row // form.group).least(block.real - 1)
             code.store((block.position + query).to(I32), soft.position + row * 4)
             if soft.reach is not None:
-                last = self.given.last_seen(block.tile, block.first + query)
+                last = self.args.last_seen(block.tile, block.first + query)
                 code.store((last - block.position - query).to(I32), soft.reach + row * 4)
             code.store(
-                code.load(F32, self.given.slopes + (head * form.group + row % form.group) * 4),
+                code.load(F32, self.args.slopes + (head * form.group + row % form.group) * 4),
                 soft.slope + row * 4,
             )
             code.store(code.constant(F32, LEAST), soft.largest + row * 4)
             code.store(nothing, soft.total + row * BYTES)
-            at = q + (query * self.given.heads + row % form.group) * self.row
+            at = q + (query * self.args.heads + row % form.group) * self.row
             for line, first in enumerate(range(0, form.head_dim, at_once)):
                 count = min(form.head_dim - first, at_once)
                 code.store(
@@ -179,7 +179,7 @@ class _Item:
 
     def _visit(self, block: Block, head: Value, rows: Value) -> None:
         """Visits each block of tokens."""
-        code, form, given, soft = self.code, self.form, self.given, self.softmax
+        code, form, args, soft = self.code, self.form, self.args, self.softmax
         start = block.oldest // SPAN * SPAN
         self._find(_Tokens(block.tile, head, block.oldest, block.end, start), self._places(start))
         with code.loop(start, block.end, SPAN) as first:
@@ -189,7 +189,7 @@ class _Item:
                 code,
                 places,
                 later,
-                given.keys,
+                args.keys,
                 self.keys,
                 form.stored,
                 form.head_dim,
@@ -201,14 +201,14 @@ class _Item:
                     code,
                     places,
                     later,
-                    given.values,
+                    args.values,
                     self.values,
                     form.stored,
                     form.head_dim,
                     form.pair_values,
                     form.vectors,
                 )
-            for to, scales in (soft.k_scale, given.k_scales), (soft.v_scale, given.v_scales):
+            for to, scales in (soft.k_scale, args.k_scales), (soft.v_scale, args.v_scales):
                 if to is not None and scales is not None:
                     with code.loop(0, SPAN, LANES) as lane:
                         place = code.load(vector(I64), self._scale_places(places) + lane * 8)
@@ -255,12 +255,12 @@ class _Item:
         for n in range(share):
             line = (k * share + n).least(SPAN // 2 * lines - 1)
             place = code.load(I64, later + (SPAN // 2 + line // lines) * 8)
-            code.prefetch(self.given.keys + place * row + line % lines * BYTES, far=True)
+            code.prefetch(self.args.keys + place * row + line % lines * BYTES, far=True)
 
     def _values(self, places: Value, later: Value, column: Value) -> Callable[[Value, int], Value]:
         """Values read in place."""
         code, form, size = self.code, self.form, SIZES[self.form.stored]
-        base = self.given.values + column // 4 * size
+        base = self.args.values + column // 4 * size
 
         def read(token: Value, n: int) -> Value:
             if n == 0:
@@ -284,22 +284,22 @@ class _Item:
         """The tokens to prefetch: this block's from `first` on. After its last ones, the first tokens of the
         next head; after the last head, of the next decode row.
         """
-        given = self.given
+        args = self.args
         start = block.oldest // SPAN * SPAN
-        own, same = first < block.end, head + 1 < given.kv_heads
+        more, same = first < block.end, head + 1 < args.kv_heads
         tokens = _Tokens(
             block.tile,
-            own.choose(head, same.choose(head + 1, head)),
+            more.choose(head, same.choose(head + 1, head)),
             block.oldest,
             block.end,
-            own.choose(first, start),
+            more.choose(first, start),
         )
         if not self.form.spread:
             return tokens
-        row = (block.tile + 1).least(given.tiles - 1)
-        end = given.length(row)
-        oldest = given.oldest(end - 1)
-        stays = own | same | (end <= 0)
+        row = (block.tile + 1).least(args.tiles - 1)
+        end = args.length(row)
+        oldest = args.oldest(end - 1)
+        stays = more | same | (end <= 0)
         return _Tokens(
             stays.choose(block.tile, row),
             stays.choose(tokens.head, 0),
@@ -313,7 +313,7 @@ class _Item:
         address.
         """
         code, size = self.code, self.form.page_size
-        table = self.given.tables + at.tile * self.given.width * 4
+        table = self.args.tables + at.tile * self.args.width * 4
         first, head, oldest, newest = at.first, at.head, at.oldest, at.end - 1
         with code.loop(0, SPAN, LANES) as lane:
             tokens = (first + lane).to(I32).splat() + code.constant(vector(I32), list(range(LANES)))
@@ -327,9 +327,9 @@ class _Item:
                     .splat()
                 )
             offset = (tokens % size).to(vector(I64))
-            code.store((pages * self.given.kv_heads.splat() + head.splat()) * size + offset, to + lane * 8)
+            code.store((pages * self.args.kv_heads.splat() + head.splat()) * size + offset, to + lane * 8)
             if self.form.quantized:
-                place = (pages * self.given.scale_rows.splat() + head.splat()) * size + offset
+                place = (pages * self.args.scale_rows.splat() + head.splat()) * size + offset
                 code.store(place, self._scale_places(to) + lane * 8)
 
     def _put(self, to: Value, row: Value | None = None, sink: Value | None = None) -> None:

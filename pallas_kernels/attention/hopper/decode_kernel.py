@@ -134,10 +134,12 @@ def run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
         pair = lax.div(warpgroup, 2)
         block = block * pairs + pair
     first, end, first_join, end_join = (inputs.first[block + i, kind] for kind in range(2) for i in range(2))
-    own = scratch if pair is None else scratch.of_pair(pair)
-    k, v = (Side.of(pages, slots, pair) for pages, slots in ((inputs.k, own.ring.k), (inputs.v, own.ring.v)))
-    feed = Feed(k, v, inputs.items, inputs.tables, form.options.window, own.ring.arrived, pair)
-    compute = Compute(inputs, refs.outputs, own, form, feed)
+    part = scratch if pair is None else scratch.of_pair(pair)
+    k, v = (
+        Side.of(pages, slots, pair) for pages, slots in ((inputs.k, part.ring.k), (inputs.v, part.ring.v))
+    )
+    feed = Feed(k, v, inputs.items, inputs.tables, form.options.window, part.ring.arrived, pair)
+    compute = Compute(inputs, refs.outputs, part, form, feed)
 
     @pl.when(lax.rem(warpgroup, 2) == 0)
     def _() -> None:
@@ -261,7 +263,7 @@ class Compute:
         return lax.broadcast_in_dim(item.length + lax.div(line, self.form.lines), shape, [0])
 
     def _first_query(self, item: WorkItem | Join, row: jax.Array) -> Any:
-        """Of a row of the item."""
+        """The first query head of a row of the item."""
         return (item.row + row) * self._heads + item.kv_head * self.form.group
 
     def _lines(self, row: jax.Array, count: int) -> Any:
@@ -287,9 +289,9 @@ class Compute:
 
         def take(row: jax.Array) -> None:
             plgpu.barrier_wait(self._full(row))
-            own = self._lines(row, lines)
+            span = self._lines(row, lines)
             for i, part in enumerate(self._columns):
-                store(q.at[own, part], plgpu.load(o.at[i, own], layout=rows_by_warp()))
+                store(q.at[span, part], plgpu.load(o.at[i, span], layout=rows_by_warp()))
 
         self._for_rows(item, fetch)
         self._for_rows(item, take)
@@ -300,9 +302,9 @@ class Compute:
         o, group, sinks = self.scratch.o, self.form.group, self.inputs.sinks
         if sinks is not None:
             sink = _by_line([sinks[item.kv_head * group + i] * LOG2_E for i in range(group)], self.form.lines)
-            most = jnp.maximum(m, sink)
-            rescale = jnp.exp2(m - most)
-            inverse = rescale / (total * rescale + jnp.exp2(sink - most))
+            maximum = jnp.maximum(m, sink)
+            rescale = jnp.exp2(m - maximum)
+            inverse = rescale / (total * rescale + jnp.exp2(sink - maximum))
         else:
             inverse = 1.0 / jnp.maximum(total, SMALLEST)
         for i, acc in enumerate(accs):
@@ -322,8 +324,8 @@ class Compute:
         inverse = 1.0 / total
 
         def put(part: Any, row: jax.Array) -> None:
-            own = staged.at[self._lines(row, self.form.lines)]
-            plgpu.copy_smem_to_gmem(own, parts.at[item.slot + row, :, part])
+            target = staged.at[self._lines(row, self.form.lines)]
+            plgpu.copy_smem_to_gmem(target, parts.at[item.slot + row, :, part])
 
         store(self.outputs.sums.at[item.slot], m + jnp.log2(total))
         for i, (acc, part) in enumerate(zip(accs, self._columns, strict=True)):
@@ -346,12 +348,12 @@ class Compute:
         def _() -> None:
             plgpu.wait_smem_to_gmem(0)
             await_parts(pair, self.inputs.signals.at[index])
-            own = [] if sinks is None else [sinks[pair.kv_head * group + i] for i in range(group)]
+            pair_sinks = [] if sinks is None else [sinks[pair.kv_head * group + i] for i in range(group)]
 
             def put(row: jax.Array) -> None:
                 out = self.outputs.out.at[pl.ds(self._first_query(pair, row), group)]
                 o = self.scratch.o.at[:, self._lines(row, self.form.lines)]
-                join(pair, row, self.outputs.parts, self.outputs.sums, o, out, own)
+                join(pair, row, self.outputs.parts, self.outputs.sums, o, out, pair_sinks)
 
             self._for_rows(pair, put)
 

@@ -82,8 +82,8 @@ def _joined(
         m, total, acc = carry
         numbers = [turn * together + i for i in range(together)]
         slots = [item.first + jnp.minimum(number, item.parts - 1) * item.rows for number in numbers]
-        own = pl.ds(row * lines, lines)
-        lse = [_load(sum_ref.at[slot, own], rows_by_warp().reduce(1)) for slot in slots]
+        at = pl.ds(row * lines, lines)
+        lse = [_load(sum_ref.at[slot, at], rows_by_warp().reduce(1)) for slot in slots]
         values = [_load(part_ref.at[slot + row, :, columns], rows_by_warp()) for slot in slots]
         lse = [
             x + jnp.where(number < item.parts, 0.0, MASKED) for number, x in zip(numbers, lse, strict=True)

@@ -108,10 +108,10 @@ def paged_attention_prefill(
         by_row = jnp.pad(values, ((0, 0), (0, form.shares * warpgroups * ROWS - rows)))
     if until is not None:
         real = jnp.arange(tile) < lengths[:, None]
-        most = jnp.where(real, until, 0).max(1, keepdims=True)
-        lengths = jnp.where(lengths > 0, most[:, 0] + 1 - positions, 0)
+        longest = jnp.where(real, until, 0).max(1, keepdims=True)
+        lengths = jnp.where(lengths > 0, longest[:, 0] + 1 - positions, 0)
         # one for each (head, token) pair; padding sees no more than others
-        last = jnp.tile(jnp.minimum(until, most), (1, heads // kv_heads))
+        last = jnp.tile(jnp.minimum(until, longest), (1, heads // kv_heads))
         until = jnp.pad(last, ((0, 0), (0, form.shares * warpgroups * ROWS - rows)))
     out: jax.Array = plgpu.kernel(
         body(run, Outputs, PrefillCall(walk, form, options.static)),

@@ -364,7 +364,7 @@ class Warpgroup:
         return jnp.where(seen if window is None else seen & (tokens > at - window), s, -jnp.inf)
 
     def _until(self, item: WarpgroupItem, token: jax.Array, s: jax.Array) -> jax.Array:
-        """The same without those behind the last key that a row sees."""
+        """Masks scores of keys behind the last one that a row sees."""
         of_rows = self.inputs.until.at[item.tile, pl.ds(item.row, ROWS)]
         last = plgpu.load(of_rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
         tokens = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + token

@@ -47,10 +47,10 @@ def write_parts(code: Code, name: str) -> None:
     """Writes a function with this name: the number of parts for work on the rows of a call's first
     argument.
     """
-    frame, most = code.function(name, [PTR, I64], internal=False, result=I64)
+    frame, limit = code.function(name, [PTR, I64], internal=False, result=I64)
     _, shape = code.argument(frame, 0)
     few = code.word(shape, 0) * code.word(shape, 1) <= ALONE
-    code.ret(few.choose(1, most))
+    code.ret(few.choose(1, limit))
 
 
 def transform_row(code: Code, at: Processor, x: str, block: int) -> None:

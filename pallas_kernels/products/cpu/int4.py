@@ -62,7 +62,7 @@ KINDS = (PTR, I64, PTR, PTR, I64, I64)  # of Packed
 
 
 @dataclass(frozen=True)
-class How:
+class Int4Format:
     """Parameters of the generated code.
 
     Attributes:
@@ -93,20 +93,20 @@ def int4_module(target: native.Target, x: str, group: int, offset: bool, kind: s
     """
     at, code = processor(target), Code()
     pairs = at.pairs and at.lanes == LANES and x == "bfloat16"
-    how = How(at, pairs, plain_format(at, x, "bfloat16" if pairs else "float32"), group, offset, kind)
-    _single(code, "block", how, how.alone)
-    _single(code, "single", how, 1)
-    _unpack(code, how)
-    dispatch(code, "unpacked", at, how.format, Out(), (NONE,))
-    _multiply(code, how)
+    fmt = Int4Format(at, pairs, plain_format(at, x, "bfloat16" if pairs else "float32"), group, offset, kind)
+    _single(code, "block", fmt, fmt.alone)
+    _single(code, "single", fmt, 1)
+    _unpack(code, fmt)
+    dispatch(code, "unpacked", at, fmt.format, Out(), (NONE,))
+    _multiply(code, fmt)
     return code.text()
 
 
-def _multiply(code: Code, how: How) -> None:
-    at = how.at
+def _multiply(code: Code, fmt: Int4Format) -> None:
+    at = fmt.at
     frame, part, parts = code.kernel("multiply")
     (x, x_shape), (words, shape), (scale, scale_shape) = (code.argument(frame, index) for index in range(3))
-    offset = code.argument(frame, 3)[0] if how.offset else scale
+    offset = code.argument(frame, 3)[0] if fmt.offset else scale
     result, _ = code.result(frame, 0)
     rows, size, count, width = (
         code.word(x_shape, 0),
@@ -115,10 +115,10 @@ def _multiply(code: Code, how: How) -> None:
         code.word(shape, 1),
     )
     weight = Packed(words, width * 4, scale, offset, code.word(scale_shape, 1) * 4, size)
-    x_row, out_size = size * SIZES[how.format.x], code.result_size(frame, 0)
+    x_row, out_size = size * SIZES[fmt.format.x], code.result_size(frame, 0)
     result_row = count * out_size
     first, end, last = blocks_of(count, at.outs, part, parts)
-    unpacked_row = width * (8 * SIZES[how.format.weight])
+    unpacked_row = width * (8 * SIZES[fmt.format.weight])
     many = (SCRATCH // unpacked_row).rounded_down(at.outs).least(PANEL).most(at.outs)
     panel = (rows > CONVERTED_FEW).choose(many, at.outs)
 
@@ -126,15 +126,15 @@ def _multiply(code: Code, how: How) -> None:
         into = result + (result_row * row + out * out_size)
         code.call(name, VOID, x + x_row * row, *weight.at(out), into, out_size)
 
-    one = rows.equals(1)
+    single = rows.equals(1)
     # a weight with fewer outputs than a block
-    with code.when(count < one.choose(code.whole(how.alone), at.outs)):
+    with code.when(count < single.choose(code.whole(fmt.alone), at.outs)):
         with code.loop(first, end) as out, code.loop(0, rows) as row:
             one_row("single", row, out)
         code.ret()
-    with code.when(one):
-        begin, until, final = blocks_of(count, how.alone, part, parts)
-        with code.loop(begin, until, how.alone) as out:
+    with code.when(single):
+        begin, until, final = blocks_of(count, fmt.alone, part, parts)
+        with code.loop(begin, until, fmt.alone) as out:
             one_row("block", 0, out.least(final))  # overlapping blocks write the same results
         code.ret()
     scratch = code.memory(unpacked_row * panel)
@@ -144,7 +144,7 @@ def _multiply(code: Code, how: How) -> None:
         code.call("unpack", VOID, *weight.at(begin), over - begin, scratch, unpacked_row)
         with strips(code, at, rows) as (row, height), code.loop(begin, over, at.outs) as outs:
             out = outs.least(over - at.outs)
-            given = Operands(
+            operands = Operands(
                 x=x + row * x_row,
                 x_row=x_row,
                 weight=scratch + (out - begin) * unpacked_row,
@@ -157,24 +157,24 @@ def _multiply(code: Code, how: How) -> None:
                 out_scale=scratch,
                 out_size=out_size,
             )
-            code.call("unpacked", VOID, *given, height, at.outs, NONE)
+            code.call("unpacked", VOID, *operands, height, at.outs, NONE)
 
 
-def _single(code: Code, name: str, how: How, outs: int) -> None:
+def _single(code: Code, name: str, fmt: Int4Format, outs: int) -> None:
     """Writes the function `name` of (x, *Packed, result, bytes of its numbers), which multiplies one row by
     `outs` outputs and prefetches weights AHEAD bytes.
     """
     x, *packed, result, out_size = code.function(name, (PTR, *KINDS, PTR, I64))
-    weight, form, x_size = Packed(*packed), how.format, SIZES[how.format.x]
-    own = [weight.at(n) for n in range(outs)]
-    for each in own:
-        for place in (each.scale, each.offset)[: 1 + how.offset]:
+    weight, form, x_size = Packed(*packed), fmt.format, SIZES[fmt.format.x]
+    lines = [weight.at(n) for n in range(outs)]
+    for each in lines:
+        for place in (each.scale, each.offset)[: 1 + fmt.offset]:
             code.prefetch(place + SCALES_AHEAD)
     sums = zeros(code, form, outs)
 
     def multiply(x: Value, tile: Value) -> None:
-        for each, total in zip(own, sums, strict=True):
-            for n, weights in enumerate(weights_of(code, how, each, tile)):
+        for each, total in zip(lines, sums, strict=True):
+            for n, weights in enumerate(weights_of(code, fmt, each, tile)):
                 total.set(form.dot(code, total.get(), form.load_x(code, x + n * form.step * x_size), weights))
 
     tiles = weight.size // TILE
@@ -186,45 +186,45 @@ def _single(code: Code, name: str, how: How, outs: int) -> None:
     store_rows(code, totals(sums), range(1), outs, result, code.whole(0), out_size)
 
 
-def _unpack(code: Code, how: How) -> None:
+def _unpack(code: Code, fmt: Int4Format) -> None:
     """Writes the function `unpack` of (*Packed, number of outputs, address, bytes of a row), which unpacks
     the weights of consecutive outputs, each padded to whole tiles.
     """
     *packed, count, into, into_row = code.function("unpack", (*KINDS, I64, PTR, I64))
-    weight, item = Packed(*packed), SIZES[how.format.weight]
+    weight, item = Packed(*packed), SIZES[fmt.format.weight]
     tiles = (weight.size + (TILE - 1)) // TILE
     with code.loop(0, count) as each:
-        own, target = weight.at(each), into + each * into_row
+        line, target = weight.at(each), into + each * into_row
         with code.loop(0, tiles) as tile:
-            for n, weights in enumerate(weights_of(code, how, own, tile)):
-                code.store(weights, target + (tile * (TILE * item) + n * how.format.step * item))
+            for n, weights in enumerate(weights_of(code, fmt, line, tile)):
+                code.store(weights, target + (tile * (TILE * item) + n * fmt.format.step * item))
 
 
-def weights_of(code: Code, how: How, own: Packed, tile: Value) -> list[Value]:
+def weights_of(code: Code, fmt: Int4Format, packed: Packed, tile: Value) -> list[Value]:
     """Loads the weights of the first output's tile, in order, for `how.format`. Prefetches words AHEAD
     bytes.
     """
-    place, each = own.words + tile * (4 * LANES), how.group // 32
-    by_scale = tile * (4 * (TILE // how.group))
+    place, each = packed.words + tile * (4 * LANES), fmt.group // 32
+    by_scale = tile * (4 * (TILE // fmt.group))
     for line in range(0, 4 * LANES, LINE):
         code.prefetch(place + (AHEAD + line))
     word, out = code.load(vector(I32), place), []
     for group in range(STEPS // each):
         scale, offset = (
-            code.load(F32, base + by_scale + 4 * group, 4).splat() for base in (own.scale, own.offset)
+            code.load(F32, base + by_scale + 4 * group, 4).splat() for base in (packed.scale, packed.offset)
         )
         steps = range(group * each, (group + 1) * each)
-        out += (_pairs if how.pairs else _floats)(
-            code, how, word, steps, scale, offset if how.offset else None
+        out += (_pairs if fmt.pairs else _floats)(
+            code, fmt, word, steps, scale, offset if fmt.offset else None
         )
     return out
 
 
 def _pairs(
-    code: Code, how: How, word: Value, steps: Sequence[int], scale: Value, offset: Value | None
+    code: Code, fmt: Int4Format, word: Value, steps: Sequence[int], scale: Value, offset: Value | None
 ) -> list[Value]:
     """bfloat16 weights of a group, looked up in a table of the group's sixteen possible weights."""
-    weights = _scaled(code, code.constant(vector(F32), [float(n) for n in TABLES[how.kind]]), scale, offset)
+    weights = _scaled(code, code.constant(vector(F32), [float(n) for n in TABLES[fmt.kind]]), scale, offset)
     narrow = code.call("llvm.x86.avx512bf16.cvtneps2bf16.512", vector(BF16), weights).bits(vector(I16))
     table = narrow.pick([*range(LANES)] * 2)  # two copies: the fifth index bit belongs to another number
     out = []
@@ -236,16 +236,16 @@ def _pairs(
 
 
 def _floats(
-    code: Code, how: How, word: Value, steps: Sequence[int], scale: Value, offset: Value | None
+    code: Code, fmt: Int4Format, word: Value, steps: Sequence[int], scale: Value, offset: Value | None
 ) -> list[Value]:
     """float32 weights of a group."""
-    out, size = [], how.format.step
+    out, size = [], fmt.format.step
     for step in steps:
         halves = []  # the even inputs and the odd ones
         for half in range(2):
             up = 28 - 4 * step - 16 * half
             bits = (word << up if up else word).signed_shift(28)
-            numbers = (_of_e2m1(bits) if how.kind == "e2m1" else bits).to(vector(F32))
+            numbers = (_of_e2m1(bits) if fmt.kind == "e2m1" else bits).to(vector(F32))
             halves.append(_scaled(code, numbers, scale, offset))
         lanes = [n // 2 + LANES * (n % 2) for n in range(2 * LANES)]
         even, odd = halves

@@ -128,18 +128,18 @@ def _block(
     Args:
         fetch: whether weights are prefetched.
     """
-    given = ByteOperands(*code.function(name, KINDS))
-    weight = Packed(*given[4:10])
-    own = [weight.at(n) for n in range(outs)]
+    call = ByteOperands(*code.function(name, KINDS))
+    weight = Packed(*call[4:10])
+    lines = [weight.at(n) for n in range(outs)]
     if fetch:
-        for each in own:
+        for each in lines:
             for place in (each.scale, each.offset)[: 1 + offset]:
                 code.prefetch(place + SCALES_AHEAD)
     sums = [code.variable(code.constant(vector(F32, at.lanes), 0.0)) for _ in range(rows * outs)]
-    xs = [given.x + given.x_row * row for row in range(rows)]
-    with code.loop(0, tiles_of(given.size)) as tile:
+    xs = [call.x + call.x_row * row for row in range(rows)]
+    with code.loop(0, tiles_of(call.size)) as tile:
         bytes_of = [[_pieces(code, at, x + (tile * TILE + 64 * half)) for half in range(2)] for x in xs]
-        for n, each in enumerate(own):
+        for n, each in enumerate(lines):
             place = each.words + tile * 64
             if fetch:
                 code.prefetch(place + AHEAD)
@@ -153,15 +153,15 @@ def _block(
                             dot = dot_small(code, at, dot, x, weights)
                     total = sums[row * outs + n]
                     total.set(code.fma(dot.to(vector(F32, at.lanes)), scale, total.get()))
-    added = _of_offsets(code, given, own, rows, offset)
+    added = _of_offsets(code, call, lines, rows, offset)
     some = min(outs, SCALES)
     for row in range(rows):
-        row_scale = code.load(F32, given.row_scale + 4 * row, 4).splat(some)
+        row_scale = code.load(F32, call.row_scale + 4 * row, 4).splat(some)
         for first in range(0, outs, some):
             these = slice(row * outs + first, row * outs + first + some)
             values = (totals(sums[these]) + totals(added[these])) * row_scale
-            result = given.result + given.out_size * first
-            store_rows(code, values, range(row, row + 1), some, result, given.result_row, given.out_size)
+            result = call.result + call.out_size * first
+            store_rows(code, values, range(row, row + 1), some, result, call.result_row, call.out_size)
 
 
 def _pieces(code: Code, at: Processor, place: Value) -> list[Value]:
@@ -191,19 +191,19 @@ def _codes(code: Code, at: Processor, word: Value, group: int) -> list[list[tupl
 
 
 def _of_offsets(
-    code: Code, given: ByteOperands, own: list[Packed], rows: int, offset: bool
+    code: Code, call: ByteOperands, lines: list[Packed], rows: int, offset: bool
 ) -> list[Variable]:
     """Vectors of sums over groups of (offset - 8 scale) * sum of bytes, for each row and output."""
     kind = vector(F32, SCALES)
-    added = [code.variable(code.constant(kind, 0.0)) for _ in range(rows * len(own))]
+    added = [code.variable(code.constant(kind, 0.0)) for _ in range(rows * len(lines))]
     eight = code.constant(kind, -8.0)
-    with code.loop(0, given.scale_row, 4 * SCALES) as at:
-        sums = [code.load(kind, given.sums + (given.scale_row * row + at), 4) for row in range(rows)]
-        for n, each in enumerate(own):
+    with code.loop(0, call.scale_row, 4 * SCALES) as at:
+        sums = [code.load(kind, call.sums + (call.scale_row * row + at), 4) for row in range(rows)]
+        for n, each in enumerate(lines):
             scale = code.load(kind, each.scale + at, 4)
             by = code.fma(scale, eight, code.load(kind, each.offset + at, 4)) if offset else scale * eight
             for row, of_row in enumerate(sums):
-                total = added[row * len(own) + n]
+                total = added[row * len(lines) + n]
                 total.set(code.fma(by, of_row, total.get()))
     return added
 
@@ -221,7 +221,7 @@ def _multiply(code: Code, at: Processor, alone: int, offset: bool) -> None:
     result_row = count * out_size
 
     def run(name: str, row: Value | int, out: Value) -> None:
-        operands = ByteOperands(
+        call = ByteOperands(
             x + x_row * row,
             x_row,
             sums + weight.scale_row * row,
@@ -231,16 +231,16 @@ def _multiply(code: Code, at: Processor, alone: int, offset: bool) -> None:
             result_row,
             out_size,
         )
-        code.call(name, VOID, *operands)
+        code.call(name, VOID, *call)
 
     first, end, last = blocks_of(count, at.outs, part, parts)
-    one = rows.equals(1)
+    single = rows.equals(1)
     # a weight with fewer outputs than a block
-    with code.when(count < one.choose(code.whole(alone), at.outs)):
+    with code.when(count < single.choose(code.whole(alone), at.outs)):
         with code.loop(first, end) as out, code.loop(0, rows) as row:
             run("single", row, out)
         code.ret()
-    with code.when(one):
+    with code.when(single):
         begin, until, final = blocks_of(count, alone, part, parts)
         with code.loop(begin, until, alone) as out:
             run("alone", 0, out.least(final))  # overlapping blocks write the same results

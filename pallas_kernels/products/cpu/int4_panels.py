@@ -12,7 +12,7 @@ from pallas_kernels.llvm.code import Code
 from pallas_kernels.llvm.formats import SIZES, Format, byte_format, plain_format, processor
 from pallas_kernels.llvm.types import F32, I8, I32, I64, LANES, PTR, VOID, vector
 from pallas_kernels.llvm.values import Value
-from pallas_kernels.products.cpu.int4 import KINDS, How, Packed, weights_of
+from pallas_kernels.products.cpu.int4 import KINDS, Int4Format, Packed, weights_of
 from pallas_kernels.products.cpu.int4_bytes import LOW, SIGNS
 from pallas_kernels.products.cpu.multiply import quantize
 from pallas_kernels.products.cpu.panels import LINE, VECTOR, VECTORS, WORD, WORDS, Pack, write
@@ -32,8 +32,8 @@ def int4_panels_module(target: native.Target, group: int, offset: bool, kind: st
     offset.
     """
     at, code = processor(target), Code()
-    how = plain_format(at, "bfloat16", "bfloat16")
-    unpacked = How(at, pairs=True, format=how, group=group, offset=offset, kind=kind)
+    fmt = plain_format(at, "bfloat16", "bfloat16")
+    unpacked = Int4Format(at, pairs=True, format=fmt, group=group, offset=offset, kind=kind)
     *packed, to = code.function("pack", (*KINDS, PTR))
     weight = Packed(*packed)
     with code.loop(0, _tiles(weight)) as tile, code.loop(0, VECTORS) as n:
@@ -42,7 +42,7 @@ def int4_panels_module(target: native.Target, group: int, offset: bool, kind: st
             for line, turned in enumerate(transposed([each.bits(vector(I32)) for each in outs])):
                 word = tile * (TILE // 2) + (step * LANES + line)
                 code.store(turned, to + (word * LINE + n * VECTOR), VECTOR)
-    write(code, at, how, _pack(code, how, group, offset))
+    write(code, at, fmt, _pack(code, fmt, group, offset))
     return code.text()
 
 
@@ -77,8 +77,8 @@ def int4_bytes_panels_module(
                 word = tile * (TILE // WORD) + (line // HALF * 2 + high) * HALF + line % HALF
                 code.store(codes & LOW, to + (word * LINE + n * VECTOR), VECTOR)
     _pack_scales(code, weight, to + WORDS * LINE, group, offset)
-    how = byte_format(at)
-    write(code, at, how, _pack(code, how, group, offset), group)
+    fmt = byte_format(at)
+    write(code, at, fmt, _pack(code, fmt, group, offset), group)
     return code.text()
 
 
@@ -86,20 +86,20 @@ def _tiles(weight: Packed) -> Value:
     return (weight.size + (TILE - 1)) // TILE
 
 
-def _pack(code: Code, how: Format, group: int, offset: bool) -> Pack:
+def _pack(code: Code, fmt: Format, group: int, offset: bool) -> Pack:
     """Calls the function `pack` of (*Packed, address)."""
 
     def pack(frame: Value, o: Value, first: Value, words: Value, to: Value) -> None:
         (values, shape), (scale, scale_shape) = (code.argument(frame, index) for index in (1, 2))
         offsets = code.argument(frame, 3)[0] if offset else scale
         row, scale_row = (code.word(each, 1) * 4 for each in (shape, scale_shape))
-        whole = Packed(values, row, scale, offsets, scale_row, words * WORD // SIZES[how.x])
-        own, before = whole.at(o), first // SIZES[how.x]
+        whole = Packed(values, row, scale, offsets, scale_row, words * WORD // SIZES[fmt.x])
+        packed, before = whole.at(o), first // SIZES[fmt.x]
         by_scale = before // group * 4
-        own = own._replace(
-            words=own.words + before // 2, scale=own.scale + by_scale, offset=own.offset + by_scale
+        packed = packed._replace(
+            words=packed.words + before // 2, scale=packed.scale + by_scale, offset=packed.offset + by_scale
         )
-        code.call("pack", VOID, *own, to)
+        code.call("pack", VOID, *packed, to)
 
     return pack
 
@@ -111,11 +111,11 @@ def _pack_scales(code: Code, weight: Packed, to: Value, group: int, offset: bool
     kind, eight = vector(F32), code.constant(vector(F32), -8.0)
     outs = code.constant(vector(I64), [*range(LANES)]) * (weight.scale_row // 4).splat()
     with code.loop(0, (weight.size + (group - 1)) // group) as index, code.loop(0, VECTORS) as n:
-        own, line = weight.at(n * LANES), to + (index * (2 * LINE) + n * VECTOR)
-        scale = code.gather(kind, own.scale + index * 4, outs)
+        packed, line = weight.at(n * LANES), to + (index * (2 * LINE) + n * VECTOR)
+        scale = code.gather(kind, packed.scale + index * 4, outs)
         by_sum = scale * eight
         if offset:
-            by_sum = code.fma(scale, eight, code.gather(kind, own.offset + index * 4, outs))
+            by_sum = code.fma(scale, eight, code.gather(kind, packed.offset + index * 4, outs))
         code.store(scale, line, VECTOR)
         code.store(by_sum, line + LINE, VECTOR)
 

@@ -43,9 +43,9 @@ SMALLEST, RECIPROCAL = 1e-30, 1 / 127  # as in `quantized`
 def product_module(target: native.Target, x: str, weight: str) -> str:
     """The function `multiply` of x, weight and, for eight bits, the weight's scale [out]."""
     at, code = processor(target), Code()
-    how, out = plain_format(at, x, weight), Out(scaled=SIZES[weight] == 1)
+    fmt, out = plain_format(at, x, weight), Out(scaled=SIZES[weight] == 1)
     computed = "bfloat16" if at.pairs and x == "bfloat16" and weight != "float32" else "float32"
-    _multiply(code, at, how, out, None if computed == weight else computed)
+    _multiply(code, at, fmt, out, None if computed == weight else computed)
     return code.text()
 
 
@@ -56,21 +56,21 @@ def bytes_module(target: native.Target, x: str, hadamard: int = 1) -> str:
     transformed, float32.
     """
     at, code = processor(target), Code()
-    how = byte_format(at)
-    quantize(code, at, x, 1, 2, sums=(how.offset, 3) if how.offset else None, transformed=(hadamard, 4))
-    _multiply(code, at, how, Out(scaled=True, bytes=True), None)
+    fmt = byte_format(at)
+    quantize(code, at, x, 1, 2, sums=(fmt.offset, 3) if fmt.offset else None, transformed=(hadamard, 4))
+    _multiply(code, at, fmt, Out(scaled=True, bytes=True), None)
     return code.text()
 
 
-def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str | None) -> None:
+def _multiply(code: Code, at: Processor, fmt: Format, out: Out, converted: str | None) -> None:
     """Args: converted: the dtype to which weights are converted once, if they are multiplied by more rows
     than a block has.
     """
-    dispatch(code, "strip", at, how, out, (NONE, ALL) if converted else (NONE, ALL, LOWER, UPPER))
+    dispatch(code, "strip", at, fmt, out, (NONE, ALL) if converted else (NONE, ALL, LOWER, UPPER))
     if converted:
-        inner = replace(plain_format(at, how.x, converted), factor=how.factor)
+        inner = replace(plain_format(at, fmt.x, converted), factor=fmt.factor)
         dispatch(code, "converted", at, inner, out, (NONE,))
-        _convert(code, at, how.weight, converted)
+        _convert(code, at, fmt.weight, converted)
     frame, part, parts = code.kernel("multiply")
     (x, _), (weight, shape) = code.argument(frame, 0), code.argument(frame, 1)
     result, result_shape = code.result(frame, 0)
@@ -79,18 +79,18 @@ def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str |
     row_scale = row_sum = x
     if out.bytes:
         x, row_scale, row_sum = (code.result(frame, index)[0] for index in (1, 2, 3))
-    x_row, weight_row = (size * SIZES[kind] for kind in (how.x, how.weight))
+    x_row, weight_row = (size * SIZES[kind] for kind in (fmt.x, fmt.weight))
     out_size = code.result_size(frame, 0)
     result_row = count * out_size
     first, end, last = blocks_of(count, at.outs, part, parts)
     many = rows > at.rows
     paired = (count >= at.outs) & (rows.equals(8) | (rows >= 2 * at.rows))
-    most, few = code.whole(PANEL), FEW
+    max_rows, few = code.whole(PANEL), FEW
     inner_row, scratch = weight_row, weight
     if converted:
         inner_row = (size + (LONGEST - 1)).rounded_down(LONGEST) * SIZES[converted]
-        most, few = (SCRATCH // inner_row).rounded_down(at.outs).most(at.outs).least(PANEL), CONVERTED_FEW
-    panel = (rows > few).choose(most, at.outs)
+        max_rows, few = (SCRATCH // inner_row).rounded_down(at.outs).most(at.outs).least(PANEL), CONVERTED_FEW
+    panel = (rows > few).choose(max_rows, at.outs)
     if converted:
         scratch = code.memory(many.choose(inner_row * panel, 0))
 
@@ -111,7 +111,7 @@ def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str |
                 )
         with strips(code, at, rows) as (row, height), code.loop(begin, over, at.outs) as outs:
             o = outs.least(begin.equals(last).choose(last, over - at.outs))
-            given = Operands(
+            operands = Operands(
                 x=x + row * x_row,
                 x_row=x_row,
                 weight=weight + o * weight_row,
@@ -132,14 +132,14 @@ def _multiply(code: Code, at: Processor, how: Format, out: Out, converted: str |
                 paired.choose(code.whole(LOWER), ALL), second.choose(code.whole(UPPER), NONE)
             )
             if converted:
-                of_scratch = given._replace(weight=scratch + (o - begin) * inner_row, weight_row=inner_row)
+                of_scratch = operands._replace(weight=scratch + (o - begin) * inner_row, weight_row=inner_row)
                 with code.if_else(many) as (yes, no):
                     with yes:
                         code.call("converted", VOID, *of_scratch, height, left, NONE)
                     with no:
-                        code.call("strip", VOID, *given, height, left, fetch)
+                        code.call("strip", VOID, *operands, height, left, fetch)
             else:
-                code.call("strip", VOID, *given, height, left, fetch)
+                code.call("strip", VOID, *operands, height, left, fetch)
 
 
 def blocks_of(count: Value, outs: int, part: Value, parts: Value) -> tuple[Value, Value, Value]:
@@ -168,7 +168,7 @@ def heights(at: Processor) -> list[int]:
     return [count for count in (1, 2, 4, 6) if count <= at.rows]
 
 
-def dispatch(code: Code, name: str, at: Processor, how: Format, out: Out, fetches: Sequence[int]) -> None:
+def dispatch(code: Code, name: str, at: Processor, fmt: Format, out: Out, fetches: Sequence[int]) -> None:
     """A function of Operands, the number of rows (one of `heights`), the number of outputs (at most a
     block's), and the prefetch mode.
     """
@@ -178,26 +178,26 @@ def dispatch(code: Code, name: str, at: Processor, how: Format, out: Out, fetche
         for height in heights(at):
             if mode in (NONE, ALL) or height in (min(4, at.rows), at.rows):
                 made[height + mode * STRIP] = f"{name}_{height}_{mode}"
-                block(code, f"{name}_{height}_{mode}", how, height, at.outs, out, fetched=fetched[mode])
-    block(code, f"{name}_single", how, 1, 1, out)
+                block(code, f"{name}_{height}_{mode}", fmt, height, at.outs, out, fetched=fetched[mode])
+    block(code, f"{name}_single", fmt, 1, 1, out)
     *operands, rows, outs, fetch = code.function(name, (*KINDS, I64, I64, I64))
-    given = Operands(*operands)
+    arguments = Operands(*operands)
     with code.when(outs < at.outs):  # a weight with fewer outputs
         with code.loop(0, rows) as row, code.loop(0, outs) as o:
-            own = given._replace(
-                x=given.x + row * given.x_row,
-                weight=given.weight + o * given.weight_row,
-                result=given.result + (row * given.result_row + o * given.out_size),
-                row_scale=given.row_scale + row * 4,
-                row_sum=given.row_sum + row * 4,
-                out_scale=given.out_scale + o * 4,
+            shifted = arguments._replace(
+                x=arguments.x + row * arguments.x_row,
+                weight=arguments.weight + o * arguments.weight_row,
+                result=arguments.result + (row * arguments.result_row + o * arguments.out_size),
+                row_scale=arguments.row_scale + row * 4,
+                row_sum=arguments.row_sum + row * 4,
+                out_scale=arguments.out_scale + o * 4,
             )
-            code.call(f"{name}_single", VOID, *own)
+            code.call(f"{name}_single", VOID, *shifted)
         code.ret()
     with code.cases(rows + fetch * STRIP) as case:
         for number, block_name in made.items():
             with case(number):
-                code.call(block_name, VOID, *given)
+                code.call(block_name, VOID, *arguments)
 
 
 def _convert(code: Code, at: Processor, stored: str, converted: str) -> None:
@@ -248,7 +248,7 @@ def quantize(
         transformed: (block, result): transforms rows first, if block is more than 1.
         then: writes what follows each row, given the frame, the row's index and its size.
     """
-    hadamard, own = transformed
+    hadamard, buffer = transformed
     stored, x = x, "float32" if hadamard > 1 else x
     if hadamard > 1:
         transform_row(code, at, stored, hadamard)
@@ -272,7 +272,7 @@ def quantize(
         start = each * size
         row, target = source + start * SIZES[stored], into + start
         if hadamard > 1:
-            spread = code.result(frame, own)[0] + start * 4
+            spread = code.result(frame, buffer)[0] + start * 4
             code.call("transform_row", VOID, row, spread, size)
             row = spread
         lanes = [code.variable(code.constant(vector(F32, at.lanes), SMALLEST)) for _ in range(MAXIMA)]
@@ -284,10 +284,10 @@ def quantize(
         with code.loop(several, whole, at.lanes) as n:
             lanes[0].set(larger(lanes[0].get(), row + n * item, at.lanes))
         largest = reduce(partial(code.intrinsic, "maximum"), [maxima.get() for maxima in lanes])
-        most = code.variable(code.reduced("fmaximum", largest).splat(1))
+        maximum = code.variable(code.reduced("fmaximum", largest).splat(1))
         with code.loop(whole, size) as n:
-            most.set(larger(most.get(), row + n * item, 1))
-        scale = most.get().lane(0) * RECIPROCAL
+            maximum.set(larger(maximum.get(), row + n * item, 1))
+        scale = maximum.get().lane(0) * RECIPROCAL
         inverse = 1.0 / scale
         code.store(scale, scales + each * 4, 4)
         added = code.variable(code.constant(vector(I32, at.lanes), 0))

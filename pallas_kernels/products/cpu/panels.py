@@ -103,8 +103,8 @@ KINDS = (PTR, I64, PTR, I64, PTR, I64, I64, PTR, I64, I64, PTR, PTR, PTR, I64)  
 def pairs_module(target: native.Target) -> str:
     """The functions `multiply`, of x and weight, and `parts`, for what `why_no_panels` does not refuse."""
     at, code = processor(target), Code()
-    how = plain_format(at, "bfloat16", "bfloat16")
-    write(code, at, how, _stored(code, how))
+    fmt = plain_format(at, "bfloat16", "bfloat16")
+    write(code, at, fmt, _stored(code, fmt))
     return code.text()
 
 
@@ -113,13 +113,13 @@ def bytes_module(target: native.Target, x: str, hadamard: int = 1) -> str:
     `multiply.bytes_module`, to the last bit.
     """
     at, code = processor(target), Code()
-    how = byte_format(at)
-    quantize(code, at, x, 1, 2, sums=(how.offset, 3), transformed=(hadamard, 4))
-    write(code, at, how, _stored(code, how))
+    fmt = byte_format(at)
+    quantize(code, at, x, 1, 2, sums=(fmt.offset, 3), transformed=(hadamard, 4))
+    write(code, at, fmt, _stored(code, fmt))
     return code.text()
 
 
-def write(code: Code, at: Processor, how: Format, pack: Pack, group: int | None = None) -> None:
+def write(code: Code, at: Processor, fmt: Format, pack: Pack, group: int | None = None) -> None:
     """Writes the functions `multiply` and `parts`. If x is quantized, its bytes, scales and sums are results
     1 to 3.
 
@@ -127,7 +127,7 @@ def write(code: Code, at: Processor, how: Format, pack: Pack, group: int | None 
         group: inputs whose sums have a scale of their own, see `StripOperands`. `pack` writes these scales
             behind WORDS words.
     """
-    _strip(code, at, how, group)
+    _strip(code, at, fmt, group)
     frame, many = code.function("parts", (PTR, I64), internal=False, result=I64)
     rows, count = _shape(code, frame)
     panels = _panels(count)
@@ -138,25 +138,26 @@ def write(code: Code, at: Processor, how: Format, pack: Pack, group: int | None 
 
     frame, part, parts = code.kernel("multiply")
     x, x_shape = code.argument(frame, 0)
-    (rows, count), row_bytes = _shape(code, frame), code.word(x_shape, 1) * SIZES[how.x]
+    (rows, count), row_bytes = _shape(code, frame), code.word(x_shape, 1) * SIZES[fmt.x]
     row_scale, row_sum, out_scale, row_sums = x, x, x, code.whole(4)
-    if how.x == "int8":
+    if fmt.x == "int8":
         x, row_scale, row_sum = (code.result(frame, index)[0] for index in (1, 2, 3))
         out_scale, _ = code.argument(frame, 2)
     if group:
         row_sums = code.word(code.result(frame, 3)[1], 1) * 4
     (result, _), out_size, blocks = code.result(frame, 0), code.result_size(frame, 0), parts // _panels(count)
-    most = (rows + (blocks * at.rows - 1)) // (blocks * at.rows) * at.rows  # blocks of nearly equal size
+    # blocks of nearly equal size
+    block_rows = (rows + (blocks * at.rows - 1)) // (blocks * at.rows) * at.rows
     by_group = 2 * WORDS * WORD // group if group else 0  # lines of scales
     packed, sums = code.memory((WORDS + by_group) * LINE), code.memory(ROWS * LINE)
     o = (part // blocks * OUTS).least(count - OUTS)  # the last may overlap: both compute equal results
-    begin = part % blocks * most
+    begin = part % blocks * block_rows
     with code.loop(0, row_bytes, WORDS * WORD) as first:
         taken = (row_bytes - first).least(WORDS * WORD)
         pack(frame, o, first, taken // WORD, packed)
-        with strips(code, at, (rows - begin).least(most)) as (row, height):
+        with strips(code, at, (rows - begin).least(block_rows)) as (row, height):
             summed = row_sum + (begin + row) * row_sums
-            given = StripOperands(
+            call = StripOperands(
                 x=x + ((begin + row) * row_bytes + first),
                 x_row=row_bytes,
                 packed=packed,
@@ -172,7 +173,7 @@ def write(code: Code, at: Processor, how: Format, pack: Pack, group: int | None 
                 out_scale=packed + WORDS * LINE if group else out_scale + o * 4,
                 row_sums=row_sums,
             )
-            code.call("strip", VOID, *given, height)
+            code.call("strip", VOID, *call, height)
 
 
 def _shape(code: Code, frame: Value) -> tuple[Value, Value]:
@@ -185,19 +186,19 @@ def _panels(outs: Value) -> Value:
     return (outs + (OUTS - 1)) // OUTS
 
 
-def _stored(code: Code, how: Format) -> Pack:
+def _stored(code: Code, fmt: Format) -> Pack:
     """Packs weights that are stored as x is. Bytes become unsigned by their offset."""
-    _pack(code, how)
+    _pack(code, fmt)
 
     def pack(frame: Value, o: Value, first: Value, words: Value, to: Value) -> None:
         weight, shape = code.argument(frame, 1)
-        row_bytes = code.word(shape, 1) * SIZES[how.x]
+        row_bytes = code.word(shape, 1) * SIZES[fmt.x]
         code.call("pack", VOID, weight + (o * row_bytes + first), row_bytes, words, to)
 
     return pack
 
 
-def _pack(code: Code, how: Format) -> None:
+def _pack(code: Code, fmt: Format) -> None:
     """Writes the function `pack` of a panel's weights, the bytes from one output to the next, the number of
     words, and the place for [words, OUTS] words.
     """
@@ -209,107 +210,107 @@ def _pack(code: Code, how: Format) -> None:
             code.prefetch(place + WORDS * WORD, far=True)
         lines = transposed([code.load(vector(I32), place) for place in places])
         for line, turned in enumerate(lines):
-            own = turned ^ flipped if how.offset else turned
-            code.store(own, to + ((word + line) * LINE + n * VECTOR), VECTOR)
+            values = turned ^ flipped if fmt.offset else turned
+            code.store(values, to + ((word + line) * LINE + n * VECTOR), VECTOR)
 
 
-def _strip(code: Code, at: Processor, how: Format, group: int | None) -> None:
+def _strip(code: Code, at: Processor, fmt: Format, group: int | None) -> None:
     """Writes the function `strip` of StripOperands and the number of rows, one of `heights`."""
     for height in heights(at):
         if group:
-            _strip_by_group(code, how, height, group)
+            _strip_by_group(code, fmt, height, group)
         else:
-            _strip_of(code, how, height)
-    *operands, rows = code.function("strip", (*KINDS, I64))
+            _strip_of(code, fmt, height)
+    *call, rows = code.function("strip", (*KINDS, I64))
     with code.cases(rows) as case:
         for height in heights(at):
             with case(height):
-                code.call(f"strip_{height}", VOID, *operands)
+                code.call(f"strip_{height}", VOID, *call)
 
 
-def _strip_of(code: Code, how: Format, rows: int) -> None:
-    given = StripOperands(*code.function(f"strip_{rows}", KINDS))
-    places = _places(given, rows)
-    sums = zeros(code, how, len(places))
-    with code.when(given.before > 0):
+def _strip_of(code: Code, fmt: Format, rows: int) -> None:
+    call = StripOperands(*code.function(f"strip_{rows}", KINDS))
+    places = _places(call, rows)
+    sums = zeros(code, fmt, len(places))
+    with code.when(call.before > 0):
         for total, place in zip(sums, places, strict=True):
-            total.set(code.load(how.sums, place, VECTOR))
-    _add(code, how, given, sums, code.whole(0), given.words)
-    with code.if_else(given.after > 0) as (more, end):
+            total.set(code.load(fmt.sums, place, VECTOR))
+    _add(code, fmt, call, sums, code.whole(0), call.words)
+    with code.if_else(call.after > 0) as (more, end):
         with more:
             for total, place in zip(sums, places, strict=True):
                 code.store(total.get(), place, VECTOR)
         with end:
             values = [total.get() for total in sums]
-            _store(code, given, _scaled(code, given, values) if how.offset else values)
+            _store(code, call, _scaled(code, call, values) if fmt.offset else values)
 
 
-def _strip_by_group(code: Code, how: Format, rows: int, group: int) -> None:
+def _strip_by_group(code: Code, fmt: Format, rows: int, group: int) -> None:
     """Sums of a group's bytes stay in registers. Those of all groups, float32, do not fit there too."""
-    given = StripOperands(*code.function(f"strip_{rows}", KINDS))
-    places, kind, each = _places(given, rows), vector(F32), group // WORD
-    sums = zeros(code, how, len(places))
-    with code.when(given.before.equals(0)):
+    call = StripOperands(*code.function(f"strip_{rows}", KINDS))
+    places, kind, each = _places(call, rows), vector(F32), group // WORD
+    sums = zeros(code, fmt, len(places))
+    with code.when(call.before.equals(0)):
         for place in places:
             code.store(code.constant(kind, 0.0), place, VECTOR)
-    with code.loop(0, given.words, each) as first:
+    with code.loop(0, call.words, each) as first:
         for total in sums:
-            total.set(code.constant(how.sums, 0))
-        _add(code, how, given, sums, first, (first + each).least(given.words))
+            total.set(code.constant(fmt.sums, 0))
+        _add(code, fmt, call, sums, first, (first + each).least(call.words))
         index = first // each
-        lines = [given.out_scale + (index * 2 + line) * LINE for line in range(2)]
+        lines = [call.out_scale + (index * 2 + line) * LINE for line in range(2)]
         scales, by_sum = (
             [code.load(kind, line + n * VECTOR, VECTOR) for n in range(VECTORS)] for line in lines
         )
         for row in range(rows):
-            of_row = code.load(F32, given.row_sum + (given.row_sums * row + index * 4), 4).splat()
+            of_row = code.load(F32, call.row_sum + (call.row_sums * row + index * 4), 4).splat()
             for n in range(VECTORS):
-                place, own = places[row * VECTORS + n], sums[row * VECTORS + n].get().to(kind)
+                place, group_sum = places[row * VECTORS + n], sums[row * VECTORS + n].get().to(kind)
                 before = code.fma(by_sum[n], of_row, code.load(kind, place, VECTOR))
-                code.store(code.fma(own, scales[n], before), place, VECTOR)
-    with code.when(given.after.equals(0)):
-        of_rows = [code.load(F32, given.row_scale + row * 4, 4).splat() for row in range(rows)]
+                code.store(code.fma(group_sum, scales[n], before), place, VECTOR)
+    with code.when(call.after.equals(0)):
+        of_rows = [code.load(F32, call.row_scale + row * 4, 4).splat() for row in range(rows)]
         values = [code.load(kind, place, VECTOR) * of_rows[n // VECTORS] for n, place in enumerate(places)]
-        _store(code, given, values)
+        _store(code, call, values)
 
 
-def _places(given: StripOperands, rows: int) -> list[Value]:
+def _places(call: StripOperands, rows: int) -> list[Value]:
     """Addresses of vectors of sums, row by row."""
-    return [given.sums + (row * LINE + n * VECTOR) for row in range(rows) for n in range(VECTORS)]
+    return [call.sums + (row * LINE + n * VECTOR) for row in range(rows) for n in range(VECTORS)]
 
 
 def _add(
-    code: Code, how: Format, given: StripOperands, sums: list[Variable], first: Value, end: Value
+    code: Code, fmt: Format, call: StripOperands, sums: list[Variable], first: Value, end: Value
 ) -> None:
     """Adds products of these words to sums, row by row."""
     with code.loop(first, end) as word:
-        line = given.packed + word * LINE
-        weights = [how.load_x(code, line + n * VECTOR) for n in range(VECTORS)]  # they are packed as x is
+        line = call.packed + word * LINE
+        weights = [fmt.load_x(code, line + n * VECTOR) for n in range(VECTORS)]  # they are packed as x is
         for row in range(len(sums) // VECTORS):
-            mine = code.load(I32, given.x + (given.x_row * row + word * WORD)).splat().bits(weights[0].kind)
+            mine = code.load(I32, call.x + (call.x_row * row + word * WORD)).splat().bits(weights[0].kind)
             for n, other in enumerate(weights):
                 total = sums[row * VECTORS + n]
-                total.set(how.dot(code, total.get(), mine, other))
+                total.set(fmt.dot(code, total.get(), mine, other))
 
 
-def _store(code: Code, given: StripOperands, values: list[Value]) -> None:
+def _store(code: Code, call: StripOperands, values: list[Value]) -> None:
     """Stores vectors of results, row by row."""
-    with code.if_else(given.out_size.equals(2)) as (half, full):
+    with code.if_else(call.out_size.equals(2)) as (half, full):
         for side, size in (half, 2), (full, 4):
             with side:
                 for index, value in enumerate(values):
                     row, n = divmod(index, VECTORS)
                     stored = rounded(value) if size == 2 else value
-                    code.store(stored, given.result + (given.result_row * row + n * LANES * size), size)
+                    code.store(stored, call.result + (call.result_row * row + n * LANES * size), size)
 
 
-def _scaled(code: Code, given: StripOperands, sums: list[Value]) -> list[Value]:
+def _scaled(code: Code, call: StripOperands, sums: list[Value]) -> list[Value]:
     """Sums of bytes without their excess, times the scales of rows and of outputs."""
-    scales = [code.load(vector(F32), given.out_scale + n * VECTOR, 4) for n in range(VECTORS)]
+    scales = [code.load(vector(F32), call.out_scale + n * VECTOR, 4) for n in range(VECTORS)]
     out = []
     for index, total in enumerate(sums):
         row, n = divmod(index, VECTORS)
-        excess = code.load(I32, given.row_sum + row * 4, 4).splat()
-        of_row = code.load(F32, given.row_scale + row * 4, 4).splat()
+        excess = code.load(I32, call.row_sum + row * 4, 4).splat()
+        of_row = code.load(F32, call.row_scale + row * 4, 4).splat()
         out.append((total - excess).to(vector(F32)) * of_row * scales[n])
     return out

@@ -131,7 +131,7 @@ def _multiply(code: Code, of_bytes: bool) -> None:
         code.loop(0, rows, 2 * SIDE) as row,
     ):
         o = (unit * OUTS).least(count - OUTS)  # the last may overlap: both compute equal results
-        given = TileOperands(
+        call = TileOperands(
             packed=packed + row // SIDE * strip,
             strip=strip,
             weight=weight + o * row_bytes,
@@ -144,11 +144,11 @@ def _multiply(code: Code, of_bytes: bool) -> None:
             out_size=out_size,
             ahead=row.equals(0).choose(row_bytes * OUTS, 0),
         )
-        with code.if_else(given.rows > SIDE) as (two, one):
+        with code.if_else(call.rows > SIDE) as (two, single):
             with two:
-                code.call("block_2", VOID, *given)
-            with one:
-                code.call("block_1", VOID, *given)
+                code.call("block_2", VOID, *call)
+            with single:
+                code.call("block_1", VOID, *call)
     code.call("llvm.x86.tilerelease", VOID)
 
 
@@ -156,9 +156,9 @@ def _block(code: Code, name: str, blocks: int, of_bytes: bool) -> None:
     """Writes a function with this name and Operands, which multiplies OUTS outputs by one or two blocks of
     rows.
     """
-    given = TileOperands(*code.function(name, KINDS))
-    whole = given.row_bytes.rounded_down(LINE)
-    rest = given.row_bytes - whole
+    call = TileOperands(*code.function(name, KINDS))
+    whole = call.row_bytes.rounded_down(LINE)
+    rest = call.row_bytes - whole
     # register, half of the outputs, block
     sums = [(2 * n + block, n, block) for n in range(2) for block in range(blocks)]
 
@@ -171,7 +171,7 @@ def _block(code: Code, name: str, blocks: int, of_bytes: bool) -> None:
         for n in range(2):
             instruction("tileloadd64", WEIGHTS[n], weights + stride * (n * SIDE), stride)
         for block in range(blocks):
-            place = given.packed + (given.strip * block + chunk * SIDE)
+            place = call.packed + (call.strip * block + chunk * SIDE)
             instruction("tileloadd64", PACKED[block], place, code.whole(LINE))
         for register, n, block in sums:
             instruction("tdpbssd" if of_bytes else "tdpbf16ps", register, WEIGHTS[n], PACKED[block])
@@ -179,17 +179,17 @@ def _block(code: Code, name: str, blocks: int, of_bytes: bool) -> None:
     for register, _, _ in sums:
         instruction("tilezero", register)
     with code.loop(0, whole, LINE) as chunk:
-        here = given.weight + chunk
-        with code.when(given.ahead > 0):
+        here = call.weight + chunk
+        with code.when(call.ahead > 0):
             for n in range(OUTS):
-                code.prefetch(here + (given.ahead + given.row_bytes * n))
-        multiply(chunk, here, given.row_bytes)
+                code.prefetch(here + (call.ahead + call.row_bytes * n))
+        multiply(chunk, here, call.row_bytes)
     with code.when(rest > 0):
         tail = code.memory(OUTS * LINE)
         with code.loop(0, OUTS) as row:
             line = tail + row * LINE
             code.store(code.constant(vector(I8, LINE), 0), line)
-            code.call("memcpy", PTR, line, given.weight + (row * given.row_bytes + whole), rest)
+            code.call("memcpy", PTR, line, call.weight + (row * call.row_bytes + whole), rest)
         multiply(whole, tail, code.whole(LINE))
 
     tile = code.memory(SIDE * LINE)
@@ -198,18 +198,18 @@ def _block(code: Code, name: str, blocks: int, of_bytes: bool) -> None:
         sides = [
             code.load(vector(I32 if of_bytes else F32, SIDE), tile + line * LINE) for line in range(SIDE)
         ]
-        for own, values in enumerate(transposed(sides), block * SIDE):
-            with code.when(given.rows > own):
-                _store(code, given, own, n, values, of_bytes)
+        for index, values in enumerate(transposed(sides), block * SIDE):
+            with code.when(call.rows > index):
+                _store(code, call, index, n, values, of_bytes)
 
 
-def _store(code: Code, given: TileOperands, row: int, half: int, values: Value, of_bytes: bool) -> None:
+def _store(code: Code, call: TileOperands, row: int, half: int, values: Value, of_bytes: bool) -> None:
     """Stores a row's sums for one half of the outputs."""
     if of_bytes:
-        values = values.to(vector(F32, SIDE)) * code.load(F32, given.row_scale + row * 4, 4).splat(SIDE)
-        values = values * code.load(vector(F32, SIDE), given.out_scale + 4 * SIDE * half, 4)
-    place = given.result + (given.result_row * row + given.out_size * (SIDE * half))
-    with code.if_else(given.out_size.equals(2)) as (short, full):
+        values = values.to(vector(F32, SIDE)) * code.load(F32, call.row_scale + row * 4, 4).splat(SIDE)
+        values = values * code.load(vector(F32, SIDE), call.out_scale + 4 * SIDE * half, 4)
+    place = call.result + (call.result_row * row + call.out_size * (SIDE * half))
+    with code.if_else(call.out_size.equals(2)) as (short, full):
         with short:
             code.store(rounded(values), place, 2)
         with full:

@@ -127,8 +127,8 @@ def splits_of(rows: int, weight: jax.Array, x: jax.typing.DTypeLike, cores: int)
     out, size = weight.shape
     blocks, columns = -(-rows // BLOCK[1]), _columns(jnp.dtype(x), size, rows)
     blocks *= out // out_per_block(blocks, out)
-    most = input_splits(blocks, rows, size, 8, columns * LEAST_STEPS, cores)
-    return next(splits for splits in range(most, 0, -1) if size // columns % splits == 0)
+    limit = input_splits(blocks, rows, size, 8, columns * LEAST_STEPS, cores)
+    return next(splits for splits in range(limit, 0, -1) if size // columns % splits == 0)
 
 
 def _columns(x: jnp.dtype[Any], size: int, rows: int) -> int:
@@ -150,14 +150,15 @@ def _kernel(
     group, start, length = group_ref[index], start_ref[index], length_ref[index]
     first, begin = part * warpgroups * ROWS, split * steps  # this block's first output and step
     at_output = (warpgroup - turn) * ROWS
-    own, mine = pl.ds(at_output, ROWS), pl.ds(first + at_output, ROWS)  # outputs of the block, and of all
+    # outputs of the block, and of all
+    inside, mine = pl.ds(at_output, ROWS), pl.ds(first + at_output, ROWS)
     by_inputs = scale_ref is not None and len(scale_ref.shape) == 3
 
     def multiply(i: jax.Array, acc: Any) -> None:
         """Adds step i, without waiting for the sum."""
         slot = lax.rem(i, stages)
         plgpu.barrier_wait(full.at[slot])
-        weights, x = w_smem.at[slot, own], x_smem.at[slot]
+        weights, x = w_smem.at[slot, inside], x_smem.at[slot]
         if w_smem.dtype == x_smem.dtype:
             plgpu.wgmma(acc, weights, x.transpose((1, 0)))
             return

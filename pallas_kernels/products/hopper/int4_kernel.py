@@ -108,9 +108,9 @@ def run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
     group, start, length = inputs.group[index], inputs.start[index], inputs.length[index]
     first_out, first = part * warpgroups * ROWS, split * form.each
     chunks = jnp.minimum(form.each, inputs.x.shape[1] // (SCALES * form.group) - first)
-    own = pl.ds(warpgroup * ROWS, ROWS)
+    outputs = pl.ds(warpgroup * ROWS, ROWS)
     place = WarpgroupPlace(group, start, length, first_out, first, chunks, split, warpgroup)
-    block = ThreadBlock(refs, form, place, own)
+    block = ThreadBlock(refs, form, place, outputs)
     pl.when((length > 0) & (warpgroup < warpgroups))(block.compute)
     pl.when((length > 0) & (warpgroup == warpgroups))(block.memory)
 
@@ -139,12 +139,12 @@ class WarpgroupPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class ThreadBlock:
-    """A thread block; own: the outputs of the block that a compute warpgroup computes."""
+    """A thread block; outputs: those of the block that a compute warpgroup computes."""
 
     refs: Refs[Inputs, Outputs, Scratch]
     form: Form
     place: WarpgroupPlace
-    own: Any
+    outputs: Any
 
     @property
     def _rows(self) -> int:
@@ -208,9 +208,9 @@ class ThreadBlock:
         def _(step: jax.Array) -> None:
             slot, place = lax.rem(step, stages), lax.rem(step, places)
             plgpu.barrier_wait(scratch.scale_full.at[place])
-            scale = plgpu.load(scratch.scale.at[place, self.own], layout=SCALE_LAYOUT, optimized=False)
+            scale = plgpu.load(scratch.scale.at[place, self.outputs], layout=SCALE_LAYOUT, optimized=False)
             plgpu.barrier_wait(scratch.full.at[slot])
-            words = plgpu.load(scratch.w.at[slot, self.own], layout=WORD_LAYOUT)
+            words = plgpu.load(scratch.w.at[slot, self.outputs], layout=WORD_LAYOUT)
             for first in range(0, TILE, COLUMNS):  # the next are unpacked while the tensor cores work
                 steps = range(first // STEP, (first + COLUMNS) // STEP)
                 columns = scratch.x.at[slot, :, pl.ds(first, COLUMNS)]
@@ -242,7 +242,7 @@ class ThreadBlock:
             lax.rem(step, chunk),
         )
         plgpu.barrier_wait(scratch.full.at[slot])
-        words = plgpu.load(scratch.w.at[slot, self.own], layout=WORD_LAYOUT)
+        words = plgpu.load(scratch.w.at[slot, self.outputs], layout=WORD_LAYOUT)
         pl.when(inside == 0)(partial(plgpu.barrier_wait, scratch.scale_full.at[place]))
         at_once = max(1, min(in_tile, 2 if self._rows < COLUMNS else 1))  # groups
         for begin in range(0, in_tile, at_once):
@@ -284,12 +284,12 @@ class ThreadBlock:
             return [acc[...] for acc in sums]
 
         accumulators = [plgpu.WGMMAAccumulatorRef((ROWS, self._rows), jnp.float32) for _ in some]
-        found: list[jax.Array] = pl.run_scoped(multiply, *accumulators)
-        return found
+        products: list[jax.Array] = pl.run_scoped(multiply, *accumulators)
+        return products
 
     def _of_outputs(self, ref: Any, place: Any, inside: Any, group: int) -> jax.Array:
         """Scales or offsets of a group in tile `inside` of the chunk, broadcast to [64, block]."""
-        loaded = plgpu.load(ref.at[place, self.own], layout=SCALE_LAYOUT, optimized=False)
+        loaded = plgpu.load(ref.at[place, self.outputs], layout=SCALE_LAYOUT, optimized=False)
         lines = columns_of(loaded, self._in_registers)[group :: self._in_tile]
         line = lines[0]
         for tile in range(1, self._chunk):

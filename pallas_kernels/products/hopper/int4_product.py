@@ -64,8 +64,8 @@ def int4_product(
         weight.map(lambda array: array[None]),
         jnp.float32 if splits > 1 else dtype or x.dtype,
     )
-    x, how = jnp.pad(x, ((0, -rows % block), (0, 0))), (operand_in_registers, interpret)
-    y = _products(x, matrices, groups, block, splits, partial_dtype, *how)
+    x, options = jnp.pad(x, ((0, -rows % block), (0, 0))), (operand_in_registers, interpret)
+    y = _products(x, matrices, groups, block, splits, partial_dtype, *options)
     y = y[0] if splits == 1 else y.sum(0).astype(dtype or x.dtype)
     return y[:rows]
 

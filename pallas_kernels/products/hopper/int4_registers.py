@@ -142,7 +142,7 @@ def _right(words: jax.Array, bits: int) -> jax.Array:
 
 
 def _both(half: int) -> Any:
-    """The same number in both halves of a word."""
+    """A word with this number in both halves."""
     return np.uint32(half << 16 | half).astype(np.int32)
 
 
@@ -153,7 +153,7 @@ def _and_xor(words: jax.Array, mask: int, flipped: int) -> jax.Array:
 
 
 def _and_xor_in_registers(words: jax.Array, mask: int, flipped: int) -> jax.Array:
-    """The same as `_and_xor` in one instruction. The compiler would use two because there are two
+    """`_and_xor` in one instruction. The compiler would use two because there are two
     constants.
     """
 
@@ -213,15 +213,15 @@ def columns_of(x: jax.Array, in_registers: bool) -> list[jax.Array]:
         return [x[:, column] for column in range(x.shape[1])]
 
     def split(_: Any, x: Any) -> Any:
-        found = []
+        columns = []
         for column in range(x.shape[1]):
             registers = np.empty(mgpu.WGMMA_ROW_LAYOUT.registers_shape((ROWS,)), object)
             for into, register in zip(np.ndindex(registers.shape), x.registers.flat, strict=True):
                 registers[into] = mgpu.utils.vector_slice(register, slice(column, column + 1))
-            found.append(
+            columns.append(
                 mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_ROW_LAYOUT, _is_signed=None)
             )
-        return found
+        return columns
 
     line = plgpu.ShapeDtypeStruct((ROWS,), x.dtype, layout=plgpu.Layout.WGMMA.reduce(1))
     result: list[jax.Array] = plgpu.inline_mgpu(arg_types=(SCALE_LAYOUT,), return_type=[line] * x.shape[1])(
