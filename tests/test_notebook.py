@@ -209,3 +209,14 @@ def test_images_runs(tmp_path: Path) -> None:
     assert "only size.longest_edge and do_image_splitting" in refused
     assert len(printed(cells["any"]).splitlines()) == 8
     assert shown["end"] == [{"text/plain": "0"}]
+
+
+@pytest.mark.full
+def test_your_architecture_runs() -> None:
+    cells = run(ROOT / "notebooks" / "08_your_architecture.ipynb")
+    again, compiled = printed(cells["prefix"]).splitlines()
+    assert int(again.split(" - ")[1].split()[0]) > 100 and compiled.startswith("0 programs")
+    lines = [*printed(cells["engine"]).splitlines(), again, *printed(cells["variants"]).splitlines()]
+    largest = {line.split(":")[0]: float(line.split(": at most ")[1].split(",")[0]) for line in lines}
+    assert len(largest) == 5 and 0.001 < largest.pop("int8 weights") < 0.5
+    assert max(largest.values()) < 1e-4

@@ -16,9 +16,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from jengine.base.errors import ModelError
 from jengine.base.model_files import malformed
-from jengine.models import FAMILIES
 from jengine.models.config import ModelConfig
 from jengine.models.hf_config import MAX_SIZE, check
+from jengine.models.registry import family_of
 
 MARK = "jengine.json"
 PARAMS = "params"
@@ -85,7 +85,7 @@ def stored_config(fields: dict[str, Any], file: object = MARK) -> ModelConfig:
 
 def _parts(model: dict[str, Any]) -> tuple[Any, ...]:
     """The parts of a model, from objects by the names of their types."""
-    parts, family = model.get("parts", {}), FAMILIES.get(str(model.get("family")))
+    parts, family = model.get("parts", {}), family_of(str(model.get("family")))
     if not isinstance(parts, dict):
         raise _Refused(f"parts={parts!r} must be an object")
     known = {} if family is None else {kind.__name__: kind for kind in family.parts}

@@ -44,7 +44,7 @@ def mtp_config(folder: Path, model: ModelConfig) -> ModelConfig:
             text = {**fields, **(fields.get("text_config") or {})}
         field = next((field for field in COUNTS if text.get(field) == 0), None)
         if field is None:
-            return model_config({**fields, "model_type": name}, folder / "config.json", DRAFT_HEADS)
+            return model_config({**fields, "model_type": name}, folder / "config.json", draft_head=True)
         why = f"the checkpoint has no such head: {field}=0"
     raise InvalidArgument(f"{NAME}.method", "mtp", why)
 
@@ -75,4 +75,4 @@ def eagle3_config(folder: Path) -> ModelConfig:
         if "speculators_model_type" in fields:  # its default is the other one
             of_head = {name: value for name, value in fields.items() if name not in OF_SPECULATORS}
             fields = {"norm_before_residual": True, **of_head, **fields["transformer_layer_config"]}
-    return model_config({**fields, "model_type": "eagle3"}, file, DRAFT_HEADS)
+    return model_config({**fields, "model_type": "eagle3"}, file, draft_head=True)

@@ -17,10 +17,10 @@ from typing import Any
 from jengine.base.errors import ModelError
 from jengine.base.model_files import malformed
 from jengine.checkpoints.quantized_formats import quantization_config, quantized_inputs, stored_weights
-from jengine.models import FAMILIES
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import MAX_SIZE, check
+from jengine.models.registry import DRAFT_HEADS, FAMILIES, read, supported
 
 UNLESS_READ: dict[str, object] = {  # values that, like null, have no effect
     "_remove_final_layer_norm": False,
@@ -89,42 +89,39 @@ _HARMLESS = re.compile("|".join(map(fnmatch.translate, HARMLESS)))
 
 
 def model_config(
-    fields: dict[str, Any], file: object = "config.json", families: Mapping[str, Family] = FAMILIES
+    fields: dict[str, Any], file: object = "config.json", *, draft_head: bool = False
 ) -> ModelConfig:
     """A ModelConfig from the content of a config.json.
 
     Args:
-        families: by model_type.
+        draft_head: whether model_type is the name of a head that drafts.
 
     Raises:
         ModelError: a field is missing, invalid or not supported, or contradicts another.
     """
     with malformed(file):
-        if families is FAMILIES:
+        if not draft_head:
             _check_head(fields)
-        family = str(fields["model_type"])
-        if family not in families:
-            raise ModelError(
-                f"model_type {family!r} is not supported; {', '.join(sorted(families))} are", file=file
-            )
-        hf = _fields(fields, families[family])
+        model_type = str(fields["model_type"])
+        family = DRAFT_HEADS[model_type] if draft_head else supported(model_type)
+        hf = _fields(fields, family)
         _check_counts(hf)
         eos, quantization = hf.get("eos_token_id"), quantization_config(hf)
         config = ModelConfig(
-            family=family,
+            family=model_type,
             dtype=str(hf.get("dtype") or hf.get("torch_dtype") or "float32"),
             eos_token_ids=token_ids(eos),
             stored=None if quantization is None else stored_weights(quantization),
             quantized_inputs="" if quantization is None else quantized_inputs(quantization),
-            **families[family].read(hf),
+            **read(model_type, family, hf),
         )
         check(config)
     if "layer_types" not in hf.seen and hf.get("layer_types") not in (None, _layer_types(config)):
-        raise ModelError(f"layer_types must be {family}'s own: {_layer_types(config)}", file=file)
+        raise ModelError(f"layer_types must be {model_type}'s own: {_layer_types(config)}", file=file)
     for name, neutral in UNLESS_READ.items():
         if name not in hf.seen and hf.get(name) not in (None, neutral):
             raise ModelError(f"{name} is not supported", file=file)
-    text = fields if families[family].text_part is None else fields.get("text_config", fields)
+    text = fields if family.text_part is None else fields.get("text_config", fields)
     warn_of_unknown(hf, text, frozenset(("layer_types", *UNLESS_READ)), file)
     return config
 

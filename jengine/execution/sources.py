@@ -6,13 +6,17 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+import secrets
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 PACKAGES = Path(__file__).parents[2]  # the folder that contains jengine and pallas_kernels
 TRACED = "jengine.execution.programs"  # lowers every program
 FAMILIES = "jengine/models", "jengine/vision"  # all of their modules count
 KERNELS = "pallas_kernels"
+INSIDE = {"jengine", "flax", "jax", *sys.stdlib_module_names}  # what defines types of models in this package
+_NONCE = secrets.token_bytes()  # of this process
 
 # Import statements anywhere in a file. A regular expression, since parsing the files takes a fifth of a
 # second at every start; a test compares the two. It may match too much (in a docstring), which only costs a
@@ -34,6 +38,26 @@ def source_digest(packages: Path = PACKAGES) -> str:
             + hashlib.sha256(file.read_bytes()).digest()
         )
     return digest.hexdigest()
+
+
+def outside_digest(types: Iterable[type]) -> str:
+    """A hash of all Python files of the packages that define these types, or of their modules outside of
+    packages; "" if this package defines them all. A module without a file, such as a notebook, has another
+    hash in each process, so that its programs are not reused.
+    """
+    names = {base.__module__ for kind in types for base in kind.__mro__}
+    roots = {name if name == "__main__" else name.partition(".")[0] for name in names} - INSIDE
+    digest = hashlib.sha256()
+    for root in sorted(roots):
+        module = sys.modules[root]
+        folders = [Path(folder) for folder in getattr(module, "__path__", ())]
+        files = sorted(file for folder in folders for file in folder.rglob("*.py"))
+        if not folders and (file := getattr(module, "__file__", None)):
+            files = [Path(file)]
+        for file in files:
+            digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+        digest.update(b"" if files else _NONCE)
+    return digest.hexdigest() if roots else ""
 
 
 def source_files(packages: Path = PACKAGES) -> list[Path]:

@@ -24,7 +24,7 @@ from jengine.execution.images import ImageShapes
 from jengine.execution.kv_cache import SHARED, Cache, Page, abstract_cache, abstract_page, page_bytes
 from jengine.execution.loras import LoraShapes, Stacks
 from jengine.execution.slots import SlotState, abstract_slots
-from jengine.execution.sources import source_digest
+from jengine.execution.sources import outside_digest, source_digest
 from jengine.models import Model, Params
 from jengine.models.cache import CacheGroup, paged
 from jengine.models.stages import Stage, part_of
@@ -317,6 +317,12 @@ class ExecutionSpec:
         shape = tiles * self.table.tile_size, self.model.config.hidden_size
         return jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=self.replicated)
 
+    def _outside(self) -> dict[str, str]:
+        """A hash of what other packages define of the model, if anything."""
+        vision = [] if self.images is None else [type(self.images.encoder.vision)]
+        digest = outside_digest([*self.model.types, *vision])
+        return {"family": digest} if digest else {}
+
     def identity(self) -> dict[str, object]:
         """Everything that a saved program depends on, as plain values. Programs with equal identities are
         equal.
@@ -337,6 +343,7 @@ class ExecutionSpec:
             "product_forms": dict(self.product_forms),
             "jengine": __version__,
             "source": source_digest(),
+            **self._outside(),
             "model": _facts(self.model),
             "dtype": str(np.dtype(self.model.dtype)),
             "quantization": self.model.weights,

@@ -1,14 +1,12 @@
 """Model families: functions of arrays that take an `attend` function, with each weight declared once.
 
 A new family is one file here: its module, the reader of its config.json, dataclasses of what only it has, and
-a dict FAMILIES that maps Hugging Face's model_type to a Family.
+a dict FAMILIES that maps Hugging Face's model_type to a Family. Families of other packages: see `register`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -18,14 +16,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from jengine.base.errors import InvalidArgument, ModelError
+from jengine.base.errors import InvalidArgument
 from jengine.core.quantization import FOUR_BITS, QUANTIZATIONS
 from jengine.models import facts
 from jengine.models.cache import CacheEntry, CacheGroup, cache_groups
-from jengine.models.config import ModelConfig
-from jengine.models.family import Decoder, Family, Head, TextPart
+from jengine.models.config import ModelConfig as ModelConfig
+from jengine.models.family import Decoder, Head, TextPart
+from jengine.models.family import Family as Family
+from jengine.models.family import Fields as Fields
 from jengine.models.layers import Matrix
 from jengine.models.quantized import as_stored, format_of, rounded
+from jengine.models.registry import DRAFT_HEADS as DRAFT_HEADS
+from jengine.models.registry import FAMILIES as FAMILIES
+from jengine.models.registry import check, supported, types_of
+from jengine.models.registry import register as register
 from jengine.models.stages import Stage, completed
 from jengine.parallel.mesh import rules_of, with_shardings
 from pallas_kernels.products.weight import Forms
@@ -34,14 +38,6 @@ from pallas_kernels.quantization.formats import WeightFormat
 from pallas_kernels.quantization.int4 import TILE
 
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
-_MODULES = [importlib.import_module(f"{__name__}.{file.name}") for file in pkgutil.iter_modules(__path__)]
-FAMILIES: dict[str, Family] = dict(
-    sorted(item for module in _MODULES for item in getattr(module, "FAMILIES", {}).items())
-)
-# heads that draft, by the name of their model's family and "_mtp", and by names of their own
-DRAFT_HEADS: dict[str, Family] = dict(
-    sorted(item for module in _MODULES for item in getattr(module, "DRAFT_HEADS", {}).items())
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +90,11 @@ class Model:
     stage: Stage | None = None
     elsewhere: frozenset[str] = frozenset()
     absent: Params = field(default=None, repr=False, compare=False)
+
+    @property
+    def types(self) -> set[type]:
+        """The types of its parts."""
+        return types_of(self.module)
 
     @property
     def quantized(self) -> str:
@@ -219,8 +220,7 @@ def build(
             over this many devices.
         ModelError: the family is not supported.
     """
-    if config.family not in {**FAMILIES, **DRAFT_HEADS}:
-        raise ModelError(f"model_type {config.family!r} is not supported; {', '.join(sorted(FAMILIES))} are")
+    family = supported(config.family)
     if (done := config.converted) is not None:
         saved = None if done.quantization == "stored" else done.quantization
         if quantization not in (None, saved):
@@ -241,8 +241,8 @@ def build(
         expert_shards=expert_shards,
         stored=config.stored if quantization is None else None,
     )
-    family = FAMILIES.get(config.family) or DRAFT_HEADS[config.family]
     module = family.module(config, jnp.dtype(dtype), max_model_len)
+    check(config.family, module)
     graph, state = nnx.split(module)
     entries = facts.cache_entries(module)
 

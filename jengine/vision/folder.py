@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,17 @@ MAX_SIZES = {"image_size": 1 << 14, "depth": 1024, "num_hidden_layers": 1024, "m
 MAX_NUMBER = 1 << 31
 # by model_type: the module and the class; imported when needed
 FAMILIES = {
-    "gemma3": ("gemma3", "Gemma3Vision"),
-    "gemma4": ("gemma4", "Gemma4Vision"),
-    "idefics3": ("smolvlm", "SmolVlm"),
-    "qwen2_5_vl": ("qwen2_5_vl", "Qwen25Vision"),
-    "qwen3_5": ("qwen3_vl", "Qwen3Vision"),
-    "qwen3_5_moe": ("qwen3_vl", "Qwen3Vision"),
-    "qwen3_vl": ("qwen3_vl", "Qwen3Vision"),
-    "qwen3_vl_moe": ("qwen3_vl", "Qwen3Vision"),
-    "smolvlm": ("smolvlm", "SmolVlm"),
+    "gemma3": "gemma3:Gemma3Vision",
+    "gemma4": "gemma4:Gemma4Vision",
+    "idefics3": "smolvlm:SmolVlm",
+    "qwen2_5_vl": "qwen2_5_vl:Qwen25Vision",
+    "qwen3_5": "qwen3_vl:Qwen3Vision",
+    "qwen3_5_moe": "qwen3_vl:Qwen3Vision",
+    "qwen3_vl": "qwen3_vl:Qwen3Vision",
+    "qwen3_vl_moe": "qwen3_vl:Qwen3Vision",
+    "smolvlm": "smolvlm:SmolVlm",
 }
+GROUP = "jengine.images"  # of other packages' entry points: a model_type and a class that makes a Vision
 
 
 def vision_of(folder: Path, encode: Encode, processing: Mapping[str, Any] | None = None) -> Vision | None:
@@ -45,11 +47,11 @@ def vision_of(folder: Path, encode: Encode, processing: Mapping[str, Any] | None
     if not file.is_file():
         return None
     config = read_object(file)
-    family = FAMILIES.get(str(config.get("model_type")))
-    if family is None or not isinstance(config.get("vision_config"), dict):
+    if not isinstance(config.get("vision_config"), dict):
         return None
-    module, name = family
-    make = getattr(importlib.import_module(f"jengine.vision.{module}"), name)
+    make = _maker(str(config.get("model_type")))
+    if make is None:
+        return None
     try:
         with malformed(file):
             for fields in (config, config["vision_config"]):
@@ -60,6 +62,16 @@ def vision_of(folder: Path, encode: Encode, processing: Mapping[str, Any] | None
         if processing:
             raise
         raise ModelError(f"a field has the wrong type or value: {wrong}", file=file) from None
+
+
+def _maker(model_type: str) -> Callable[..., Vision] | None:
+    if (place := FAMILIES.get(model_type)) is not None:
+        module, _, name = place.partition(":")
+        make: Callable[..., Vision] = getattr(importlib.import_module(f"jengine.vision.{module}"), name)
+        return make
+    return next(
+        (entry.load() for entry in importlib.metadata.entry_points(group=GROUP, name=model_type)), None
+    )
 
 
 def _processor(folder: Path) -> dict[str, Any]:

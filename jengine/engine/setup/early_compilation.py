@@ -17,11 +17,14 @@ from jengine.execution.kinds import Key
 from jengine.execution.program_cache import ProgramCache
 from jengine.execution.programs import by_effort, file_name, first_keys, program_keys
 from jengine.execution.spec import ExecutionSpec
+from jengine.models import Model
 
 log = logging.getLogger("jengine")
 
 
-def make_children(config: EngineConfig, devices: Sequence[jax.Device]) -> CompileChildren | None:
+def make_children(
+    config: EngineConfig, devices: Sequence[jax.Device], model: Model
+) -> CompileChildren | None:
     """Processes that compile for these devices; None: threads of this process do. They do on CPUs, where
     XLA's own work takes most of the time and does not hold Python's lock.
     """
@@ -29,11 +32,16 @@ def make_children(config: EngineConfig, devices: Sequence[jax.Device]) -> Compil
         return None
     target, kind = Target.of(devices), devices[0].device_kind
     count = children_count(sizes(config, "gpu").compile_threads, available_memory())
-    if target is None or not count:
-        why = "no description to compile for" if target is None else "too little memory of the host"
-        log.warning("%s: this process compiles, which slows its first requests: %s", kind, why)
-        return None
-    return CompileChildren(count, target, cache_root(config.cache_dir))
+    if target is None:
+        why = "no description to compile for"
+    elif not count:
+        why = "too little memory of the host"
+    elif any(kind.__module__ == "__main__" for kind in model.types):
+        why = "__main__ defines the model's family, which other processes cannot import"
+    else:
+        return CompileChildren(count, target, cache_root(config.cache_dir))
+    log.warning("%s: this process compiles, which slows its first requests: %s", kind, why)
+    return None
 
 
 class EarlyCompilation:

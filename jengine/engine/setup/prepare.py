@@ -167,7 +167,8 @@ def _compile_early(
     Args:
         max_bytes: of the cache of programs.
     """
-    children = make_children(config, [device for mesh in devices.stages for device in mesh.devices.flat])
+    used = [device for mesh in devices.stages for device in mesh.devices.flat]
+    children = make_children(config, used, shapes.model)
     if children is None:
         return None
     try:
