@@ -9,6 +9,9 @@ from jengine.api.embeddings import ScoringRequestOutput as ScoringRequestOutput
 from jengine.api.forward import Forward as Forward
 from jengine.api.llm import LLM as LLM
 from jengine.api.llm_engine import LLMEngine as LLMEngine
+from jengine.api.parity import Parity as Parity
+from jengine.api.parity import ReferenceOutput as ReferenceOutput
+from jengine.api.parity import verify as verify
 from jengine.api.prompts import TextPrompt as TextPrompt
 from jengine.api.prompts import TokensPrompt as TokensPrompt
 from jengine.api.request_handle import RequestHandle as RequestHandle

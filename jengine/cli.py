@@ -31,6 +31,7 @@ from jengine.commands import (
     simulate,
     trace,
     tune,
+    verify,
 )
 from jengine.vllm.arguments import Parser
 
@@ -117,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         plan,
         simulate,
         tune,
+        verify,
         bench,
         cache,
     ):

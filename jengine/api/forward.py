@@ -78,10 +78,7 @@ class Forward:
             InvalidArgument: tokens have another form, or are too many.
             ModelError: a tensor is missing, unknown, or has another shape.
         """
-        if tokens.ndim != 2 or tokens.shape[1] > self._length:
-            raise InvalidArgument(
-                "tokens", tokens.shape, f"must be [rows, length], at most {self._length} long"
-            )
+        self._check(tokens)
         rows, length = tokens.shape
         with differentiable():
             module = self._model.bind(self._params(params))
@@ -101,6 +98,32 @@ class Forward:
         logits = self.logits(params, tokens)[:, :-1] / temperature
         chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
         return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+    def hidden_states(self, params: Mapping[str, Any], tokens: jax.Array) -> list[jax.Array]:
+        """int32 [rows, length] -> [rows, length, hidden] each: the embeddings, then each layer's output, the
+        last one after the final norm, as transformers' `output_hidden_states`.
+
+        Raises:
+            InvalidArgument, ModelError: as `logits`, or layers read more than the output of the one before.
+        """
+        self._check(tokens)
+        (rows, length), states = tokens.shape, list[jax.Array]()
+        with differentiable():
+            module: Any = self._model.bind(self._params(params))
+            if module.indivisible:
+                raise ModelError(f"has no hidden states by layer: {module.indivisible}", file=self._folder)
+            positions, attend = jnp.tile(jnp.arange(length, dtype=jnp.int32), rows), WholeSequences(rows)
+            states.append(module.enter(tokens.reshape(-1).astype(jnp.int32), positions, attend))
+            for layer in range(len(module.layers)):
+                states.append(module.through(states[-1], positions, attend, range(layer, layer + 1)))
+            states[-1] = module.leave(states[-1])
+        return [state.reshape(rows, length, -1) for state in states]
+
+    def _check(self, tokens: jax.Array) -> None:
+        if tokens.ndim != 2 or tokens.shape[1] > self._length:
+            raise InvalidArgument(
+                "tokens", tokens.shape, f"must be [rows, length], at most {self._length} long"
+            )
 
     def _params(self, params: Mapping[str, Any]) -> Any:
         """The parameters, which consist of parts of a checkpoint's tensors."""
