@@ -181,7 +181,7 @@ def serve(
 class Silent:
     """A drafter without drafts."""
 
-    most = 1
+    max_drafts = 1
 
     def draft(self, sequence: Sequence, most: int) -> Draft | None:
         return None
@@ -193,7 +193,7 @@ class Silent:
 class Guessing(Silent):
     """Drafts random tokens, most of them the sequence's own, and as often as not none."""
 
-    most = 15
+    max_drafts = 15
 
     def __init__(self, vocab: int, seed: int = 0) -> None:
         self._draw, self._vocab = random.Random(seed), vocab

@@ -20,7 +20,7 @@ class Request(SimpleNamespace):
 class Fixed:
     """Proposes what it is told."""
 
-    most = 4
+    max_drafts = 4
 
     def __init__(self) -> None:
         self.next: Draft | None = None
