@@ -107,11 +107,14 @@ def pytest_runtest_teardown() -> None:
 
 @pytest.fixture(autouse=True)
 def no_new_variables() -> Iterator[None]:
-    """Commands set variables for their process; here that is every test's."""
-    before = {*os.environ}
+    """Commands set variables for their process; here that is every test's. With another NPROC, later tests
+    would not find programs that are saved.
+    """
+    before = dict(os.environ)
     yield
-    for name in {*os.environ} - before:
+    for name in {*os.environ} - {*before}:
         del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="module")
