@@ -25,10 +25,12 @@ from jengine.commands import batch
 from jengine.commands.batch_files import OutputFile
 from jengine.core.request import CompletionOutput, RequestOutput
 from tests.compiling import QUICK_PROCESS
+from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 
 OPTIONS = {**SMALL, "max_model_len": 192}
 FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+FEW_PROGRAMS = [*FLAGS, "--batch-invariant"]  # for processes, which compile them all
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def test_killed_and_restarted(text_model: Path, files: tuple[Path, Path]) -> Non
         {"id": key, "prompt": f"{key}"} if isinstance(key, str) else {"prompt": f"{key}"} for key in keys
     ]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = [*FLAGS, "--max-tokens=100", "--temperature=0", "--ignore-eos"]
+    flags = [*FEW_PROGRAMS, "--max-tokens=100", "--temperature=0", "--ignore-eos"]
     arguments = [sys.executable, "-m", "jengine.cli", *command(text_model, files, *flags)]
 
     environment = {**os.environ, **QUICK_PROCESS}
@@ -130,7 +132,8 @@ def test_lines_of_every_kind(
     source, target = files
     source.write_bytes(b"\n".join(line for line, _ in LINES))
     run = command(text_model, files, *FLAGS, "--max-tokens=5", "--temperature=0", "--quiet")
-    assert cli.main(run) == 1
+    with on_demand():
+        assert cli.main(run) == 1
     told = capsys.readouterr().err
     answers = {answer["line"]: answer for answer in records(target)}
     assert len(answers) == len(records(target)) == len(LINES) - 1
@@ -146,7 +149,8 @@ def test_lines_of_every_kind(
             assert f"jengine: line {number}: " in told
     assert answers[17]["id"] == "c" and "id" not in answers[12]
 
-    llm = LLM(text_model, progress=False, **OPTIONS)  # type: ignore[arg-type]
+    with on_demand():
+        llm = LLM(text_model, progress=False, **OPTIONS)  # type: ignore[arg-type]
     work: list[tuple[int, Any, SamplingParams]] = [
         (1, "The quick", SamplingParams(temperature=0.0, top_p=0.95, max_tokens=5)),
         (2, [5, 6, 7], SamplingParams(temperature=0.0, top_p=0.95, max_tokens=3)),
@@ -176,7 +180,8 @@ def test_lines_of_every_kind(
     assert cli.main(run) == 1 and target.read_bytes() == content and capsys.readouterr().err == ""
     with source.open("ab") as file:  # more work, later
         file.write(b'\n{"prompt": "x", "id": "later"}\n')
-    assert cli.main(run) == 1, "lines that failed before count"
+    with on_demand():
+        assert cli.main(run) == 1, "lines that failed before count"
     assert [answer.get("id") for answer in records(target)[len(answers) :]] == ["later"]
 
 

@@ -23,7 +23,8 @@ from jengine.commands.chat import Conversation, LocalModel, chat_params
 from jengine.core.request import CompletionOutput, RequestOutput
 from jengine.text.chat_template import ChatTemplate
 from jengine.text.tokenizer import Tokenizer
-from tests.test_batch import FLAGS
+from tests.compiling import QUICK_PROCESS
+from tests.test_batch import FEW_PROGRAMS
 from tests.text.conftest import byte_level
 
 TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
@@ -202,12 +203,13 @@ def test_messages_through_a_pipe(text_model: Path) -> None:
         "jengine.cli",
         "chat",
         str(text_model),
-        *FLAGS,
+        *FEW_PROGRAMS,
         "--max-tokens=4",
         "--temperature=0",
         "--stop=\n",
     ]
-    done = subprocess.run(command, input=messages, capture_output=True, check=True)
+    environment = {**os.environ, **QUICK_PROCESS}
+    done = subprocess.run(command, input=messages, capture_output=True, check=True, env=environment)
     told = done.stderr.decode()
     assert (
         "The model has no chat template: it continues the text that you begin." in told
@@ -217,10 +219,12 @@ def test_messages_through_a_pipe(text_model: Path) -> None:
     assert done.stdout.count(b"\n") == 2 and b"> " not in done.stdout
 
     from jengine import LLM
+    from tests.engine.on_demand import on_demand
     from tests.test_batch import OPTIONS
 
     params = SamplingParams(temperature=0.0, top_p=0.95, max_tokens=4, stop="\n")
-    llm = LLM(text_model, progress=False, **OPTIONS)  # type: ignore[arg-type]
+    with on_demand():
+        llm = LLM(text_model, progress=False, **OPTIONS)  # type: ignore[arg-type]
     prompts = [
         llm.tokenizer.encode("<s>" + text, add_special_tokens=False)
         for text in ("The quick", "fox\ntwo\nlines")

@@ -138,7 +138,7 @@ def test_steps_that_are_more_than_programs_do_not_count(text_model: Path, cache:
 
 
 def test_costs_can_be_looked_at(text_model: Path, cache: Path) -> None:
-    with LLM(text_model, progress=False, cache_dir=cache, **OPTIONS) as llm:
+    with LLM(text_model, progress=False, cache_dir=cache, num_scheduler_steps=1, **OPTIONS) as llm:
         report = llm.costs()
         costs = llm.engine.scheduler.predictor.costs
     with pytest.raises(EngineDead):

@@ -31,12 +31,12 @@ WORK = [
 
 @pytest.fixture(scope="module")
 def alone(make_engine: Callable[..., Engine]) -> list[list[int]]:
-    engine = make_engine(optimized=True)
+    engine = make_engine()
     return [run(engine, [work])[0].tokens for work in WORK]
 
 
 def test_in_a_batch_of_32(alone: list[list[int]], make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(optimized=True, **LARGER)
+    engine = make_engine(**LARGER)
     seen = []
     dispatch = engine.runner.dispatch
     engine.runner.dispatch = lambda plan: (
@@ -48,7 +48,7 @@ def test_in_a_batch_of_32(alone: list[list[int]], make_engine: Callable[..., Eng
 
 
 def test_in_chunks_of_one_small_tile(alone: list[list[int]], make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(optimized=True, **LARGER)
+    engine = make_engine(**LARGER)
     engine.scheduler.predictor.max_num_batched_tokens = 24  # one tile a step
     assert [answer.tokens for answer in run(engine, WORK[16:])] == alone[16:]
     steps = len(engine.records.steps)
@@ -56,14 +56,14 @@ def test_in_chunks_of_one_small_tile(alone: list[list[int]], make_engine: Callab
 
 
 def test_preempted_and_resumed(alone: list[list[int]], make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(optimized=True)
+    engine = make_engine()
     limit_pages(engine, 18)
     assert [answer.tokens for answer in run(engine, WORK)] == alone
     assert engine.scheduler.registry.num_preemptions > 5, "the pool was too large to force anything"
 
 
 def test_without_overlap(alone: list[list[int]], make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine(optimized=True, overlap=False)
+    engine = make_engine(overlap=False)
     assert [answer.tokens for answer in run(engine, WORK[:8])] == alone[:8]
     overlapped, steps = overlapped_steps(engine)
     assert steps > LENGTH and overlapped == 0
@@ -127,7 +127,7 @@ def test_seeds(make_engine: Callable[..., Engine]) -> None:
     """The same seed repeats, another differs, and so do both halves of a 64-bit one; without seeds the
     engine's decides.
     """
-    engine, prompt = make_engine(optimized=True), [1, 2, 3]
+    engine, prompt = make_engine(), [1, 2, 3]
 
     def tokens(seed: int | None, of: Engine = engine) -> list[int]:
         return run(of, [(prompt, SamplingParams(temperature=1.0, seed=seed, max_tokens=LENGTH))])[0].tokens
@@ -135,5 +135,5 @@ def test_seeds(make_engine: Callable[..., Engine]) -> None:
     assert tokens(5) == tokens(5)
     assert len({tuple(tokens(seed)) for seed in (5, 6, 5 + 2**32, 5 + 2**63)}) == 4
     assert tokens(None) != tokens(None)
-    once, again, other = (tokens(None, make_engine(optimized=True, seed=seed)) for seed in (1, 1, 2))
+    once, again, other = (tokens(None, make_engine(seed=seed)) for seed in (1, 1, 2))
     assert once == again != other

@@ -84,7 +84,7 @@ def engine_of(text_model: Path) -> Any:
 
 def test_tokens_are_those_of_one_engine_also_if_the_other_is_killed(text_model: Path, engine_of: Any) -> None:
     with quickly_compiled():
-        llm = LLM(text_model, progress=False, **OPTIONS)
+        llm = LLM(text_model, progress=False, num_scheduler_steps=1, **OPTIONS)  # programs as in a server
         assert llm.wait_until_compiled()
     work = [(prompt, params) for prompt in PROMPTS for params in WORK]
     expected = [shown(llm.generate(*one, use_tqdm=False)[0]) for one in work]
