@@ -20,6 +20,12 @@ DTYPES = ("bfloat16", "float16")
 CORES = 132  # multiprocessors of an H100 or H200, for devices that do not report it
 BLOCKS = 2  # desired thread blocks per multiprocessor
 XLA = "XLA"  # in place of a target's name
+NO_GRADIENT = "the kernel has no gradient; pass impl='xla', for attention with pages, or use stop_gradient"
+REFUSED = {  # by the class of an argument
+    "BatchTracer": "jax.vmap cannot batch the kernel; pass impl='xla'",
+    "JVPTracer": NO_GRADIENT,
+    "LinearizeTracer": NO_GRADIENT,
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,12 @@ class Implementation:
             return f"device={device.device_kind}: the kernel is for {self.target.devices}"
         refused = devices.cpu_refused() if self.target is CPU else devices.kernels_refused()
         return refused or self.why_not(*call)
+
+    def call(self, function: str, *args: Any, **options: Any) -> Any:
+        """`run` for the public function of this name, which is in the errors of jax.vmap and jax.grad."""
+        for tracer in {type(leaf).__name__ for leaf in jax.tree.leaves((args, options))} & REFUSED.keys():
+            raise NotImplementedError(f"{function}: {REFUSED[tracer]}")
+        return self.run(*args, **options)
 
 
 Table = Sequence[Implementation]
@@ -118,7 +130,8 @@ def choose(table: Table, impl: Impl, device: jax.Device | None, *call: Any) -> I
     Raises:
         ValueError: impl is unknown, or names kernels of which none supports the call.
     """
-    _check(impl)
+    if impl not in get_args(Impl):
+        raise ValueError(f"impl={impl!r}: one of {', '.join(map(repr, get_args(Impl)))}")
     if impl == "xla":
         return None
     device = device or jax.devices()[0]
@@ -156,8 +169,3 @@ def explain(table: Table, device: jax.Device | None, *call: Any) -> Choice:
             return Choice(kernel.target.name, why)
         why = why or refused
     return Choice(XLA, why_none(table, device, *call) if table else None)
-
-
-def _check(impl: str) -> None:
-    if impl not in get_args(Impl):
-        raise ValueError(f"impl={impl!r}: one of {', '.join(map(repr, get_args(Impl)))}")

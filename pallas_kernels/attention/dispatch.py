@@ -133,12 +133,12 @@ def paged_attention_decode(
     Raises:
         ValueError: impl is "mosaic" or "llvm", and no such kernel supports the call.
     """
-    where = block_tables, lengths
+    arrays = q, k_pages, v_pages, block_tables, lengths
     kernel = choose(DECODE, impl, device, q, k_pages, v_pages, options)
     if kernel is None:
-        return xla.paged_attention_decode(q, k_pages, v_pages, *where, options, pages=pages)
+        return xla.paged_attention_decode(*arrays, options, pages=pages)
     device = device or jax.devices()[0]
-    out: jax.Array = kernel.run(q, k_pages, v_pages, *where, options, work=work, device=device)
+    out: jax.Array = kernel.call("paged_attention_decode", *arrays, options, work=work, device=device)
     return out
 
 
@@ -201,10 +201,10 @@ def paged_attention_prefill(
     Raises:
         ValueError: impl is "mosaic" or "llvm", and no such kernel supports the call.
     """
-    where, ahead = (block_tables, positions, lengths), until is not None
-    kernel = choose(PREFILL, impl, device, q, k_pages, v_pages, options, ahead)
+    arrays = q, k_pages, v_pages, block_tables, positions, lengths
+    kernel = choose(PREFILL, impl, device, q, k_pages, v_pages, options, until is not None)
     if kernel is None:
-        return xla.paged_attention_prefill(q, k_pages, v_pages, *where, options, pages=pages, until=until)
+        return xla.paged_attention_prefill(*arrays, options, pages=pages, until=until)
     device = device or jax.devices()[0]
-    out: jax.Array = kernel.run(q, k_pages, v_pages, *where, options, until=until, device=device)
+    out: jax.Array = kernel.call("paged_attention_prefill", *arrays, options, until=until, device=device)
     return out

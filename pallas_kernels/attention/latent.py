@@ -108,8 +108,8 @@ def latent_attention_decode(
     if kernel is None:
         choice: Any = {"pages": most_pages, "impl": impl, "device": device}
         return dispatch.paged_attention_decode(q, pages, pages, *where, options, **choice)[..., :rank]
-    device = device or jax.devices()[0]
-    out: jax.Array = kernel.run(q, pages, *where, options, rank=rank, work=work, device=device)
+    extra = {"rank": rank, "work": work, "device": device or jax.devices()[0]}
+    out: jax.Array = kernel.call("latent_attention_decode", q, pages, *where, options, **extra)
     return out
 
 

@@ -64,8 +64,8 @@ def kv_write(
             qkv, rotation = _rotated(qkv, rotation, device), None
         return xla.kv_write(k_pages, v_pages, qkv, page_ids, offsets, rows=rows, rotation=rotation)
     options = {"rows": rows, "rotation": rotation, "cores": targets.cores(device or jax.devices()[0])}
-    written: tuple[Queries, tuple[Pages, Pages]] = kernel.run(
-        k_pages, v_pages, qkv, page_ids, offsets, **options
+    written: tuple[Queries, tuple[Pages, Pages]] = kernel.call(
+        "kv_write", k_pages, v_pages, qkv, page_ids, offsets, **options
     )
     return written
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "pallas_kernels" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
     r"^(?P<reason> *<!-- not run: [^\n]+ -->\n)?(?P<indent>"
     r" *)```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^(?P=indent)```$",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import docs_figures
 import pytest
 from kernel_facts import AMPERE, AMPERE_CASES
 
@@ -166,3 +167,9 @@ def test_every_finding_is_described() -> None:
     page = (ROOT / "docs/design/insight.md").read_text()
     described = {*re.findall(r"^\| (\w+) \|", page, re.M)} - {"finding"}
     assert described == {*re.findall(r"\bFinding\(\s*\"(\w+)\"", sources)}
+
+
+def test_the_page_of_the_kernels_has_the_measured_figures() -> None:
+    """It is shown by a package index, which generates nothing."""
+    page = (ROOT / "pallas_kernels" / "README.md").read_text()
+    assert docs_figures.gpu_kernels().strip() in page

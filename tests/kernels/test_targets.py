@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import pallas_kernels
 from pallas_kernels.attention.dispatch import DECODE, PREFILL
 from pallas_kernels.attention.latent import LATENT_DECODE
 from pallas_kernels.attention.options import PLAIN
@@ -149,3 +153,47 @@ def test_products_by_format() -> None:
             assert (choice.why is None) == (version == "9.0" or name == "bfloat16")
         experts = explain_product(ROWS, plain[None], grouped=True, device=gpu(version))
         assert experts.name == by
+
+
+@pytest.mark.parametrize("wrapped", [lambda function: function, jax.jit], ids=["traced", "compiled"])
+def test_transformations_of_a_kernel_name_the_function(wrapped: Any) -> None:
+    pages, tables, lengths = jnp.ones((3, 1, 16, 64)), jnp.array([[1]]), jnp.array([9])
+    q = jnp.ones((1, 2, 64))
+
+    def attend(q: jax.Array, **keywords: Any) -> jax.Array:
+        return pallas_kernels.paged_attention_decode(q, pages, pages, tables, lengths, PLAIN, **keywords)
+
+    def kernel(q: jax.Array) -> jax.Array:
+        return attend(q, impl="llvm")
+
+    def by_xla(q: jax.Array) -> jax.Array:
+        return attend(q, impl="xla", pages=1)
+
+    assert jnp.allclose(wrapped(kernel)(q), by_xla(q), atol=1e-5)
+    with pytest.raises(NotImplementedError, match=r"^paged_attention_decode: jax.vmap cannot .* impl='xla'"):
+        wrapped(jax.vmap(kernel))(q[None])
+    with pytest.raises(NotImplementedError, match=r"^paged_attention_decode: the kernel has no gradient; "):
+        wrapped(jax.grad(lambda q: kernel(q).sum()))(q)
+    with pytest.raises(NotImplementedError, match=r"^paged_attention_decode: the kernel has no gradient; "):
+        wrapped(lambda q: jax.jvp(kernel, (q,), (q,)))(q)
+    stopped = wrapped(jax.grad(lambda q: kernel(jax.lax.stop_gradient(q)).sum() + q.sum()))
+    assert jnp.array_equal(stopped(q), jnp.ones_like(q))
+    # what the errors recommend
+    assert jax.vmap(by_xla)(q[None]).shape == (1, *q.shape)
+    assert jax.grad(lambda q: by_xla(q).sum())(q).shape == q.shape
+
+
+def test_public_names_and_their_types_agree() -> None:
+    stub = ast.parse(Path(pallas_kernels.__file__).with_suffix(".pyi").read_text())
+    typed = {
+        name.name: node.module
+        for node in stub.body
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+    }
+    assert list(typed) and set(typed) == set(pallas_kernels.__all__)
+    for name, module in typed.items():
+        value = getattr(pallas_kernels, name)
+        assert value is getattr(importlib.import_module(module), name)
+    with pytest.raises(AttributeError, match="'no_such_kernel'"):
+        _ = pallas_kernels.no_such_kernel
