@@ -29,6 +29,10 @@ ENV PATH=/opt/jengine/bin:$PATH \
     JENGINE_CACHE_DIR=/cache/jengine \
     HF_HOME=/cache/huggingface
 USER 10001
+# The demo's programs: on processors like the builder's, its first start compiles nothing. A new volume begins with them.
+RUN jengine serve demo --warm-up all & \
+    until python -m jengine.serving.grpc.health_check; do sleep 1; kill -0 $! || exit 1; done; \
+    kill $! && wait $!
 VOLUME /cache
 EXPOSE 8000 50051
 HEALTHCHECK --interval=10s --start-period=600s CMD ["python", "-m", "jengine.serving.grpc.health_check"]

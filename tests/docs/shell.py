@@ -8,8 +8,10 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator
+from itertools import pairwise
 from urllib.parse import urlparse
 
+import yaml
 from google.protobuf import json_format
 
 from jengine import EngineConfig
@@ -25,7 +27,10 @@ PATHS = {
     "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/v1/rerank", "/v1/models",
     "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/metrics", "/healthz", "/readyz", "/health",
 }  # fmt: skip
-UNCHECKED = {"source", "echo", "openssl", "chmod", "kill", "sleep", ".venv/bin/jupyter", "claude", "smg"}
+UNCHECKED = {
+    "source", "echo", "openssl", "chmod", "cp", "kill", "sleep", "systemctl", ".venv/bin/jupyter",
+    "/opt/jengine/bin/pip", "claude", "smg",
+}  # fmt: skip
 KEYWORDS = {"until", "do", "done"}
 
 
@@ -92,6 +97,12 @@ def check(words: list[str]) -> None:
         assert all((ROOT / name).exists() for name in named), named
         if "jengine" in rest and head == "docker" and rest[0] == "run":
             _check_jengine(["serve", *rest[rest.index("jengine") + 1 :]])
+    elif head == "helm":
+        values = yaml.safe_load((ROOT / rest[2] / "values.yaml").read_text())
+        for flag, change in pairwise(rest):
+            if flag == "--set":
+                outer, _, inner = change.partition("=")[0].partition(".")
+                assert inner in values[outer] if inner else outer in values, change
     elif head == "serve":
         source = (ROOT / "jengine" / "integrations" / "ray" / "serve.py").read_text()
         assert rest[:2] == ["run", "jengine.integrations.ray.serve:app"]

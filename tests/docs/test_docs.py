@@ -104,6 +104,8 @@ def test_the_newest_release_is_the_version_that_the_code_reports() -> None:
     for file in (ROOT / "serving" / "deploy").rglob("kustomization.yaml"):
         for tag in re.findall(r"newTag: (\S+)", file.read_text()):
             assert tag.removesuffix("-cuda") == jengine.__version__
+    chart = (ROOT / "serving" / "deploy" / "helm" / "Chart.yaml").read_text()
+    assert re.findall(r"^(?:version|appVersion): (\S+)$", chart, re.M) == [jengine.__version__] * 2
 
 
 @pytest.mark.parametrize("of, sections", [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,13 +17,14 @@ import yaml
 from prometheus_client import generate_latest
 from prometheus_client.registry import CollectorRegistry
 
-from jengine import cli
+from jengine import __version__, cli
 from jengine.serving.config import ServerConfig, resolve_config
 from jengine.serving.metrics.metrics_server import pages_of
 from jengine.serving.metrics.model_metrics import ModelMetrics
 from jengine.serving.metrics.server_metrics import PrometheusMetrics
 from jengine.spi import StepTotals
 from tests.mocks.mock_engine import MockEngine
+from tests.serving.helm_templates import rendered
 from tests.serving.processes import longest_stop
 
 DEPLOY = Path(__file__).parent.parent.parent / "serving" / "deploy"
@@ -300,3 +303,91 @@ def test_alerts() -> None:
     ):
         done = subprocess.run(["promtool", *arguments], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+CHART = DEPLOY / "helm"
+
+
+@pytest.mark.parametrize(
+    ("overlay", "values"),
+    [
+        ("cpu", {}),
+        ("nvidia-gpu", {"gpus": 1, "memory": "32Gi", "image": {"tag": f"{__version__}-cuda"}}),
+        ("shared-cache", {"cache": {"persistent": True}}),
+    ],
+)
+def test_the_chart_deploys_what_an_overlay_does(overlay: str, values: dict[str, Any]) -> None:
+    assert rendered(CHART, "jengine", **values) == manifests(overlay)
+
+
+def test_the_charts_values() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    templates = "".join(file.read_text() for file in (CHART / "templates").iterdir())
+    names = {f"{name}.{part}" for name, parts in values.items() if isinstance(parts, dict) for part in parts}
+    names |= {name for name, value in values.items() if not isinstance(value, dict) or not value}
+    assert {*re.findall(r"\.Values\.([\w.]+)", templates)} == names
+    every = rendered(
+        CHART,
+        "small",
+        model="Qwen/Qwen3-0.6B",
+        args=["--max-num-seqs=64"],
+        env=[{"name": "JENGINE_SEED", "value": "1"}],
+        apiKeysSecret="",
+        nodeSelector={"disk": "fast"},
+        autoscaler={"enabled": False},
+        replicas=3,
+        podMonitor={"enabled": True, "interval": "30s"},
+        cache={"persistent": True, "size": "9Gi", "storageClass": "nfs"},
+    )
+    assert every.keys() == {
+        "Deployment",
+        "Service",
+        "PodDisruptionBudget",
+        "PodMonitor",
+        "PersistentVolumeClaim",
+    }
+    assert {manifest["metadata"]["name"] for manifest in every.values()} == {"small", "small-cache"}
+    pod = every["Deployment"]["spec"]["template"]["spec"]
+    [server] = pod["containers"]
+    config = server_of(server["args"])
+    assert config.api_keys is None and "--max-num-seqs=64" in server["args"]
+    assert {"name": "JENGINE_SEED", "value": "1"} in server["env"] and pod["nodeSelector"] == {"disk": "fast"}
+    assert {volume["name"] for volume in pod["volumes"]} == {"cache", "tmp"}
+    assert every["Deployment"]["spec"]["replicas"] == 3
+    assert every["PersistentVolumeClaim"]["spec"]["storageClassName"] == "nfs"
+    assert every["PodMonitor"]["spec"]["podMetricsEndpoints"] == [{"port": "metrics", "interval": "30s"}]
+    component = kustomized(DEPLOY / "kubernetes" / "components" / "pod-monitor")
+    assert rendered(CHART, "jengine", podMonitor={"enabled": True})["PodMonitor"] == component["PodMonitor"]
+
+
+@pytest.mark.skipif(shutil.which("helm") is None, reason="needs helm")
+@pytest.mark.parametrize("values", [{}, {"gpus": 1}, {"cache": {"persistent": True}, "args": ["--seed=1"]}])
+def test_helm_renders_the_same(values: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+    command = ["helm", "template", "jengine", str(CHART), "--values", str(tmp_path / "values.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    every = {manifest["kind"]: manifest for manifest in yaml.safe_load_all(done.stdout) if manifest}
+    assert every == rendered(CHART, "jengine", **values)
+
+
+def test_the_systemd_unit() -> None:
+    path = DEPLOY / "jengine.service"
+    unit = configparser.ConfigParser(interpolation=None, strict=False)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read_string(path.read_text())
+    service = unit["Service"]
+    command = service["ExecStart"].split()
+    assert command[:2] == ["/opt/jengine/bin/jengine", "serve"]
+    server = server_of(command[2:])
+    assert server.host in ("127.0.0.1", "localhost"), "without keys and TLS, for this machine only"
+    assert int(service["TimeoutStopSec"]) >= longest_stop(server), "it would be killed while it drains"
+    assert service["ExecReload"] == "/bin/kill -HUP $MAINPID" and service["KillMode"] == "mixed"
+    assert service["DynamicUser"] == "yes" and service["Restart"] == "on-failure"
+    variables = dict(pair.split("=", 1) for pair in shlex.split(service["Environment"]))
+    assert variables["JENGINE_CACHE_DIR"].startswith("%C/") and service["CacheDirectory"] == "jengine"
+    if shutil.which("systemd-analyze"):
+        done = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True)
+        complaints = [line for line in done.stderr.splitlines() if "jengine.service" in line]
+        # the checking machine has no such command
+        assert [line for line in complaints if "is not executable" not in line] == []
