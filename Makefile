@@ -97,7 +97,8 @@ test-integrations: ## run the tests of one of jengine/integrations in an environ
 	@test -e $(INTEGRATION)/.ready || { \
 	    python=$$(tools/find_python $(PYTHONS)) && "$$python" -m venv --clear $(INTEGRATION) \
 	    && $(INTEGRATION)/bin/python -m pip install --disable-pip-version-check --no-compile --quiet \
-	        --editable '.[$(NAME)]' $(INTEGRATION_TESTS) && touch $(INTEGRATION)/.ready; }
+	        --editable '.[$(NAME)]' $(INTEGRATION_TESTS) $(if $(filter dynamo,$(NAME)),\
+	    && $(INTEGRATION)/bin/python -m pip install --quiet --no-deps 'ai-dynamo>=1.6') && touch $(INTEGRATION)/.ready; }
 	TEST_EXTRAS=$(NAME) $(INTEGRATION)/bin/python tools/full_tests.py $(NAME) --timeout 1800
 
 lint: setup | $(if $(filter test%,$(MAKECMDGOALS)),$(TESTED)) ## ruff and mypy

@@ -1,75 +1,63 @@
-"""The commands that install an extra's packages."""
+"""Dependencies and extras of the distribution."""
 
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import re
 import tomllib
 from pathlib import Path
 
-import pytest
-
-from jengine.base import extras
 from jengine.base.errors import InvalidArgument
 
-REQUIRES = [
-    "jax>=0.11",
-    "numpy>=2; extra == 'plots'",
-    'pillow; extra == "plots"',
-    "jengine[plots]; extra == 'ray'",
-    "ray[data]; extra == 'ray'",
-    "plugin>=1; (sys_platform == 'linux') and extra == 'aot'",
-]
-
-
-@pytest.mark.parametrize(
-    ("extra", "line"),
-    [
-        ("plots", "pip install 'numpy>=2' pillow"),
-        ("ray", "pip install 'numpy>=2' pillow 'ray[data]'"),
-        ("aot", "pip install 'plugin>=1'"),
-        ("unknown", "pip install '.[unknown]' in jengine's checkout"),
-    ],
-)
-def test_the_line_names_the_packages(extra: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "requires", lambda _: REQUIRES)
-    assert extras.install_line(extra) == line
-
-
-def test_without_an_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    def requires(_: str) -> list[str]:
-        raise importlib.metadata.PackageNotFoundError
-
-    monkeypatch.setattr(extras, "requires", requires)
-    assert extras.install_line("ray") == "pip install '.[ray]' in jengine's checkout"
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+OTHERS = (
+    {"aot", "cuda12", "cuda13"},
+    {"dev", "docs"},
+    {"dynamo", "skyrl", "tunix"},
+)  # devices, development, frameworks
 
 
 def test_the_service_needs_no_client() -> None:
     """SDKs of clients pin each other's dependencies, so that users could not install them beside jengine."""
     sdks = {"anthropic", "instructor", "langchain_openai", "litellm", "openai"}
-    folder = Path(__file__).parent.parent
-    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    extras = [lines for extra, lines in project["optional-dependencies"].items() if extra != "dev"]
+    extras = [lines for extra, lines in EXTRAS.items() if extra != "dev"]
     required = {
-        re.split(r"[^\w-]", line)[0] for lines in (project["dependencies"], *extras) for line in lines
+        re.split(r"[^\w-]", line)[0] for lines in (PROJECT["dependencies"], *extras) for line in lines
     }
     assert required.isdisjoint(sdks) and {"pydantic", "starlette", "uvicorn"} <= required
-    for file in (folder / "jengine").rglob("*.py"):
+    for file in (ROOT / "jengine").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert sdks.isdisjoint(name.partition(".")[0] for name in names), file
 
 
-def test_no_message_names_a_project_that_does_not_exist() -> None:
-    known = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
+def test_both_distributions_agree() -> None:
+    """jengine's, and that of the kernels alone."""
+    folder = ROOT / "pallas_kernels"
+    kernels = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    assert set(kernels["dependencies"]) <= set(PROJECT["dependencies"])
+    assert kernels["classifiers"] == [
+        line for line in PROJECT["classifiers"] if "Console" not in line and "HTTP" not in line
     ]
-    for extra in known:
-        line = extras.install_line(extra)
-        assert line.startswith("pip install ") and "jengine[" not in line
+    for field in ("license", "license-files", "requires-python"):
+        assert kernels[field] == PROJECT[field]
+    assert (folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert all(kernels["optional-dependencies"][name] == EXTRAS[name] for name in ("cuda12", "cuda13"))
+
+
+def test_all_names_the_extras_that_install_anywhere() -> None:
+    [line] = EXTRAS["all"]
+    names = set(line.removeprefix("jengine[").removesuffix("]").split(","))
+    assert names == EXTRAS.keys() - {"all"}.union(*OTHERS)
+
+
+def test_messages_name_extras_that_exist() -> None:
+    named = set()
+    for file in (ROOT / "jengine").rglob("*.py"):
+        named |= set(re.findall(r"""needs_extra\([^)]*?, "(\w+)"(?:, \w+)?\)""", file.read_text()))
+    assert len(named) > 4 and named <= EXTRAS.keys()
     error = InvalidArgument.needs_extra("page_size", 16, "ray", ImportError("No module named 'ray'"))
-    assert str(error).startswith("page_size=16: needs pip install ") and str(error).endswith(
-        "(No module named 'ray')"
-    )
+    assert str(error) == "page_size=16: needs pip install 'jengine[ray]' (No module named 'ray')"

@@ -103,6 +103,9 @@ def test_the_install_cell_is_the_quickstarts(path: Path) -> None:
         ("..", False, str(ROOT)),
         ("..", True, f"{ROOT}[cuda12]"),
         ("git+https://git.example/jengine", True, "jengine[cuda12] @ git+https://git.example/jengine"),
+        ("jengine", False, "jengine"),
+        ("jengine==0.5.0", True, "jengine[cuda12]==0.5.0"),
+        ("jengine-9.whl", True, str(ROOT / "notebooks" / "jengine-9.whl[cuda12]")),
     ],
 )
 def test_the_install_cell_installs(
@@ -113,6 +116,8 @@ def test_the_install_cell_installs(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(shutil, "which", lambda name: name if gpu else None)
     monkeypatch.setattr(subprocess, "run", lambda command, check: installed.append(command))
+    is_file = Path.is_file
+    monkeypatch.setattr(Path, "is_file", lambda path: path.suffix == ".whl" or is_file(path))
     monkeypatch.chdir(QUICKSTART.parent)
     exec(install_cell(QUICKSTART).replace('source = ".."', f"source = {source!r}"), {})
     assert installed == [[sys.executable, "-m", "pip", "install", "--quiet", wanted, "matplotlib"]]
@@ -121,7 +126,7 @@ def test_the_install_cell_installs(
 def test_the_install_cell_asks_for_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.chdir(tmp_path)  # as on Colab: a notebook without a checkout
-    with pytest.raises(FileNotFoundError, match=r"^source='\.\.': set it to a checkout, a wheel or a git"):
+    with pytest.raises(FileNotFoundError, match=r"^source='\.\.': set it to a checkout, a wheel, a git"):
         exec(install_cell(QUICKSTART), {})
 
 

@@ -5,10 +5,13 @@ on the newest Python and with the newest dependencies.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
+from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
@@ -57,17 +60,16 @@ def pip(home: Path, *arguments: str | Path) -> None:
 
 @pytest.fixture(scope="module")
 def sdist(home: Path) -> Path:
-    pip(home, "install", "hatchling")
-    run(
-        home / "venv" / "bin" / "python",
-        "-m",
-        "hatchling",
-        "build",
-        "--target=sdist",
-        f"--directory={home}",
-        cwd=ROOT,
-    )
-    [path] = home.glob("*.tar.gz")
+    return built(home, ROOT)
+
+
+def built(home: Path, project: Path) -> Path:
+    """The sdist of a folder with a pyproject.toml."""
+    pip(home, "install", *tomllib.loads((project / "pyproject.toml").read_text())["build-system"]["requires"])
+    out = home / "sdists" / project.name
+    command = ("-m", "hatchling", "build", "--target=sdist", f"--directory={out}")
+    run(home / "venv" / "bin" / "python", *command, cwd=project)
+    [path] = out.glob("*.tar.gz")
     return path
 
 
@@ -75,8 +77,16 @@ def sdist(home: Path) -> Path:
 def wheel(home: Path, sdist: Path) -> Path:
     """Made from the sdist, as installers do."""
     pip(home, "wheel", "--no-deps", f"--wheel-dir={home}", sdist)
-    [path] = home.glob("*.whl")
+    [path] = home.glob("jengine-*.whl")
     return path
+
+
+def described(wheel: Path) -> tuple[set[str], Message]:
+    """Names of files, and metadata."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        [info] = {name.partition("/")[0] for name in names if ".dist-info/" in name}
+        return names, Parser().parsestr(archive.read(f"{info}/METADATA").decode())
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +120,43 @@ def test_the_sdist_holds_sources_alone(sdist: Path) -> None:
 
 
 def test_the_wheel_is_typed_and_described(wheel: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-        [info] = {name.partition("/")[0] for name in names if ".dist-info/" in name}
-        metadata = Parser().parsestr(archive.read(f"{info}/METADATA").decode())
-    assert {name.partition("/")[0] for name in names} == {*PACKAGES, info}
+    names, metadata = described(wheel)
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {*PACKAGES}
+    assert not names & {f"pallas_kernels/{name}" for name in ("LICENSE", "README.md", "pyproject.toml")}
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
     classifiers = metadata.get_all("Classifier") or []
     assert {"Typing :: Typed", "Programming Language :: Python :: 3.13"} <= set(classifiers)
     assert metadata["License-Expression"] == "Apache-2.0" and metadata["Keywords"]
+    assert "all" in (metadata.get_all("Provides-Extra") or [])
+    page = metadata.get_payload()
+    assert metadata["Description-Content-Type"].startswith("text/markdown") and isinstance(page, str)
+    links = re.findall(r"\]\(([^)]*)\)", page)
+    assert page.startswith("# jengine\n") and links and all(link.startswith("https://") for link in links)
+
+
+def test_the_kernels_are_a_distribution_of_their_own(bin: Path, home: Path, tmp_path: Path) -> None:
+    """Beside jax, llvmlite and numpy it needs nothing; the example of its page runs."""
+    pip(home, "wheel", "--no-deps", f"--wheel-dir={home}", built(home, ROOT / "pallas_kernels"))
+    [wheel] = home.glob("paged_pallas-*.whl")
+    names, metadata = described(wheel)
+    tracked = {str(file.relative_to(ROOT)) for file in (ROOT / "pallas_kernels").rglob("*") if file.is_file()}
+    shipped = {
+        name for name in tracked if not name.endswith((".pyc", "LICENSE", "README.md", "pyproject.toml"))
+    }
+    assert {name for name in names if ".dist-info/" not in name} == shipped
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    required = {re.split(r"[^\w-]", line)[0] for line in metadata.get_all("Requires-Dist") or []}
+    assert required == {"jax", "llvmlite", "numpy"}
+    page = str(metadata.get_payload())
+    assert not re.search(r"\]\((?!https:)", page)
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    [example] = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    check = "import pallas_kernels, sys; print(pallas_kernels.__file__, 'jengine' in sys.modules)"
+    done = run(
+        bin / "python", "-c", example + check, cwd=tmp_path, PYTHONPATH=str(tmp_path), JAX_PLATFORMS="cpu"
+    )
+    assert done.stdout.split() == [str(tmp_path / "pallas_kernels" / "__init__.py"), "False"]
 
 
 def test_the_client_has_a_public_name(bin: Path, home: Path) -> None:

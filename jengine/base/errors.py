@@ -27,14 +27,8 @@ class InvalidArgument(JengineError, ValueError):
     def needs_extra(
         cls, field: str, value: object, extra: str, missing: ImportError | None = None
     ) -> InvalidArgument:
-        """A value that needs packages of an extra of jengine. The message has the command that installs
-        them.
-        """
-        from jengine.base.extras import install_line
-
-        return cls(
-            field, value, f"needs {install_line(extra)}" + ("" if missing is None else f" ({missing})")
-        )
+        """A value that needs packages of an extra. The message has the command that adds them."""
+        return cls(field, value, f"needs pip install 'jengine[{extra}]'{f' ({missing})' if missing else ''}")
 
 
 class PromptTooLong(InvalidArgument):

@@ -69,7 +69,7 @@ def test_70b_needs_more_than_one(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_exact_needs_the_extra(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", str(DATA / "llama-3.1-8b"), "--target=h200", "--exact"]) == 2
-    assert "needs pip install 'jax-cuda13-plugin" in capsys.readouterr().err
+    assert "needs pip install 'jengine[aot]'" in capsys.readouterr().err
 
 
 def test_what_fits_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,6 @@ TITLES = {
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
 }
-GOODPUT = ("ttft", "tpot", "e2el")
 
 
 @dataclass(slots=True)
