@@ -59,7 +59,7 @@ Reference = Callable[[np.ndarray], ReferenceOutput | Any]  # int32 [N] -> Refere
 
 @dataclass(frozen=True)
 class Differences:
-    """Of log probabilities of tokens, between the model and the reference.
+    """Differences of log probabilities of tokens, between the model and the reference.
 
     Attributes:
         tokens: how many were compared.

@@ -76,10 +76,10 @@ def _reference(name: str, folder: Path, dtype: str) -> Reference:
         raise InvalidArgument("against", name, "must be transformers, or MODULE:FUNCTION")
     sys.path.insert(0, os.getcwd())
     try:
-        found: Reference = getattr(importlib.import_module(module), function)
+        reference: Reference = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise InvalidArgument("against", name, f"cannot be imported: {error}") from None
-    return found
+    return reference
 
 
 def _of_transformers(folder: Path, dtype: str) -> Reference:
