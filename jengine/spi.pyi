@@ -67,6 +67,7 @@ from jengine.engine.operations import decode_operation as decode_operation
 from jengine.engine.start import start_engine as start_engine
 from jengine.fleet.back_off import BackOff as BackOff
 from jengine.fleet.fleet import Fleet as Fleet
+from jengine.hub.files import check_model as check_model
 from jengine.insight.profiling.capture import capture_process as capture_process
 from jengine.insight.profiling.capture import read_profiles as read_profiles
 from jengine.insight.recording.records import EngineFacts as EngineFacts

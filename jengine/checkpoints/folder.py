@@ -28,6 +28,7 @@ from jengine.hub.files import (
     IN_FOLDERS,
     WITHOUT_WEIGHTS,
     HubName,
+    hub_name,
 )
 from jengine.hub.repository import find_gguf
 from jengine.models.config import ModelConfig
@@ -74,17 +75,7 @@ def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILE
         return path.parent
     if path.exists():
         raise ModelError("is a file; a model is a GGUF file or a folder in Hugging Face's layout", file=path)
-    local = model.startswith(("/", "./", "../", "~"))
-    name = HubName.of(model)
-    if local or name is None:
-        kind = "file" if model.endswith(SUFFIX) else "folder"
-        hint = (
-            ""
-            if local
-            else "; a hub id has the form owner/name, such as Qwen/Qwen3-0.6B, or owner/name:Q4_K_M for a"
-            " GGUF file"
-        )
-        raise ModelError(f"there is no such {kind}{hint}", file=path)
+    name = hub_name(model)
     if name.quantization is not None:
         return find_gguf(name, revision, weights=files is HUB_FILES)
     folder = _download(model, revision, files)

@@ -73,8 +73,10 @@ def engine_fields(options: argparse.Namespace) -> dict[str, Any]:
 
     Raises:
         InvalidArgument: an unknown name or a value out of range; the message says where it was given.
+        ModelError: there is no such model.
     """
     from jengine.serving.config import naming_source, sourced_options  # plain data; imports no network code
+    from jengine.spi import check_model
 
     flags = flag_values(options, EngineConfig, skip=ENGINE_SKIPS)
     config = {} if options.config is None else {"config": options.config}
@@ -86,6 +88,7 @@ def engine_fields(options: argparse.Namespace) -> dict[str, Any]:
     }
     with naming_source(sources):
         EngineConfig.of(options.model, fields)
+    check_model(options.model)
     return fields
 
 

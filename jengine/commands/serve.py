@@ -87,6 +87,7 @@ def _serve(options: argparse.Namespace) -> None:
     from jengine.integrations.smg import added_services
     from jengine.serving.calls.listening import listen
     from jengine.serving.processes.makers import EngineOfServer, maker
+    from jengine.spi import check_model
 
     services = added_services(server)
     makers = [maker(server, model.engine) for model in (default, *others)]
@@ -101,6 +102,8 @@ def _serve(options: argparse.Namespace) -> None:
 
     try:
         with contextlib.ExitStack() as stack:
+            for model in (default, *others):
+                check_model(model.engine.model)
             # clients that call while libraries are imported wait for an answer, rather than being refused
             http = None if server.port is None else stack.enter_context(listen(server, "port"))
             first.spawn()  # before the server is imported, since both imports take seconds

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import NamedTuple
 
 from jengine.base.errors import ModelError
@@ -38,6 +39,23 @@ class HubName(NamedTuple):
 
     def __str__(self) -> str:
         return self.repo if self.quantization is None else f"{self.repo}:{self.quantization}"
+
+
+def hub_name(model: str) -> HubName:
+    """The hub's name of a model that is not here. Raises ModelError for a path, and what is no hub id."""
+    local = model.startswith(("/", "./", "../", "~"))
+    name = HubName.of(model)
+    if local or name is None:
+        kind = "file" if model.endswith(SUFFIX) else "folder"
+        hint = "; a hub id is owner/name, such as Qwen/Qwen3-0.6B, or owner/name:Q4_K_M for a GGUF file"
+        raise ModelError(f"there is no such {kind}{'' if local else hint}", file=Path(model).expanduser())
+    return name
+
+
+def check_model(model: str) -> None:
+    """Raises ModelError if there is no such file or folder, and the text is no hub id. Reads no model."""
+    if model != "demo" and not Path(model).expanduser().exists():
+        hub_name(model)
 
 
 def is_within(file: str) -> bool:

@@ -24,7 +24,15 @@ from jengine.serving.options import (
     check_security,
 )
 from jengine.serving.service_links import is_service_link
-from jengine.spi import SERVE_SETTINGS, check_options, suggestion, translated, types_in, whole_number
+from jengine.spi import (
+    SERVE_SETTINGS,
+    check_options,
+    suggestion,
+    translated,
+    types_in,
+    value_of,
+    whole_number,
+)
 
 PREFIX = "JENGINE_"
 KV_TOKEN = "JENGINE_KV_TOKEN"  # which page stores read, see EngineConfig.kv_transfer_config
@@ -57,8 +65,6 @@ class ServerConfig(  # the fields of the last base come first
         if self.smg_api and self.grpc_port is None:
             raise InvalidArgument("smg_api", True, "needs grpc_port")
 
-
-# --- where values come from -----------------------------------------------------------------------
 
 # where a server differs from the library, since clients share it
 SERVE_DEFAULTS: dict[str, Any] = {"policy": "fair"}
@@ -172,7 +178,9 @@ def _from_environ(environ: Mapping[str, str]) -> Sourced:
                 "...",  # it may be a secret
                 f"there is no such option; unset this environment variable{_similar(name, PREFIX)}",
             )
-        options[name] = (_parsed(variable, text, _kind(name)), f"environment variable {variable}")
+        value = value_of(name, text)
+        parsed = None if value is None else _parsed(variable, value, _kind(name))
+        options[name] = (parsed, f"environment variable {variable}")
     return options
 
 

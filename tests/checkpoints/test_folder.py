@@ -30,7 +30,7 @@ def test_demo_is_the_packages_own() -> None:
     assert resolve("demo") == Path(jengine.__file__).parent / "demo"
 
 
-HUB_ID = "a hub id has the form owner/name, such as Qwen/Qwen3-0.6B, or owner/name:Q4_K_M for a GGUF file"
+HUB_ID = "a hub id is owner/name, such as Qwen/Qwen3-0.6B, or owner/name:Q4_K_M for a GGUF file"
 
 
 def test_local_folder(tmp_path: Path) -> None:

@@ -275,3 +275,6 @@ def test_settings_of_vllm_come_from_every_source(tmp_path: Path) -> None:
         f"enforce_eager=True has no effect: programs are always compiled, before the first request ({file})"
     ]
     assert "sk-secret" not in repr(server)
+    for default in "auto", "-1":
+        _, engine = resolve_config({"model": "demo"}, {"JENGINE_MAX_MODEL_LEN": default})
+        assert engine.max_model_len is None
