@@ -1,5 +1,6 @@
-"""Packages with which agents are made, against a server process: LangChain, LiteLLM, OpenAI's Agents SDK.
-OpenAI's and Anthropic's own clients are used in the other tests of HTTP.
+"""Clients of others, against a server process: packages with which agents are made, with a model that repeats
+its prompt, and nine libraries with SmolLM2. OpenAI's and Anthropic's own clients are also used in the other
+tests of HTTP.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from smollm2 import smollm2
 
-from tests.serving.processes import mock_process
+from tests.serving.processes import mock_process, process
 from tests.text.conftest import byte_level, write
 
 FOLDER = Path(__file__).parent / "clients"
@@ -56,4 +58,15 @@ def clean() -> dict[str, str]:
 @pytest.mark.parametrize("script", ["langchain.py", "litellm_calls.py", "openai_agents.py"])
 def test_agents_and_tools(script: str, python: Path, url: str) -> None:
     done = subprocess.run([python, FOLDER / script, url], env=clean(), capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
+
+
+def test_clients_with_a_small_model(python: Path) -> None:
+    """The table of docs/service/http.md. The model's chat template has no tools."""
+    command = [sys.executable, "-m", "jengine.cli", "serve", str(smollm2()), "--served-model-name=smol"]
+    ports = ["--port=0", "--grpc-port=0", "--metrics-port=0", "--max-num-seqs=2", "--lame-duck-seconds=0"]
+    with process([*command, *ports]) as server:
+        server.wait_until_ready()
+        words = [python, FOLDER / "cells.py", server.http, "smol"]
+        done = subprocess.run(words, env=clean(), capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
