@@ -11,38 +11,26 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, NoReturn
 
 from jengine import JengineError, __version__
-from jengine.commands import (
-    bench,
-    cache,
-    chat,
-    compile,
-    completions,
-    convert,
-    explain,
-    generate,
-    plan,
-    profile,
-    pull,
-    run,
-    serve,
-    simulate,
-    trace,
-    tune,
-    verify,
-)
+from jengine.commands import completions
 from jengine.vllm.arguments import Parser
 
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+COMMANDS = (  # modules of jengine.commands, in the order of the help
+    *("run", "generate", "chat", "serve", "pull", "explain", "trace", "profile", "convert", "compile"),
+    *("plan", "simulate", "tune", "verify", "bench", "cache"),
+)
 LATER_PROGRAMS = "programs"  # name of the thread; see execution/background.py
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command. Returns the exit code: 0, the command's own, or 2 for invalid input. Ctrl-C ends the
     process with 130."""
-    options = _parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = _parser(*words[:1]).parse_args(words)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # hides XLA's notices and warnings, but not its errors
     # hides gRPC's log; callers get relevant errors as exceptions
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -99,31 +87,16 @@ def _leave(*_: object) -> NoReturn:
     os._exit(130)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(command: str = "") -> argparse.ArgumentParser:
+    """Only that command, without importing the others; all of them if there is none of this name."""
     parser = Parser(prog="jengine", description="An LLM inference engine compiled by JAX/XLA.")
     parser.add_argument("--version", action="version", version=f"jengine {__version__}")
     parser.set_defaults(run=lambda _: parser.print_help())  # without a command
     commands: argparse._SubParsersAction[Any] = parser.add_subparsers(metavar="COMMAND")
-    for command in (
-        run,
-        generate,
-        chat,
-        serve,
-        pull,
-        explain,
-        trace,
-        profile,
-        convert,
-        compile,
-        plan,
-        simulate,
-        tune,
-        verify,
-        bench,
-        cache,
-    ):
-        command.add(commands)
-    completions.add(commands, parser)
+    for name in [command] if command in COMMANDS else COMMANDS:
+        import_module(f"jengine.commands.{name}").add(commands)
+    if command not in COMMANDS:
+        completions.add(commands, parser)
     return parser
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import jengine
-from jengine import spi
+from jengine import cli, spi
 from jengine.models import FAMILIES
 from tools import layers
 
@@ -410,7 +410,7 @@ before, environment = state(), dict(os.environ)
 import jengine
 assert not {"jax", "numpy", "transformers", "grpc"} & set(sys.modules), "import jengine must be instant"
 assert dict(os.environ) == environment
-from jengine import spi
+from jengine import cli, spi
 assert not {"jax", "numpy", "transformers", "grpc"} & set(sys.modules), "import jengine.spi must be instant"
 for module in (jengine, spi):
     for name in module.__all__:
@@ -443,6 +443,20 @@ def test_a_start_imports_no_more_than_it_needs() -> None:
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     ).stdout.split()
     assert {"jax", "jengine.engine.start"} <= set(modules) and not LATER & set(modules)
+
+
+def test_a_command_with_saved_programs_imports_no_more_than_it_needs() -> None:
+    """llvmlite links the saved kernels of a CPU."""
+    code = "import os, sys; from jengine import cli; cli.main(['generate', 'demo', 'go', '--max-tokens=2'])"
+    code += "; print(*sys.modules, flush=True); os._exit(0)"
+    for _ in range(2):  # the first may compile
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert "programs: 0 compiled, " in done.stderr
+    modules = {*done.stdout.splitlines()[-1].split()}
+    others = {"pydantic", "starlette", "tqdm", "uvicorn", "jengine.serving.app"}
+    others |= {f"jengine.commands.{name}" for name in cli.COMMANDS if name != "generate"}
+    assert "jengine.commands.generate" in modules
+    assert not (LATER - {"llvmlite"} | others) & modules
 
 
 def test_unknown_names_are_refused() -> None:

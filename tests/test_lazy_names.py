@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -47,3 +48,14 @@ def test_what_is_there(module: ModuleType) -> None:
     assert module.__all__ == dir(module) == ["name"]
     with pytest.raises(AttributeError, match="no other"):
         module.other  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("before", "old"), [("", True), ("gc.freeze()", False)], ids=["", "a user has frozen objects"]
+)
+def test_what_imports_make_is_old_for_collections(before: str, old: bool) -> None:
+    code = f"""import gc; from jengine.base.process import uncollected; {before}
+with uncollected(): made = []
+assert any(made is one for one in gc.get_objects(generation=2)) == {old}
+assert (gc.get_freeze_count() > 1000) != {old}"""
+    subprocess.run([sys.executable, "-c", code], check=True)

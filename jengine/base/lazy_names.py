@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+
+from jengine.base.process import uncollected
 
 ENTRY = re.compile(r"^from ([\w.]+) import (\w+) as \2$", re.MULTILINE)
 ALIAS = re.compile(r"^(\w+) = (\w+)$", re.MULTILINE)
@@ -35,21 +35,9 @@ def lazy_names(module: str, file: str, missing: Callable[[str], Exception]) -> E
         name = aliases.get(wanted, wanted)
         if name not in homes:
             raise missing(wanted)
-        value = getattr(_imported(homes[name]), name)
+        with uncollected():  # which would take a tenth of the time of importing jax
+            value = getattr(import_module(homes[name]), name)
         setattr(sys.modules[module], wanted, value)  # later uses do not come here
         return value
 
     return public, load, public.copy
-
-
-def _imported(module: str) -> ModuleType:
-    """Without garbage collection: what imports create stays, and looking through it takes a tenth of the time
-    of importing jax.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return import_module(module)
-    finally:
-        if enabled:
-            gc.enable()

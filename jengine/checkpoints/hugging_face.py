@@ -6,7 +6,6 @@ UNLESS_READ. Any other that jengine does not know causes a warning.
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import json
 import re
@@ -50,7 +49,6 @@ UNLESS_READ: dict[str, object] = {  # values that, like null, have no effect
 COUNTS = re.compile(r"(.*_)?(depth|experts?|groups?|heads|inputs|layers?|modules)")
 MAX_COUNT = 4096
 
-
 # Fields that do not change what a model computes, or only in training. Patterns as in a shell.
 HARMLESS = (
     # About the file
@@ -85,7 +83,7 @@ HARMLESS = (
     # Tokens further ahead are not predicted
     "mtp_*", "num_mtp_modules", "num_nextn_predict_layers", "use_mtp",
 )  # fmt: skip
-_HARMLESS = re.compile("|".join(map(fnmatch.translate, HARMLESS)))
+_HARMLESS = re.compile("|".join(HARMLESS).replace("*", ".*"))  # fnmatch.translate's takes twice as long
 
 
 def model_config(
@@ -212,7 +210,7 @@ def warn_of_unknown(hf: Fields, text: Mapping[str, Any], known: frozenset[str], 
     """
     unknown = text.keys() - hf.seen - known
     for name in sorted(unknown):
-        if text[name] and not _HARMLESS.match(name):
+        if text[name] and not _HARMLESS.fullmatch(name):
             _warn(str(file), name, json.dumps(text[name]))
 
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jengine.base.display import counted
 from jengine.base.errors import InvalidArgument, OutOfMemory
+from jengine.base.process import uncollected
 from jengine.base.progress import Progress
 from jengine.core.config import EngineConfig
 from jengine.engine.rank_start import check_ranks
@@ -62,7 +63,7 @@ def start_engine(
     """
     others = len(engines())
     try:
-        with ExitStack() as undo, jax.set_mesh(None):  # the caller's context may have another mesh
+        with ExitStack() as undo, uncollected(), jax.set_mesh(None):  # the caller may use another mesh
             started = _start(config, undo, mesh=mesh, params=params, progress=progress, offline=offline)
             undo.pop_all()
             return started

@@ -9,6 +9,8 @@ second function, whose parts are run after all parts of the first.
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,8 +20,9 @@ import jax
 from pallas_kernels.llvm import native, team
 
 # XLA first asks for the version of this interface, by an extension of the frame; the answer is 0.3. Other
-# calls compute.
+# calls compute. Addresses differ between processes, so they are data: the code can be kept.
 HANDLER = """
+@addresses = global [{count} x i64] zeroinitializer
 define i64 @handler(i64 %frame) {{
   %base = inttoptr i64 %frame to ptr
   %place = getelementptr i64, ptr %base, i64 1
@@ -33,14 +36,15 @@ answer:
   store i64 12884901888, ptr %version
   ret i64 0
 compute:
-  %run = inttoptr i64 {run} to ptr
+  %run = load ptr, ptr @addresses
 {calls}  ret i64 0
 }}
 """
-# The number of parts of the next call, if its kernel has a function for this.
-PARTS = """  %f{n} = inttoptr i64 {parts} to ptr
-  %p{n} = call i64 %f{n}(i64 %frame, i64 {most})
+ADDRESS = """  %at{n} = getelementptr i64, ptr @addresses, i64 {n}
+  %a{n} = load {type}, ptr %at{n}
 """
+# The number of parts of the next call, if its kernel has a function for this.
+PARTS = ADDRESS + "  %p{n} = call i64 %a{n}(i64 %frame, i64 {most})\n"
 
 _registered: set[str] = set()
 _lock = threading.RLock()  # several threads trace programs
@@ -64,18 +68,23 @@ def register(name: str, make: Callable[[], Sequence[int | tuple[int, int]]]) -> 
         return name
     with _lock:
         if name not in _registered:
-            calls = _calls(make())
-            (address,) = native.compiled(lambda: HANDLER.format(run=team.runner(), calls=calls), "handler")
-            function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(address)
+            pairs = [item if isinstance(item, tuple) else (item, 0) for item in make()]
+            source = _handler([parts != 0 for _, parts in pairs])
+            digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+            handler, place = native.compiled(lambda: source, "handler", "addresses", name=f"handler_{digest}")
+            addresses: list[ctypes.c_int64 | int] = [team.runner(), *itertools.chain(*pairs)]
+            (ctypes.c_int64 * len(addresses)).from_address(place)[:] = addresses
+            function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(handler)
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(function), platform="cpu")
             _registered.add(name)
     return name
 
 
-def _calls(functions: Sequence[int | tuple[int, int]]) -> str:
-    out, max_parts = "", team.parts()
-    for n, function in enumerate(functions):
-        address, parts = function if isinstance(function, tuple) else (function, 0)
-        out += PARTS.format(n=n, parts=parts, most=max_parts) if parts else ""
-        out += f"  call void %run(i64 {address}, i64 %frame, i64 {f'%p{n}' if parts else max_parts})\n"
-    return out
+def _handler(divided: Sequence[bool]) -> str:
+    """The source for so many functions; divided: whether each has a function for the number of parts."""
+    calls, max_parts = "", team.parts()
+    for n, divides in zip(range(1, 2 * len(divided), 2), divided, strict=True):
+        calls += PARTS.format(n=n + 1, type="ptr", most=max_parts) if divides else ""
+        calls += ADDRESS.format(n=n, type="i64")
+        calls += f"  call void %run(i64 %a{n}, i64 %frame, i64 {f'%p{n + 1}' if divides else max_parts})\n"
+    return HANDLER.format(count=1 + 2 * len(divided), calls=calls)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -55,8 +56,12 @@ class Target:
 
 def host() -> Target:
     """The local processor, without the instructions that `max_isa` hides."""
-    has = dict(llvm.get_host_cpu_features())
-    features = llvm.FeatureMap({**has, **dict.fromkeys(hidden(has), False)})
+    return _host_without(frozenset(hidden(llvm.get_host_cpu_features())))
+
+
+@cache
+def _host_without(names: frozenset[str]) -> Target:
+    features = llvm.FeatureMap({**llvm.get_host_cpu_features(), **dict.fromkeys(names, False)})
     return Target(llvm.get_process_triple(), llvm.get_host_cpu_name(), features.flatten())
 
 
@@ -81,8 +86,8 @@ def keep_objects(objects: Objects | None) -> None:
 
 
 def compiled(text: Callable[[], str], *functions: str, name: str = "") -> list[int]:
-    """Addresses of a module's functions. They are never freed, since other threads may run them until the
-    process ends.
+    """Addresses of a module's functions, and of its variables. They are never freed, since other threads may
+    run them until the process ends.
 
     Args:
         text: makes the module's source. It is not called if the code was kept.

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
 from jengine.execution import kernel_objects
@@ -16,6 +17,7 @@ from jengine.execution.cache_folders import STALE, kernel_folders
 from jengine.execution.kernel_objects import HASH, KernelObjects, keep_kernels
 
 native = pytest.importorskip("pallas_kernels.llvm.native")
+calls = pytest.importorskip("pallas_kernels.llvm.calls")
 SEVEN = "define i64 @answer() {\n  ret i64 7\n}\n"
 
 
@@ -40,6 +42,20 @@ def test_a_kept_kernel_is_not_compiled_again(tmp_path: Path) -> None:
     [folder] = kernel_folders(tmp_path)
     assert [file.name.partition("-")[0] for file in folder.iterdir()] == ["kernel"]
     assert folder.stat().st_mode & 0o077 == 0 and next(folder.iterdir()).stat().st_mode & 0o077 == 0
+
+
+def test_what_calls_a_kept_kernel_is_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels with as many functions share it, since it holds no addresses."""
+    keep_kernels(tmp_path)
+    registered: list[str] = []
+    monkeypatch.setattr(calls, "_registered", set())
+    monkeypatch.setattr(jax.ffi, "register_ffi_target", lambda name, *_, **__: registered.append(name))
+    for name in "first", "second":
+        calls.register(name, lambda: native.compiled(lambda: SEVEN, "answer", name="kernel"))
+        monkeypatch.delattr(native, "_optimized", raising=False)  # nothing else can be compiled
+    assert registered == ["first", "second"]
+    with pytest.raises(NameError):
+        calls.register("third", lambda: [(1, 2), (1, 2)])
 
 
 def test_what_is_not_trusted_is_compiled_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from jengine.base.process import uncollected
 from jengine.base.progress import progress_bar
 from jengine.capacity.simulation.fast_forward import ConstantPredictor
 from jengine.capacity.simulation.outcome import Outcome, joined
@@ -89,7 +89,7 @@ def replay(
     outcomes = []
     with (
         progress_bar(show=progress, total=sum(map(len, rows)), desc="simulating", unit="request") as bar,
-        _collected_once(),
+        uncollected(),
     ):
         for part in rows:
             arguments = {
@@ -110,19 +110,6 @@ def replay(
                 bar.n = done
             outcomes.append(VirtualEngine(shape.scheduler(), times, trace, part, **arguments).run())
     return outcomes[0] if len(outcomes) == 1 else joined(outcomes)
-
-
-@contextmanager
-def _collected_once() -> Iterator[None]:
-    """Disables the garbage collector: a replay creates no cycles, and collections would scan millions of
-    objects repeatedly."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def replicas_needed(
