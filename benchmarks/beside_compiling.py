@@ -26,8 +26,7 @@ from jengine import LLM, SamplingParams
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
 from jengine.engine.setup.shapes import describe
-from jengine.execution.compile_children import CompileChildren
-from jengine.execution.compile_job import Job, Target
+from jengine.execution.compile_children import CompileChildren, Job, Target
 from jengine.execution.program_store import packed
 from jengine.execution.programs import UNTUNED, compile_all, program_keys
 from jengine.execution.spec import ExecutionSpec

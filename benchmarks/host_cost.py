@@ -41,12 +41,11 @@ from jengine.models import build
 from jengine.parallel.mesh import make_mesh
 from jengine.scheduling.scheduler import Scheduler
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
-from jengine.text.completion import CompletionBuilder
-from jengine.text.stop_strings import StopAutomaton
+from jengine.text.completion import CompletionBuilder, StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 
 try:
-    from jengine.engine.loop.step_clock import StepClock
+    from jengine.engine.loop.step_updates import StepClock
 except ImportError:  # an older checkout
     StepClock = None  # type: ignore[assignment,misc]
 try:

@@ -32,9 +32,9 @@ from benchmarks.machine import save
 from jengine import AsyncLLM, EngineConfig, SamplingParams, Tokenizer
 from jengine.engine.operations import ResetPrefixCache
 from jengine.serving.config import ServerConfig
-from jengine.serving.processes.makers import maker
+from jengine.serving.processes.engine_fleet import maker
 from jengine.stores.disk import DiskStore
-from jengine.stores.page_store import PageStore
+from jengine.stores.memory import PageStore
 from jengine.stores.remote import RemoteStore
 
 TOKEN = b"only for this benchmark"

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import RESULTS, facts, made_model
-from jengine.capacity.simulation.outcome import Outcome
+from jengine.capacity.simulation.fast_forward import StepTimes
 from jengine.capacity.simulation.replay import EngineShape
-from jengine.capacity.simulation.times import StepTimes
+from jengine.capacity.simulation.summary import Outcome
 from jengine.capacity.simulation.trace import RequestTrace, make_trace
 from jengine.capacity.simulation.virtual_engine import VirtualEngine
 from jengine.scheduling.costs.step_costs import StepCosts

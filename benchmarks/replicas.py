@@ -24,7 +24,7 @@ from jengine import AsyncLLM, EngineConfig, SamplingParams, Tokenizer
 from jengine.engine.operations import ResetPrefixCache
 from jengine.fleet import members as module
 from jengine.serving.config import ServerConfig
-from jengine.serving.processes.makers import maker
+from jengine.serving.processes.engine_fleet import maker
 
 SHARED, OWN, NEW_TOKENS = 512, 32, 16
 

@@ -31,8 +31,8 @@ from scipy.optimize import linprog
 from benchmarks.host_cost import Clock, make_engine
 from benchmarks.machine import RESULTS, made_model, save
 from benchmarks.restart import restart_scheduler
+from jengine.capacity.simulation.fast_forward import StepTimes
 from jengine.capacity.simulation.replay import EngineShape
-from jengine.capacity.simulation.times import StepTimes
 from jengine.capacity.simulation.trace import make_trace
 from jengine.capacity.simulation.virtual_engine import VirtualEngine
 from jengine.core.config import EngineConfig

@@ -14,7 +14,7 @@ import numpy as np
 
 from jengine.checkpoints import load, read_config
 from jengine.execution.cache_folders import cache_root
-from jengine.execution.product_forms import product_forms, with_forms
+from jengine.execution.kernels import product_forms, with_forms
 from jengine.execution.programs import lower
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import build

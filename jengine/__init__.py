@@ -16,7 +16,7 @@ def _missing(name: str) -> Exception:
     """An ImportError for names of vLLM, since `from jengine import ...` hides the message of an
     AttributeError.
     """
-    from jengine.vllm.names import OF_PACKAGE, missing
+    from jengine.vllm.modules import OF_PACKAGE, missing
 
     text = missing(__name__, name, OF_PACKAGE)
     return ImportError(text, name=__name__) if name in OF_PACKAGE else AttributeError(text)

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from jengine import LLM, InvalidArgument
-from jengine.devices.cpu_threads import cpu_threads, limit_cpu_threads
-from jengine.devices.device_defaults import CORES
+from jengine.devices.device_defaults import CORES, cpu_threads, limit_cpu_threads
 from tests.execution.test_program_store import make_spec
 
 COUNT = """
 import json, os, sys
 from pathlib import Path
-from jengine.devices.cpu_threads import limit_cpu_threads
+from jengine.devices.device_defaults import limit_cpu_threads
 from jengine.text.tokenizer import Tokenizer
 
 def threads():

@@ -14,7 +14,7 @@ from jengine.capacity.planning.memory import fits, local_room
 from jengine.core.config import EngineConfig
 from jengine.execution.host_store import check_host_memory
 from jengine.insight.recording.machine import memory
-from jengine.serving.models.memory import HostMemory, MemoryNeed
+from jengine.serving.models.pool import HostMemory, MemoryNeed
 from tests.execution.specs import make_spec
 
 PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

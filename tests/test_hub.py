@@ -17,8 +17,7 @@ import huggingface_hub
 import pytest
 
 from jengine.base.errors import ModelError
-from jengine.hub.cached import bytes_on_disk, is_cached
-from jengine.hub.files import HubName, choose_gguf, model_files, quantization_of
+from jengine.hub.files import HubName, bytes_on_disk, choose_gguf, is_cached, model_files, quantization_of
 from jengine.hub.repository import Repository
 from tests.checkpoints.gguf_models import write_gguf
 from tests.compiling import QUICK_PROCESS

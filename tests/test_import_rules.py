@@ -23,7 +23,7 @@ SERVING = "jengine.serving"
 GENERATED = ROOT / "jengine" / "serving" / "generated"
 MAX_LINES = 500
 MAX_OBJECT_LINES = 450  # of a class with its bases, without docstrings
-BUDGET = 102_200  # lines of production code, what is generated included; lower it when there are fewer
+BUDGET = 102_050  # lines of production code, what is generated included; lower it when there are fewer
 MAX_CHAIN = 3  # classes from the most derived to the last base of ours
 VAGUE = {"found", "given", "how", "kept", "most", "one", "own", "told"}
 # of docstrings: they say nothing without their neighbours
@@ -231,7 +231,7 @@ def test_no_cycle_between_modules_of_the_engine() -> None:
         name: source for name, source in sources().items() if inside(name, "jengine.engine", "jengine.api")
     }
     del modules["jengine.api.llm_engine"]  # vLLM's LLMEngine makes an LLM, which has an LLMEngine
-    assert len(modules) > 50 and cycle(imports_of(modules), modules, module_of) == []
+    assert len(modules) > 40 and cycle(imports_of(modules), modules, module_of) == []
 
 
 def test_folders_of_kernels_import_downwards() -> None:

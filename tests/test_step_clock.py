@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jengine.engine.loop.step_clock import StepClock
+from jengine.engine.loop.step_updates import StepClock
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.step_plan import Span, StepPlan
 from jengine.scheduling.work import Work

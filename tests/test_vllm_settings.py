@@ -23,8 +23,8 @@ from jengine.serving import app
 from jengine.serving.calls import listening
 from jengine.serving.config import SERVE_DEFAULTS, ServerConfig
 from jengine.serving.guards.access import Access
-from jengine.serving.lora_modules import LoraModule
 from jengine.serving.metrics.server_metrics import Metrics
+from jengine.serving.options import LoraModule
 from jengine.utils import FlexibleArgumentParser
 from jengine.vllm.modules import MODULES
 from jengine.vllm.setting import whole_number
@@ -196,7 +196,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerConfig, EngineCo
     found: list[tuple[ServerConfig, EngineConfig]] = []
     for name in ("JENGINE_CACHE_DIR",):
         monkeypatch.delenv(name, raising=False)
-    from jengine.serving.processes import makers
+    from jengine.serving.processes import engine_fleet
 
     class Taken:
         def __init__(self, engine: EngineConfig) -> None:
@@ -210,7 +210,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerConfig, EngineCo
         Access(server, Metrics()) if server.tls_cert is None else None  # reads the keys
         found.append((server, models[0].make(None).engine))
 
-    monkeypatch.setattr(makers, "maker", lambda server, engine: lambda on_end: Taken(engine))
+    monkeypatch.setattr(engine_fleet, "maker", lambda server, engine: lambda on_end: Taken(engine))
     monkeypatch.setattr(listening, "listen", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(app, "run", run)
     return found

@@ -30,10 +30,9 @@ from jengine.serving.config import ServerConfig
 from jengine.serving.http.policy import POLICIES
 from jengine.serving.metrics.model_metrics import ModelMetrics
 from jengine.serving.metrics.server_metrics import PrometheusMetrics
-from jengine.vllm import engine_settings, server_settings
 from jengine.vllm.flags import add_fields
-from jengine.vllm.sampling_settings import CALLS, SAMPLING, STRUCTURED
 from jengine.vllm.setting import Setting
+from jengine.vllm.settings import CALLS, ENGINE, SAMPLING, SERVER, STRUCTURED
 
 ROOT = Path(__file__).parent.parent
 MARKER = re.compile(r"^<!-- from the code: (.+) -->$", re.MULTILINE)
@@ -235,11 +234,9 @@ CONTENT: dict[str, Callable[[], str]] = {
     "metrics": metrics,
     **{f"fields of {path}": partial(request_fields, path) for path in POLICIES},
     "vllm: same": vllm_same,
-    "vllm: renamed": lambda: vllm_settings("renamed", (*engine_settings.ENGINE, *server_settings.SERVER)),
-    "vllm: no effect": lambda: vllm_settings("no effect", (*engine_settings.ENGINE, *server_settings.SERVER)),
-    "vllm: not supported": lambda: vllm_settings(
-        "not supported", (*engine_settings.ENGINE, *server_settings.SERVER)
-    ),
+    "vllm: renamed": lambda: vllm_settings("renamed", (*ENGINE, *SERVER)),
+    "vllm: no effect": lambda: vllm_settings("no effect", (*ENGINE, *SERVER)),
+    "vllm: not supported": lambda: vllm_settings("not supported", (*ENGINE, *SERVER)),
     "vllm: sampling": lambda: vllm_settings(None, (*SAMPLING, *STRUCTURED, *CALLS)),
     "comparison": docs_figures.compare,
     "perplexity": docs_figures.perplexity,

@@ -86,8 +86,7 @@ def try_folder(name: str, folder: Path) -> Iterator[Row]:
     from benchmarks.gpu.model import Chosen, random_params
     from jengine.base.errors import InvalidArgument
     from jengine.execution.kernels import prepare
-    from jengine.execution.prebuilt_programs import PrebuiltPrograms
-    from jengine.execution.program_store import UntrustedProgram
+    from jengine.execution.program_store import PrebuiltPrograms, UntrustedProgram
     from jengine.execution.programs import file_name, program_keys
     from jengine.execution.runner import Runner
     from jengine.execution.worker import Worker

@@ -36,7 +36,7 @@ from jengine.insight.explanations.explain import Explanation, explain
 from jengine.insight.profiling.data import ProfileOptions
 from jengine.insight.recording.cost_report import CostReport
 from jengine.insight.recording.trace import Trace
-from jengine.text.stop_strings import StopAutomaton
+from jengine.text.completion import StopAutomaton
 from jengine.text.tokenizer import Tokenizer
 from jengine.vllm.translate import accepts
 

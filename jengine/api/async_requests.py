@@ -15,8 +15,8 @@ from jengine.api.backend import Backend, Done, Updates
 from jengine.api.outputs import LiveOutputs
 from jengine.api.prompts import PreparedPrompt
 from jengine.api.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle
-from jengine.base.checks import check_number
 from jengine.base.errors import EngineDead, InvalidArgument, JengineError
+from jengine.base.options import check_number
 from jengine.base.process import check_process
 from jengine.engine.operations import Operation
 from jengine.text.tokenizer import Tokenizer

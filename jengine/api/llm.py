@@ -12,8 +12,7 @@ from jax.sharding import Mesh
 from jengine.api.chat import ChatOptions, Conversation, chat_prompt, conversations, split_options
 from jengine.api.embeddings import EmbeddingRequestOutput, ScoringRequestOutput
 from jengine.api.llm_engine import LLMEngine
-from jengine.api.llm_facts import facts_of, stats_of
-from jengine.api.llm_requests import LLMRequests
+from jengine.api.llm_requests import LLMRequests, facts_of, stats_of
 from jengine.api.loras import LoraRequests, Loras
 from jengine.api.metrics import get_metrics
 from jengine.api.prompts import Prompt, TokensPrompt

@@ -11,14 +11,18 @@ from jengine.api.loras import LoraRequests, Loras
 from jengine.api.prompts import Prompt, listed, make_requests
 from jengine.api.request_handle import tokens_of
 from jengine.api.shared_engine import SharedEngine, ThreadCall
-from jengine.base.checks import check_whole
+from jengine.base.display import counted
 from jengine.base.errors import InvalidArgument
+from jengine.base.options import check_whole
 from jengine.base.progress import progress_bar
 from jengine.core.beam_outputs import BeamSearchOutput, BeamSearchSequence, sampling_of
 from jengine.core.beam_params import BeamSearchParams
 from jengine.core.pooling import PoolingParams
 from jengine.core.request import CompletionOutput, Request, RequestOutput, SamplingParams
 from jengine.core.service_level import BatchLevelOptions, ServiceLevel, levels, one_each
+from jengine.core.updates import Load
+from jengine.engine.ranks import AnyEngine, ranks_of
+from jengine.engine.setup.started import Started
 from jengine.scheduling.forecasts.expectations import expect, hypothetical
 from jengine.scheduling.forecasts.forecast import Prediction
 from jengine.text.tokenizer import Tokenizer
@@ -182,3 +186,47 @@ class LLMRequests:
         new = [hypothetical(scheduler, requests[0], len(requests)) for requests in work]
         # nothing is cached for prompts of which only the length is known
         return expect(scheduler, [request._replace(cached=0) for request in new] if lengths else new)
+
+
+def stats_of(engine: AnyEngine, started: Started) -> dict[str, Any]:
+    load, schedulers = engine.load, [rank.scheduler for rank in ranks_of(engine)]
+    return {
+        "programs_compiled": started.programs_compiled,
+        "programs_loaded": started.programs_loaded,
+        "programs_ready": load.programs_ready,
+        "programs": started.programs,
+        "compiles_since_start": engine.compiles_since_start,
+        "start_seconds": dict(started.seconds),
+        "preemptions": sum(scheduler.registry.num_preemptions for scheduler in schedulers),
+        "prefix_cache_queries": sum(scheduler.prefixes.queries for scheduler in schedulers),
+        "prefix_cache_hits": sum(scheduler.prefixes.hits for scheduler in schedulers),
+        "external_prefix_cache_queries": load.host_queries,
+        "external_prefix_cache_hits": load.host_hits,
+        "swapped_out_pages": load.host_spilled,
+        "swapped_in_pages": load.host_fetched,
+        "page_store": None if load.store is None else load.store._asdict(),
+        "strategy": load.strategy,
+        "decisions": dict(load.decisions),
+        "targets": {name: getattr(load, f"targets_{name}") for name in ("met", "missed", "rejected")},
+    }
+
+
+def facts_of(model: str, engine: AnyEngine, started: Started) -> tuple[tuple[str, str], ...]:
+    """Names and values for LLM.summary."""
+    ranks = ranks_of(engine)
+    scheduler, each = ranks[0].scheduler, " of each rank" if len(ranks) > 1 else ""
+    blocks, max_num_seqs = scheduler.blocks, scheduler.registry.max_num_seqs
+    return (
+        ("model", model),
+        ("numbers", started.dtype),
+        ("devices", started.devices),
+        ("kernels", started.kernels),
+        ("programs", _programs(engine.load)),
+        ("cache", f"{counted(blocks.capacity, 'page')} of {blocks.page_size} tokens{each}"),
+        ("limits", f"{max_num_seqs} sequences at once{each}, {scheduler.limits.max_model_len} tokens each"),
+    )
+
+
+def _programs(load: Load) -> str:
+    of = "" if load.programs_ready == load.programs else f"{load.programs_ready} of "
+    return of + counted(load.programs, "program")

@@ -11,8 +11,7 @@ import numpy as np
 
 from jengine.core.request import CompletionOutput, FinishReason, Request, RequestOutput
 from jengine.core.updates import BeamsFound, Ended, Pooled, PromptScores, TokenUpdate, Update
-from jengine.text.completion import CompletionBuilder, PromptLogprobs, beam_output
-from jengine.text.stop_strings import StopAutomaton
+from jengine.text.completion import CompletionBuilder, PromptLogprobs, StopAutomaton, beam_output
 from jengine.text.tokenizer import Tokenizer
 
 

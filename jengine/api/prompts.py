@@ -16,7 +16,7 @@ from jengine.core.pooling import PoolingParams
 from jengine.core.request import Request, SamplingParams, TokenMask, check_cache_salt
 from jengine.scheduling.requests.sequence_limits import longest_prompt
 from jengine.text.bad_words import bad_sequences
-from jengine.text.stop_strings import StopAutomaton
+from jengine.text.completion import StopAutomaton
 from jengine.text.thinking import bound_thinking, check_thinking
 from jengine.text.tokenizer import Tokenizer
 

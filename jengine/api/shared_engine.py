@@ -17,8 +17,7 @@ from typing import Any
 
 from jengine.api.outputs import LiveOutputs, blank_copy, catch_up
 from jengine.base.errors import EngineDead
-from jengine.base.interrupts import uninterrupted
-from jengine.base.process import check_process, return_memory
+from jengine.base.process import check_process, return_memory, uninterrupted
 from jengine.core.request import Request, RequestOutput
 from jengine.core.updates import Update
 from jengine.engine.limits import Limits

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from jengine.base.checks import check_whole
 from jengine.base.errors import InvalidArgument
+from jengine.base.options import check_whole
 from jengine.core.request import Request, RequestOutput, SamplingParams
 from jengine.engine.limits import Limits
 

@@ -10,7 +10,7 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.config import EngineConfig
 from jengine.core.request import SamplingParams
 from jengine.text.tokenizer import Tokenizer
-from jengine.vllm.names import OF_LLM, missing
+from jengine.vllm.modules import OF_LLM, missing
 from jengine.vllm.translate import ENGINE_SETTINGS, translated, warn
 
 if TYPE_CHECKING:

@@ -1,4 +1,6 @@
-"""This process: whether it was forked, its memory, and Python's garbage collection."""
+"""This process: whether it was forked, its memory, Python's garbage collection, and Ctrl-C, which waits until
+a change of shared state is complete.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,10 @@ import contextlib
 import ctypes
 import gc
 import os
+import signal
+import threading
 from collections.abc import Iterator
+from types import FrameType, TracebackType
 
 from jengine.base.errors import JengineError
 
@@ -42,3 +47,33 @@ def uncollected() -> Iterator[None]:
             gc.unfreeze()  # to the oldest generation
         if enabled:
             gc.enable()
+
+
+class uninterrupted:
+    """Delay SIGINT until the block has ended, then handle it as usual: by default with a KeyboardInterrupt.
+
+    Python handles signals in the main thread only, so this does nothing in others.
+    """
+
+    __slots__ = ("_before", "_held")
+
+    def __enter__(self) -> None:
+        self._held: tuple[int, FrameType | None] | None = None
+        before = (
+            signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
+        )
+        # otherwise the system's default: ignored, or the process ends
+        self._before = before if callable(before) else None
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._defer)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            if self._held is not None:
+                self._before(*self._held)
+
+    def _defer(self, number: int, frame: FrameType | None) -> None:
+        self._held = number, frame

@@ -3,8 +3,7 @@
 from jengine.checkpoints.calibration import check_stateless, check_unconverted, load_calibrated, read_text
 from jengine.checkpoints.conversion import convert
 from jengine.checkpoints.folder import kept_format, read_config, read_sampling_defaults, resolve
-from jengine.checkpoints.heads import eagle3_config, mtp_config, mtp_prefix
-from jengine.checkpoints.output_head import has_output_head
+from jengine.checkpoints.output_head import eagle3_config, has_output_head, mtp_config, mtp_prefix
 from jengine.checkpoints.sentence_transformers import choose_embedder, read_reranker
 from jengine.checkpoints.weights import has_tensors, load
 

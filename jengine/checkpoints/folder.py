@@ -20,7 +20,6 @@ from jengine.checkpoints.in_memory import Tensors
 from jengine.checkpoints.output_head import untied_head
 from jengine.core.model_options import CheckpointFormat
 from jengine.core.request import SamplingParams
-from jengine.hub.download import download
 from jengine.hub.files import (
     BIN_FILES,
     DEFAULT_QUANTIZATION,
@@ -30,7 +29,7 @@ from jengine.hub.files import (
     HubName,
     hub_name,
 )
-from jengine.hub.repository import find_gguf
+from jengine.hub.repository import download, find_gguf
 from jengine.models.config import ModelConfig
 
 log = logging.getLogger("jengine")

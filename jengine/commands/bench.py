@@ -309,7 +309,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 async def _driven(options: argparse.Namespace) -> Any:
-    from jengine.capacity.bench.drive import drive
+    from jengine.capacity.bench.endpoints import drive
     from jengine.capacity.bench.workload import sharegpt_turns, with_arrivals
 
     endpoint = _endpoint(options)

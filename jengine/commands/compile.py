@@ -13,8 +13,8 @@ from jengine import EngineConfig
 from jengine.commands.flags import add_model
 from jengine.commands.terminal import note
 from jengine.vllm.arguments import add_vllm_flags
-from jengine.vllm.engine_settings import ENGINE
 from jengine.vllm.flags import add_fields, flag_values
+from jengine.vllm.settings import ENGINE
 
 # Options that do not affect programs, or that this command sets.
 SKIPS = (

@@ -8,8 +8,8 @@ from typing import Any
 from jengine import EngineConfig, LoRARequest, SamplingParams
 from jengine.commands.terminal import note
 from jengine.vllm.arguments import add_vllm_flags
-from jengine.vllm.engine_settings import ENGINE
 from jengine.vllm.flags import add_fields, flag_values
+from jengine.vllm.settings import ENGINE
 
 # Defaults that differ from SamplingParams: long enough to read, random enough not to loop.
 SAMPLING_DEFAULTS: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "max_tokens": 256}

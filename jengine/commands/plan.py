@@ -17,8 +17,8 @@ from jengine.commands.compile import SKIPS, add_target, config_for
 from jengine.commands.flags import add_model
 from jengine.commands.terminal import note, write
 from jengine.vllm.arguments import add_vllm_flags
-from jengine.vllm.engine_settings import ENGINE
 from jengine.vllm.flags import add_fields
+from jengine.vllm.settings import ENGINE
 
 if TYPE_CHECKING:
     from jengine.capacity.planning.links import Cluster
@@ -200,7 +200,7 @@ def _traffic(options: argparse.Namespace) -> Traffic:
     if prompt.isdecimal() and output.isdecimal():
         lengths = int(prompt), int(output)
     elif Path(text).is_file():
-        from jengine.capacity.simulation.formats import read_trace
+        from jengine.capacity.simulation.trace import read_trace
 
         trace = read_trace(text)
         lengths = round(trace.prompts.mean()), round(trace.outputs.mean())

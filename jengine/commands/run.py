@@ -19,8 +19,7 @@ from jengine.commands.flags import (
     follows,
 )
 from jengine.commands.pull import add_force, pull
-from jengine.hub.cached import is_cached
-from jengine.hub.files import HubName
+from jengine.hub.files import HubName, is_cached
 from jengine.vllm.arguments import add_help
 
 

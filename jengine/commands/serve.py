@@ -86,7 +86,7 @@ def _serve(options: argparse.Namespace) -> None:
 
     from jengine.integrations.smg import added_services
     from jengine.serving.calls.listening import listen
-    from jengine.serving.processes.makers import EngineOfServer, maker
+    from jengine.serving.processes.engine_fleet import EngineOfServer, maker
     from jengine.spi import check_model
 
     services = added_services(server)
@@ -130,6 +130,6 @@ def _need(engine: EngineConfig, others: Sequence[object]) -> tuple[float, int]:
     """
     if not others:
         return 0.0, 0
-    from jengine.hub.cached import bytes_on_disk  # scans the cache of the hub
+    from jengine.hub.files import bytes_on_disk  # scans the cache of the hub
 
     return engine.gpu_memory_utilization, bytes_on_disk(engine.model, engine.revision)

@@ -57,8 +57,7 @@ def _simulate(options: argparse.Namespace) -> int:
 
     shape = Setup.of(config, options.costs, options.drafts_right).shape()
     from jengine.capacity.simulation.replay import replay, replicas_needed
-    from jengine.capacity.simulation.report import report
-    from jengine.capacity.simulation.summary import summarize
+    from jengine.capacity.simulation.summary import report, summarize
 
     arguments: dict[str, Any] = {"params": params(options), "progress": not options.quiet}
     if options.replicas == "auto":

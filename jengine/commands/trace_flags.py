@@ -76,7 +76,7 @@ def trace_from_flags(options: argparse.Namespace) -> RequestTrace:
     """The trace, with the given changes."""
     import numpy as np
 
-    from jengine.capacity.simulation.formats import read_trace
+    from jengine.capacity.simulation.trace import read_trace
 
     trace = read_trace(options.trace).scaled(options.rate_scale)
     if options.requests is None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from jengine.base.checks import check_whole
 from jengine.base.errors import InvalidArgument
-from jengine.base.options import check_options, number, whole
+from jengine.base.options import check_options, check_whole, number, whole
 
 # a step considers twice as many candidates, and samplers return MAX_LOGPROBS log probabilities
 MAX_BEAM_WIDTH = 10

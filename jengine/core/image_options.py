@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from jengine.base.checks import check_whole, parse_object
 from jengine.base.errors import InvalidArgument
-from jengine.base.options import readable, whole
+from jengine.base.options import check_whole, parse_object, readable, whole
 
 NAME = "limit_mm_per_prompt"
 IMAGE_ROWS = 1024  # embeddings of an image, of families that read images of any size

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jengine.base.checks import check_number, check_whole, parse_bytes, parse_object
 from jengine.base.errors import InvalidArgument
+from jengine.base.options import check_number, check_whole, parse_bytes, parse_object
 from jengine.stores.token import read_token
 
 NAME = "kv_transfer_config"

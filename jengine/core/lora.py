@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
-from jengine.base.checks import check_whole
 from jengine.base.errors import InvalidArgument
-from jengine.base.options import read_as, whole
+from jengine.base.options import check_whole, read_as, whole
 
 MAX_LORA_NAME = 256  # characters
 MAX_LORA_RANK = 512

@@ -7,9 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from jengine.base.checks import parse_object
 from jengine.base.errors import InvalidArgument
-from jengine.base.options import is_a, read_as, readable, whole
+from jengine.base.options import is_a, parse_object, read_as, readable, whole
 from jengine.core.quantization import FOUR_BITS, Quantization
 from jengine.core.request import SamplingParams
 from jengine.vllm.translate import HINTS, value_of

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from jengine.base.checks import parse_object
 from jengine.base.errors import InvalidArgument
-from jengine.base.options import check_options, is_a, whole
+from jengine.base.options import check_options, is_a, parse_object, whole
 
 NAME = "kv_events_config"
 SWITCHES = ("enable_kv_cache_events", "publisher")

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-from jengine.base.checks import check_number, check_whole
 from jengine.base.display import answer_html, counted, short
 from jengine.base.errors import InvalidArgument, JengineError
-from jengine.base.options import check_options, number, whole
+from jengine.base.options import check_number, check_options, check_whole, number, whole
 from jengine.core.beam_params import BeamSearchParams
 from jengine.core.pooling import PoolingParams
 from jengine.core.structured_outputs import StructuredOutputs, structured

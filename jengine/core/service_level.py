@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from jengine.base.checks import check_targets
 from jengine.base.errors import InvalidArgument
+from jengine.base.options import check_targets
 from jengine.core.request import Request
 
 MAX_CLIENT = 256  # characters

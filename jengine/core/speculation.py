@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from jengine.base.checks import check_whole, parse_object
 from jengine.base.errors import InvalidArgument
-from jengine.base.options import check_options, number, whole
+from jengine.base.options import check_options, check_whole, number, parse_object, whole
 
 NAME = "speculative_config"
 MOST_DRAFTS = 15  # of a sequence in a step

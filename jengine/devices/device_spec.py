@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jengine.base.checks import parse_bytes
 from jengine.base.errors import InvalidArgument
+from jengine.base.options import parse_bytes
 from pallas_kernels.compilation.ahead_of_time import description, targets
 
 MIB = 1 << 20

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
 import msgspec
 
-from jengine.base.checks import check_whole
 from jengine.base.errors import InvalidArgument
+from jengine.base.options import check_whole
 from jengine.base.process import return_memory
 from jengine.core.lora import LoraInfo, LoraSource, check_lora_name
 from jengine.core.weights import PAUSED, TAGS, PauseMode, Tag, Version, check_mode, check_tags, next_version

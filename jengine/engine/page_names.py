@@ -16,7 +16,7 @@ from jengine.core.weights import FIRST_VERSION, Version
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.config import ModelConfig
 from jengine.scheduling.pages.block import Block, Salt
-from jengine.stores.page_store import NAME_BYTES
+from jengine.stores.memory import NAME_BYTES
 
 FORMAT = 1  # changes when pages or names mean something else
 NO_MATTER = ("eos_token_ids", "shards", "expert_shards")  # of a model's configuration

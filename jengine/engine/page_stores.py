@@ -13,8 +13,7 @@ from jengine.engine.page_transfer import Stores
 from jengine.engine.setup.model_source import ModelSource
 from jengine.execution.spec import ExecutionSpec
 from jengine.stores.disk import DiskStore
-from jengine.stores.memory import MemoryStore
-from jengine.stores.page_store import MAX_PAGE, PageStore
+from jengine.stores.memory import MAX_PAGE, MemoryStore, PageStore
 from jengine.stores.remote import RemoteStore
 from jengine.stores.server import PageServer
 

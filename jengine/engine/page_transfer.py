@@ -23,8 +23,7 @@ from jengine.scheduling.pages.block import Block, LoraSalt, Salt
 from jengine.scheduling.pages.prefix_finder import first_seen
 from jengine.scheduling.requests.sequence import Sequence as RequestSequence
 from jengine.scheduling.scheduler import Scheduler
-from jengine.stores.memory import MemoryStore
-from jengine.stores.page_store import PageStore, StoreError, size_of
+from jengine.stores.memory import MemoryStore, PageStore, StoreError, size_of
 from jengine.stores.server import PageServer
 
 Place = tuple[int, int]  # index of a block, cache group

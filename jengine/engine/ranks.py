@@ -9,9 +9,8 @@ from collections.abc import Sequence as List
 from functools import reduce
 
 from jengine.base.errors import InvalidArgument
-from jengine.core.loads import combined
 from jengine.core.request import FinishReason, Request
-from jengine.core.updates import Load, Update
+from jengine.core.updates import Load, Update, combined
 from jengine.core.weights import Version
 from jengine.engine.limits import Limits
 from jengine.engine.loop.engine import Engine

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from jengine.base.checks import parse_bytes
+from jengine.base.options import parse_bytes
 from jengine.execution.program_folder import MANIFEST, FolderLock, Manifest, UntrustedProgram, read_manifest
 
 ROOT_VARIABLE, LIMIT_VARIABLE = "JENGINE_CACHE_DIR", "JENGINE_CACHE_MAX_SIZE"

@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _compiled(specs: dict[str, Any], name: str, data: bytes | None, key: Any) -> tuple[Any, bytes]:
-    from jengine.execution.compile_job import Job
+    from jengine.execution.compile_children import Job
     from jengine.execution.program_store import packed
     from jengine.execution.programs import UNTUNED, compile_one, memory_of
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax._src import xla_bridge  # to see whether a backend exists: JAX has no public way
 
-from jengine.base.checks import parse_bytes
 from jengine.base.errors import OutOfMemory
+from jengine.base.options import parse_bytes
 from jengine.core.config import EngineConfig
 from jengine.execution.recurrence import ROWS_BYTES
 from jengine.execution.spec import ExecutionSpec

@@ -85,7 +85,7 @@ class Pipeline:
     on the devices. No stage waits for another's results before it has to: programs wait for their arguments.
 
     In one process, sampled tokens pass from the last stage to the others on the devices, too. In several, the
-    last stage's process sends them to process 0 (see results.py), whose next plans contain them.
+    last stage's process sends them to process 0 (see executor.py), whose next plans contain them.
 
     Args:
         workers: of these stages.

@@ -26,14 +26,12 @@ from jengine.base.compiles import announced, retrieval_count
 from jengine.base.progress import Progress, progress_bar
 from jengine.execution.batch_invariance import DETERMINISTIC
 from jengine.execution.cache_folders import folder_name
-from jengine.execution.compile_children import CompileChildren
-from jengine.execution.compile_job import Job
+from jengine.execution.compile_children import CompileChildren, Job
 from jengine.execution.kernels import prepare
 from jengine.execution.kinds import KINDS, Key, kind_of
 from jengine.execution.memory import ProgramMemory
-from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.program_cache import POLL, WAITING, ProgramCache
-from jengine.execution.program_store import packed, unpacked
+from jengine.execution.program_store import PrebuiltPrograms, packed, unpacked
 from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.mesh import shard_mapped
 from jengine.table.ready_programs import by_use, first_needed

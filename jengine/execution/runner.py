@@ -18,7 +18,7 @@ from jengine.execution.batch import BatchLayout
 from jengine.execution.burst import pack_burst
 from jengine.execution.device_state import ALLOCATE
 from jengine.execution.draft import pack_drafts
-from jengine.execution.executor import Executor
+from jengine.execution.executor import Executor, Remote, on_host
 from jengine.execution.host_store import HostStore
 from jengine.execution.kinds import (
     AFTER,
@@ -37,7 +37,6 @@ from jengine.execution.kinds.loras import write_call
 from jengine.execution.kinds.swaps import swap_call
 from jengine.execution.kv_cache import Page
 from jengine.execution.pipeline import Pipeline, answers
-from jengine.execution.results import Remote, on_host
 from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.execution.worker import Worker, encode
 from jengine.parallel.link import Link, SingleProcess

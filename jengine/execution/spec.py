@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jengine.core.lora import LoraLimits
-from jengine.devices.cpu_threads import cpu_threads
+from jengine.devices.device_defaults import cpu_threads
 from jengine.execution.batch import BatchLayout
 from jengine.execution.images import ImageShapes
 from jengine.execution.kv_cache import SHARED, Cache, Page, abstract_cache, abstract_page, page_bytes

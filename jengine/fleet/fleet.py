@@ -12,14 +12,11 @@ from typing import Any
 
 from jengine.api.backend import Backend, Done, Updates
 from jengine.base.errors import EngineDead, InvalidArgument
-from jengine.core.loads import combined
 from jengine.core.request import FinishReason, Request
-from jengine.core.updates import Ended, Load, PromptScores, TokenUpdate, Update
+from jengine.core.updates import Ended, Load, PromptScores, TokenUpdate, Update, combined
 from jengine.engine.limits import Limits
 from jengine.engine.operations import Operation, ResetPrefixCache
-from jengine.fleet.back_off import BackOff
-from jengine.fleet.members import Answers, Member, Prompt, Role
-from jengine.fleet.routing import PrefixBlocks, Rate
+from jengine.fleet.members import Answers, BackOff, Member, PrefixBlocks, Prompt, Rate, Role
 from jengine.insight.recording.totals import StepTotals
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jengine.base.checks import check_whole
+from jengine.base.options import check_whole
 
 # the options that set the sizes
 OPTIONS = {

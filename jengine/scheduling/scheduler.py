@@ -22,7 +22,7 @@ from jengine.scheduling.pages.blocks import BlockManager
 from jengine.scheduling.promises.acceptance import Acceptance, expect, note_first
 from jengine.scheduling.prompts.prefix_lookup import PrefixLookup
 from jengine.scheduling.prompts.prompt_cutter import PromptCutter
-from jengine.scheduling.requests.composition import BatchInvariant, Composition
+from jengine.scheduling.requests.batching import BatchInvariant, Composition
 from jengine.scheduling.requests.images import Images
 from jengine.scheduling.requests.loras import Lora
 from jengine.scheduling.requests.registry import Registry
@@ -36,10 +36,8 @@ from jengine.scheduling.rules.rule import Rule
 from jengine.scheduling.rules.speculation import Speculation
 from jengine.scheduling.shape import BatchLimits, CacheShape
 from jengine.scheduling.step.cohorts import Cohorts
-from jengine.scheduling.step.collected import Collected, by_sample
 from jengine.scheduling.step.plan_builder import PlanBuilder
-from jengine.scheduling.step.rows import Rows
-from jengine.scheduling.step.timeline import Timeline
+from jengine.scheduling.step.rows import Collected, Rows, Timeline, by_sample
 from jengine.scheduling.step_plan import StepPlan, Swaps, Tokens
 from jengine.scheduling.work import Work, rows_work
 from jengine.table.program_table import VARIANTS, EncoderKey, ProgramTable

@@ -22,36 +22,76 @@ import msgspec
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from starlette.applications import Starlette
 
-from jengine.serving.calls.adapters import Adapters
-from jengine.serving.calls.model_provider import ModelInfo
+from jengine.serving.calls.model_provider import Adapters, ModelInfo
 from jengine.serving.config import PREFIX, ServerConfig
 from jengine.serving.grpc.server import AddedService, BuiltServer, build_server
 from jengine.serving.guards.access import Access
-from jengine.serving.guards.tokenizing import Tokenizing
+from jengine.serving.guards.sandbox import Tokenizing
 from jengine.serving.http.app import Parts
 from jengine.serving.http.front import HttpFront, page_routes
 from jengine.serving.http.small_pages import api
-from jengine.serving.logs.request_log import RequestLog
-from jengine.serving.logs.sparse_log import SparseLog
+from jengine.serving.logs.request_log import RequestLog, SparseLog
 from jengine.serving.logs.status_log import Lines, write_status
-from jengine.serving.lora_modules import read_modules
 from jengine.serving.metrics.metrics_server import pages_of
 from jengine.serving.metrics.model_metrics import ModelMetrics
 from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
-from jengine.serving.models.memory import BESIDE, MemoryNeed
-from jengine.serving.models.pool import ModelPool, PooledModel
+from jengine.serving.models.pool import BESIDE, MemoryNeed, ModelPool, PooledModel
+from jengine.serving.options import read_modules
 from jengine.serving.playground.app import playground
-from jengine.serving.processes.makers import EngineOfServer
-from jengine.serving.processes.signals import stop_signal
+from jengine.serving.processes.engine_fleet import EngineOfServer
 from jengine.serving.processes.supervisor import OnEnd, Supervisor
-from jengine.serving.requests.spans import Spans
+from jengine.serving.requests.tracking import Spans
 from jengine.serving.service_links import service_links
 
 ENOUGH_DESCRIPTORS = 65_536
 OTHER_DESCRIPTORS = 200  # those that are no connections of clients: of engines, files, fetched images
 FLUSH_SECONDS = 1.0  # for last messages, after the last request has ended
-
 log = logging.getLogger("jengine.serving")
+
+
+def stop_signal(reload: Callable[[], None]) -> asyncio.Future[signal.Signals]:
+    """The first signal that stops the server, as a future of the running event loop. A second SIGINT exits
+    immediately.
+
+    Args:
+        reload: called on SIGHUP.
+    """
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[signal.Signals] = loop.create_future()
+    attached = _has_terminal() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN  # not under nohup
+
+    def on_signal(number: signal.Signals) -> None:
+        if not stop.done():
+            stop.set_result(number)
+        if number == signal.SIGINT:
+            loop.remove_signal_handler(signal.SIGINT)
+            signal.signal(signal.SIGINT, _leave)
+
+    def hung_up() -> None:
+        if attached and not _has_terminal():
+            on_signal(signal.SIGHUP)
+        else:
+            reload()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    loop.add_signal_handler(signal.SIGHUP, hung_up)
+    return stop
+
+
+def _has_terminal() -> bool:
+    """Whether this process has a controlling terminal. It loses that when the terminal is closed."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def _leave(*_: object) -> None:
+    """Exits immediately, without finishing requests. The engine process ends with this one."""
+    os.write(sys.stderr.fileno(), b"\n")
+    os._exit(130)
 
 
 class Served(NamedTuple):

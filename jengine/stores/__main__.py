@@ -11,11 +11,10 @@ import signal
 import sys
 from pathlib import Path
 
-from jengine.base.checks import parse_bytes
 from jengine.base.errors import InvalidArgument
+from jengine.base.options import parse_bytes
 from jengine.stores.disk import DiskStore
-from jengine.stores.memory import MemoryStore
-from jengine.stores.page_store import PageStore
+from jengine.stores.memory import MemoryStore, PageStore
 from jengine.stores.server import PageServer
 from jengine.stores.token import read_token
 

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jengine.stores.page_store import MAX_PAGE, NAME_BYTES, Part, size_of
+from jengine.stores.memory import MAX_PAGE, NAME_BYTES, Part, size_of
 
 MAGIC = b"jengpg01"
 DIGEST_BYTES = 32

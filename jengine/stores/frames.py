@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from jengine.stores.page_store import MAX_PAGE, StoreError
+from jengine.stores.memory import MAX_PAGE, StoreError
 
 MAX_FRAME = MAX_PAGE + (1 << 20)  # bytes
 HELLO = b"jengine pages 1\n"

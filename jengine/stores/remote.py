@@ -21,7 +21,7 @@ from jengine.stores.frames import (
     StoreMessage,
     greet,
 )
-from jengine.stores.page_store import MAX_PAGE, Part, StoreError, size_of
+from jengine.stores.memory import MAX_PAGE, Part, StoreError, size_of
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds without an attempt after a failure; doubles each time
 MOST_IDLE = 4  # connections that are kept

@@ -8,7 +8,7 @@ import socket
 import threading
 
 from jengine.stores.frames import Drop, Find, Found, Frames, Keep, Kept, Load, Loaded, Question, greet
-from jengine.stores.page_store import PageStore, StoreError
+from jengine.stores.memory import PageStore, StoreError
 
 log = logging.getLogger(__name__)
 IDLE_SECONDS = 600.0  # a connection without questions is closed; clients connect again

@@ -1,5 +1,5 @@
 """Converts the tokenizer in a GGUF file's metadata, a vocabulary and the name of a rule, to a
-`tokenizers.Tokenizer`.
+`tokenizers.Tokenizer`. The rules' regular expressions are also those that are known to be fast.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ _CASED = (
 _SLASHED = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = _CONTRACTED + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _ENDS
 QWEN2 = _CONTRACTED + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _ENDS
+
+
 TEKKEN = "|".join(_CASED) + r"|\p{N}" + _SLASHED
 GPT4O = "|".join(f"{cased}{_CONTRACTED}?" for cased in _CASED) + r"|\p{N}{1,3}" + _SLASHED
+KNOWN = frozenset((LLAMA3, QWEN2, TEKKEN, GPT4O))
 # texts begin with BOS, unless the file says otherwise
 BEGINNING = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2")
 WHOLE = (*BEGINNING, "tekken")  # a piece that is in the vocabulary is not split into merges
@@ -197,3 +200,25 @@ def _surround(backend: tokenizers.Tokenizer, first: str | None, last: str | None
         )
     if steps:
         backend.post_processor = processors.Sequence(steps)
+
+
+def unknown_patterns(backend: tokenizers.Tokenizer) -> list[str]:
+    """Regular expressions by which text is split or changed before it becomes tokens, other than KNOWN.
+
+    The tokenizers library matches them by backtracking, which may take very long.
+    """
+    patterns: list[str] = []
+    inside: list[Any] = [
+        json.loads(part.__getstate__())
+        for part in (backend.normalizer, backend.pre_tokenizer)
+        if part is not None
+    ]
+    while inside:
+        value = inside.pop()
+        if isinstance(value, dict):
+            if isinstance(pattern := value.get("Regex"), str):
+                patterns.append(pattern)
+            inside += value.values()
+        elif isinstance(value, list):
+            inside += value
+    return [pattern for pattern in patterns if pattern not in KNOWN]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from jengine.base.errors import ModelError
 from jengine.core.images import VISUAL as VISUAL
 
 if TYPE_CHECKING:
@@ -77,3 +78,14 @@ class Vision(Protocol):
 
     def facts(self) -> dict[str, Any]:
         """All that the encoder's programs depend on, as plain data."""
+
+
+def require(fields: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    """Checks that these fields have these values. A missing field and null are accepted.
+
+    Raises:
+        ModelError: naming the field and its value.
+    """
+    for name, value in fixed.items():
+        if fields.get(name, value) not in (value, None):
+            raise ModelError(f"{name}={fields[name]!r} is not supported, only {value!r}")

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from jengine.base.errors import InvalidArgument, ModelError
-from jengine.vision.family import VISUAL, Patches
-from jengine.vision.fixed import require
+from jengine.vision.family import VISUAL, Patches, require
 from jengine.vision.pixels import BILINEAR, normalized, patches, rgb, squares
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from jengine.base.errors import InvalidArgument, ModelError
-from jengine.vision.family import VISUAL, Patches
-from jengine.vision.fixed import require
+from jengine.vision.family import VISUAL, Patches, require
 from jengine.vision.pixels import BICUBIC, fitting, most_fitting, normalized, patches, rgb
 
 if TYPE_CHECKING:

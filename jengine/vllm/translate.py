@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jengine.base.errors import InvalidArgument
-from jengine.vllm.engine_settings import ENGINE, LIBRARY
-from jengine.vllm.sampling_settings import CALLS, SAMPLING, STRUCTURED
-from jengine.vllm.server_settings import SERVER
 from jengine.vllm.setting import Setting
+from jengine.vllm.settings import CALLS, ENGINE, LIBRARY, SAMPLING, SERVER, STRUCTURED
 
 Settings = Mapping[str, Setting]
 

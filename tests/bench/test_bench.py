@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from jengine import InvalidArgument, JengineError, cli
-from jengine.capacity.bench.drive import drive
-from jengine.capacity.bench.endpoints import JengineEndpoint, OpenAIEndpoint
+from jengine.capacity.bench.endpoints import JengineEndpoint, OpenAIEndpoint, drive
 from jengine.capacity.bench.result import ClientRecord, Result
 from jengine.capacity.bench.workload import (
     BenchRequest,

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jengine.api.lora_text import lora_tokenizer
+from jengine.api.loras import lora_tokenizer
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.base.gguf_file import is_gguf
 from jengine.checkpoints import (

@@ -24,10 +24,9 @@ from jengine.engine.setup import program_set
 from jengine.execution.cache_folders import cache_root
 from jengine.execution.compile_children import CompileChildren
 from jengine.execution.kinds import Key
-from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.program_cache import ProgramCache
 from jengine.execution.program_folder import UntrustedProgram
-from jengine.execution.program_store import ProgramStore, packed
+from jengine.execution.program_store import PrebuiltPrograms, ProgramStore, packed
 from jengine.execution.programs import (
     CompilerOptions,
     Programs,

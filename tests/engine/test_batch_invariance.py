@@ -11,7 +11,7 @@ import pytest
 from jengine import InvalidArgument
 from jengine.engine.loop.engine import Engine
 from jengine.execution.runner import PendingSample
-from jengine.scheduling.requests.composition import BatchInvariant
+from jengine.scheduling.requests.batching import BatchInvariant
 from jengine.scheduling.step_plan import StepPlan
 from tests.engine.invariance import OPTIONS, Observed, check_invariance, differences, preempted, random_work
 

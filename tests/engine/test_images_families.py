@@ -25,7 +25,7 @@ from jengine.engine.operations import ResetPrefixCache, UpdateWeights
 from jengine.engine.start import start_engine
 from jengine.execution.runner import PendingSample
 from jengine.scheduling.costs.step_costs import SwapCosts
-from jengine.scheduling.pages.whole import outside
+from jengine.scheduling.pages.block_table import outside
 from jengine.scheduling.step_plan import StepPlan
 from jengine.vision.folder import served_vision
 from jengine.vision.images import with_images

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jengine import LLM, AsyncLLM, InvalidArgument, LoRARequest
-from jengine.capacity.simulation.formats import read_trace
+from jengine.capacity.simulation.trace import read_trace
 from jengine.checkpoints.folder import DEMO
 from jengine.core.config import EngineConfig
 from jengine.core.request import MAX_LOGPROBS, RequestOutput, SamplingParams

@@ -22,8 +22,7 @@ from jengine.engine.loop.engine import Engine
 from jengine.engine.setup import early_compilation
 from jengine.engine.setup.early_compilation import make_children
 from jengine.engine.start import start_engine
-from jengine.execution.compile_children import CompileChildren
-from jengine.execution.compile_job import Target
+from jengine.execution.compile_children import CompileChildren, Target
 from jengine.execution.sources import outside_digest
 from jengine.models import FAMILIES, Family, build, register
 from jengine.models.layers import param

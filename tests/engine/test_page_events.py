@@ -18,10 +18,9 @@ from jengine.core.request import SamplingParams
 from jengine.engine import page_events
 from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import ResetPrefixCache
-from jengine.engine.page_event_publisher import LAST, PageEventPublisher
-from jengine.engine.page_events import EventMaker, Group
+from jengine.engine.page_events import LAST, EventMaker, Group, PageEventPublisher
 from jengine.scheduling.pages.block import LoraSalt
-from jengine.scheduling.pages.page_change import PageChange
+from jengine.scheduling.pages.block_table import PageChange
 from jengine.scheduling.pages.prefix_index import PrefixIndex
 from tests.engine.running import run
 from tests.extras import of_extra

@@ -22,7 +22,7 @@ import pytest
 
 from jengine import LLM, AsyncLLM, EngineDead, InvalidArgument, SamplingParams
 from jengine.api.backend import EngineThread
-from jengine.base.interrupts import uninterrupted
+from jengine.base.process import uninterrupted
 from jengine.engine.operations import ResetPrefixCache
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL

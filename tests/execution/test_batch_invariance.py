@@ -21,8 +21,8 @@ from jengine.core.request import SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.engine.setup.shapes import describe
 from jengine.execution.batch import BatchLayout
+from jengine.execution.kernels import product_forms
 from jengine.execution.logits import ALL_ALLOWED, mask_words
-from jengine.execution.product_forms import product_forms
 from jengine.execution.sampler import sample, with_wanted_logprobs
 from jengine.execution.sampling_row import sampling_of
 from jengine.execution.spec import ExecutionSpec

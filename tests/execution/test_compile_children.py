@@ -17,8 +17,14 @@ import pytest
 
 from jengine.execution import compile_children
 from jengine.execution import programs as programs_module
-from jengine.execution.compile_children import NICENESS, CompileChildren, CompileFailed, children_count
-from jengine.execution.compile_job import Compiled, Job
+from jengine.execution.compile_children import (
+    NICENESS,
+    CompileChildren,
+    Compiled,
+    CompileFailed,
+    Job,
+    children_count,
+)
 from jengine.execution.kinds import Key
 from jengine.execution.program_store import unpacked
 from jengine.execution.programs import Programs, compile_one, memory_of, open_cache
@@ -173,7 +179,7 @@ def test_processes_end_with_a_killed_parent(log: Any) -> None:
     script = """
 import os, sys, time
 from jengine.execution import compile_children
-from jengine.execution.compile_job import Job
+from jengine.execution.compile_children import Job
 children = compile_children.CompileChildren(1)
 result = children.compile(Job("a spec", b""), "count")
 if os.fork() == 0:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 
-from jengine.execution.compile_children import CompileChildren
-from jengine.execution.compile_job import Job, Target
+from jengine.execution.compile_children import CompileChildren, Job, Target
 from jengine.execution.program_store import XZ
 from jengine.parallel.mesh import make_mesh
 from jengine.table.program_table import SamplerKey

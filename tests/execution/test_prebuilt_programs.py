@@ -20,7 +20,7 @@ from jengine.capacity.planning.ahead_of_time import compile_table
 from jengine.core.config import EngineConfig
 from jengine.engine.start import start_engine
 from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside
-from jengine.execution.prebuilt_programs import PrebuiltPrograms, difference
+from jengine.execution.program_store import PrebuiltPrograms, difference
 from jengine.execution.programs import program_keys
 from tests.execution.specs import make_spec
 from tests.golden.weights import Golden, write_model

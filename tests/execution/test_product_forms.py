@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jengine.execution.product_forms import product_forms, with_forms
+from jengine.execution.kernels import product_forms, with_forms
 from pallas_kernels.products import choice
 from tests.execution.specs import make_spec
 

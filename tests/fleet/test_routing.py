@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.fleet.routing import FIRST_RATE, PrefixBlocks, Rate, block_names, first_token_seconds
+from jengine.fleet.members import FIRST_RATE, PrefixBlocks, Rate, block_names, first_token_seconds
 
 TOKENS = st.lists(st.integers(0, 3), max_size=24)
 

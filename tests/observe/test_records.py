@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jengine.insight.recording import step_recorder
-from jengine.insight.recording.machine import memory
-from jengine.insight.recording.pauses import GarbagePauses, garbage_pauses
+from jengine.insight.recording.machine import GarbagePauses, garbage_pauses, memory
 from jengine.insight.recording.records import STAGES, Memory
 from jengine.insight.recording.step_recorder import StepRecorder
 from jengine.insight.recording.totals import TOKENS, StepTotals

@@ -17,7 +17,7 @@ from jengine.engine.loop import engine as engine_module
 from jengine.engine.loop.engine import Engine
 from jengine.engine.loop.engine_parts import EngineParts
 from jengine.execution.runner import StepResult
-from jengine.insight.recording import pauses, step_recorder
+from jengine.insight.recording import machine, step_recorder
 from jengine.insight.recording.records import Machine
 from jengine.insight.recording.trace import Trace
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts
@@ -205,8 +205,8 @@ def make_virtual(
         monotonic=lambda: clock.now,
         sleep=clock.work,
     )
-    monkeypatch.setattr(pauses, "_pauses", pauses.GarbagePauses())
-    for module in (engine_module, step_recorder, pauses):
+    monkeypatch.setattr(machine, "_pauses", machine.GarbagePauses())
+    for module in (engine_module, step_recorder, machine):
         monkeypatch.setattr(module, "time", virtual_time)
     budget = budget or places + 8 * tile
     table = ProgramTable.build(max_num_seqs=places, max_num_batched_tokens=budget, tile_size=tile)

@@ -28,7 +28,7 @@ from jengine.execution import programs, sampler, truncation
 from jengine.execution.device_state import ALLOCATE
 from jengine.execution.kinds import Key
 from jengine.execution.memory import DeviceMemory, ProgramMemory, device_bytes, pages_beside
-from jengine.execution.prebuilt_programs import PrebuiltPrograms
+from jengine.execution.program_store import PrebuiltPrograms
 from jengine.execution.programs import Built, memory_of, program_keys, running
 from jengine.table.program_table import SamplerKey, TrunkKey
 from tests.extras import compiler_for_gpus

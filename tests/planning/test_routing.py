@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jengine.capacity.planning.routing import MANY, most_arrived, most_met, most_routed
+from jengine.capacity.planning.roofline import MANY, most_arrived, most_met, most_routed
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jengine.capacity.planning.links import Cluster
-from jengine.capacity.planning.roofline import CAUSES, Batch, Formats, Roofline, kv_token_bytes
-from jengine.capacity.planning.routing import most_met, most_routed
+from jengine.capacity.planning.roofline import (
+    CAUSES,
+    Batch,
+    Formats,
+    Roofline,
+    kv_token_bytes,
+    most_met,
+    most_routed,
+)
 from jengine.capacity.planning.traffic import Serving, Traffic
 from jengine.checkpoints.hugging_face import model_config
 from jengine.devices.device_spec import DeviceSpec, device_spec

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from jengine.insight.profiling.capture import heap_growth, resident_parts
-from jengine.insight.profiling.locks import awaited_lock
 from jengine.insight.profiling.proc import call_now
-from jengine.insight.profiling.sampler import ThreadSampler
+from jengine.insight.profiling.sampler import ThreadSampler, awaited_lock
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from jengine.scheduling.forecasts.expectations import Hypothetical, expect
 from jengine.scheduling.pages.block_table import GroupPages
-from jengine.scheduling.requests.composition import BatchInvariant
+from jengine.scheduling.requests.batching import BatchInvariant
 from jengine.scheduling.requests.sequence import State
 from jengine.scheduling.work import Work
 from jengine.table.program_table import ProgramTable, SamplerKey, ScoreKey, TrunkKey

@@ -9,8 +9,8 @@ import pytest
 
 from jengine.scheduling.costs.draft_count import all_of_them, most_a_second
 from jengine.scheduling.costs.step_costs import StepCosts
+from jengine.scheduling.drafters.choice import PRIORS, Rates
 from jengine.scheduling.drafters.drafter import Draft
-from jengine.scheduling.drafters.rates import PRIORS, Rates
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.work import NO_WORK

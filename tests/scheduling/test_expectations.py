@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jengine.capacity.simulation.fast_forward import StepTimes
 from jengine.capacity.simulation.replay import EngineShape
-from jengine.capacity.simulation.times import StepTimes
 from jengine.capacity.simulation.trace import RequestTrace, make_trace
 from jengine.capacity.simulation.virtual_engine import VirtualEngine
 from jengine.core.request import Request

@@ -13,10 +13,8 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.config import EngineConfig
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.speculation import AUTOMATIC, Speculation
-from jengine.scheduling.drafters.choice import Forced, Ngrams, drafters_of
-from jengine.scheduling.drafters.drafter import Draft
-from jengine.scheduling.drafters.places import PLACES
-from jengine.scheduling.drafters.rates import BestDraft
+from jengine.scheduling.drafters.choice import BestDraft, Forced, Ngrams, drafters_of
+from jengine.scheduling.drafters.drafter import PLACES, Draft
 from jengine.scheduling.drafters.suffix import Suffix
 
 

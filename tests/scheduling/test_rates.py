@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from jengine.scheduling.drafters.choice import TEXT, BestDraft, Rates
 from jengine.scheduling.drafters.drafter import Draft
-from jengine.scheduling.drafters.rates import TEXT, BestDraft, Rates
 
 
 class Request(SimpleNamespace):

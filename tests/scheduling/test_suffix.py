@@ -15,7 +15,7 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.config import EngineConfig
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.speculation import MOST_DRAFTS, SHORTEST, Speculation, SuffixDecoding
-from jengine.scheduling.drafters import places
+from jengine.scheduling.drafters import drafter as places
 from jengine.scheduling.drafters import suffix as suffix_module
 from jengine.scheduling.drafters.choice import Forced, drafters_of
 from jengine.scheduling.drafters.drafter import Draft

@@ -8,10 +8,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.scheduling.pages.block_table import GroupPages
+from jengine.scheduling.pages.block_table import GroupPages, ahead, meets, next_range, outside
 from jengine.scheduling.pages.blocks import BlockManager
-from jengine.scheduling.pages.whole import ahead, meets, next_range, outside
-from jengine.scheduling.requests.composition import BatchInvariant, Composition
+from jengine.scheduling.requests.batching import BatchInvariant, Composition
 
 TILE, PAGE = 8, 4
 Cut = tuple[int, list[tuple[int, int]]]

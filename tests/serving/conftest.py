@@ -20,8 +20,8 @@ from jengine import AsyncLLM, SamplingParams, Tokenizer
 from jengine.api.backend import EngineThread
 from jengine.serving.calls.model_provider import NO_PAGES, FixedModel, ModelInfo, PagesInfo
 from jengine.serving.config import ServerConfig
+from jengine.serving.grpc.client_errors import GenerateServiceStub
 from jengine.serving.grpc.server import AddedService, build_server
-from jengine.serving.grpc.stubs import GenerateServiceStub
 from jengine.serving.guards.access import Access
 from jengine.serving.http.app import Parts
 from jengine.serving.http.front import HttpFront

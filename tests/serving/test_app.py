@@ -21,7 +21,7 @@ from jengine import EngineDead
 from jengine.cli import main
 from jengine.serving.grpc.client import Client, Retries, ServerError
 from jengine.serving.guards.security import hash_line
-from jengine.serving.processes import makers
+from jengine.serving.processes import engine_fleet
 from tests.serving.certificates import Authority
 from tests.serving.leaks import alive, wait_until
 from tests.serving.processes import HealthWatch, free_port, mock_process, process, wait_for_server
@@ -197,7 +197,7 @@ def test_http_listens_before_libraries_are_imported(monkeypatch: pytest.MonkeyPa
         def quit(self) -> None:
             pass
 
-    monkeypatch.setattr(makers, "maker", lambda *_: lambda _: Engine())
+    monkeypatch.setattr(engine_fleet, "maker", lambda *_: lambda _: Engine())
     monkeypatch.setattr(sys, "stderr", log := io.StringIO())
     with pytest.raises(SystemExit):
         main(["serve", "demo", f"--port={port}", "--grpc-port=none"])

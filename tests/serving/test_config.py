@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import jengine
 from jengine import EngineConfig, InvalidArgument
 from jengine.serving.config import KV_TOKEN, ServerConfig, resolve_config
-from jengine.serving.lora_modules import LoraModule
+from jengine.serving.options import LoraModule
 
 OTHER: dict[str, Any] = {
     "host": "::1", "grpc_port": 1, "metrics_port": 2, "metrics_prefix": "vllm",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from jengine.serving.http.connections import Quota
+from jengine.serving.http.front import Quota
 from jengine.serving.metrics.metrics_server import Recent
 from tests.serving.conftest import MakeServer
 from tests.serving.leaks import wait_until

@@ -24,9 +24,8 @@ from jengine import (
     Tokenizer,
 )
 from jengine.serving.config import ServerConfig
-from jengine.serving.processes.engine_fleet import EngineFleet
+from jengine.serving.processes.engine_fleet import EngineFleet, maker
 from jengine.serving.processes.engine_process import EngineProcess
-from jengine.serving.processes.makers import maker
 from jengine.spi import BackOff
 from tests.compiling import quickly_compiled
 from tests.engine.running import SMALL

@@ -15,9 +15,8 @@ from jengine import AsyncLLM, EngineDead, InvalidArgument, SamplingParams, Token
 from jengine.core.config import EngineConfig
 from jengine.serving.config import ServerConfig
 from jengine.serving.processes import places
-from jengine.serving.processes.engine_fleet import EngineFleet
+from jengine.serving.processes.engine_fleet import EngineFleet, maker
 from jengine.serving.processes.engine_process import EngineProcess
-from jengine.serving.processes.makers import maker
 from jengine.serving.processes.places import Place
 from jengine.serving.processes.supervisor import OnEnd, Supervisor
 from jengine.spi import BackOff

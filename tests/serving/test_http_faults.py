@@ -26,7 +26,8 @@ from jengine import InvalidArgument
 from jengine.serving.config import ServerConfig
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.guards.security import hash_line
-from jengine.serving.http import calls, connections
+from jengine.serving.http import calls
+from jengine.serving.http import front as connections
 from jengine.serving.http.front import HttpFront
 from tests.serving.certificates import Authority
 from tests.serving.conftest import MakeServer, MockServer

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jengine import JengineError, Tokenizer
-from jengine.serving.processes.mask_queue import Made, MaskQueue, SharedMasks
+from jengine.serving.processes.engine_child import Made, MaskQueue, SharedMasks
 from jengine.serving.processes.wire import Add, PromptSample, requests_of
 from jengine.text import masks
 

@@ -19,9 +19,16 @@ from openai import OpenAI
 from jengine import InvalidArgument, OutOfMemory, SamplingParams
 from jengine.client import Client
 from jengine.serving.calls.model_provider import NotReady
-from jengine.serving.models.memory import GpuMemory, MemoryNeed, memory_of
 from jengine.serving.models.model_config import resolve_models
-from jengine.serving.models.pool import MEMORY, ModelPool, PooledModel, Usage
+from jengine.serving.models.pool import (
+    MEMORY,
+    GpuMemory,
+    MemoryNeed,
+    ModelPool,
+    PooledModel,
+    Usage,
+    memory_of,
+)
 from tests.serving.leaks import alive, wait_until
 from tests.serving.processes import ServerProcess, mock_process
 

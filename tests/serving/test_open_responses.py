@@ -16,7 +16,7 @@ from openai.types.responses import Response
 from pydantic import ValidationError
 
 from jengine.serving.http import blocks
-from jengine.serving.http.responses import objects
+from jengine.serving.http.responses import reply
 from tests.serving.conftest import MockServer, serve_mock
 from tests.serving.echo import serve_echo
 from tests.serving.open_responses import ERROR, EVENT, RESPONSE
@@ -154,7 +154,7 @@ def test_an_unexpected_error_in_a_stream(
     def fail(*_: Any) -> Any:
         raise RuntimeError("a secret")
 
-    monkeypatch.setattr(*((blocks.BlockReader, "take") if broken == "take" else (objects, "_usage")), fail)
+    monkeypatch.setattr(*((blocks.BlockReader, "take") if broken == "take" else (reply, "_usage")), fail)
     last = events(server, **raw(asked("Hello.")))[-1]
     EVENT.validate_python(last)
     error = last["response"]["error"]

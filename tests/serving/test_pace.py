@@ -11,8 +11,7 @@ import pytest
 from jengine import AsyncLLM, CompletionOutput, RequestOutput, SamplingParams, Tokenizer
 from jengine.api.backend import EngineThread
 from jengine.serving.metrics.server_metrics import Metrics
-from jengine.serving.requests.answers import Answer
-from jengine.serving.requests.pace import CORES_SHARE, LONGEST, LOOP_SHARE, MESSAGE_SECONDS, Pace
+from jengine.serving.requests.answers import CORES_SHARE, LONGEST, LOOP_SHARE, MESSAGE_SECONDS, Answer, Pace
 from jengine.serving.requests.tracking import TrackedRequest
 from tests.mocks.mock_engine import MockEngine
 

@@ -16,17 +16,15 @@ from jengine.serving.parsers.events import (
     OutputParser,
     PlainText,
     Reasoning,
+    ThinkParser,
     ToolCallStart,
     joined,
 )
 from jengine.serving.parsers.harmony import Harmony
-from jengine.serving.parsers.hermes import Hermes
 from jengine.serving.parsers.json_calls import CallArray, NamedCall
-from jengine.serving.parsers.llama import LlamaJson
+from jengine.serving.parsers.json_formats import Hermes, LlamaJson, Mistral
 from jengine.serving.parsers.marked import DEEPSEEK, KIMI, MarkedCalls
-from jengine.serving.parsers.mistral import Mistral
 from jengine.serving.parsers.pythonic import Pythonic
-from jengine.serving.parsers.thoughts import ThinkParser
 
 NAMES = {"f", "g"}
 ODD = "ns:my tool-2/x"

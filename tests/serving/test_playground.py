@@ -21,15 +21,15 @@ from jengine.serving.calls.call import Busy
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.security import hash_line
 from jengine.serving.http.hosts import is_own
-from jengine.serving.playground import live
-from jengine.serving.playground.app import assets
-from jengine.serving.playground.live import (
+from jengine.serving.playground import app
+from jengine.serving.playground.app import (
     MOST_EVENTS,
     MOST_VIEWERS,
     SHOWN_STEPS,
     EngineView,
     LiveFeed,
     Viewer,
+    assets,
     percentiles,
 )
 from jengine.spi import Readers
@@ -313,14 +313,14 @@ def test_a_viewer_that_does_not_read_keeps_the_newest() -> None:
 
 
 def test_viewers_are_bounded_and_events_say_that_no_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "INTERVAL", 0.01)
+    monkeypatch.setattr(app, "INTERVAL", 0.01)
 
     class Gone:
         """A ModelProvider whose first engine still starts."""
 
         @property
         def info(self) -> Any:
-            raise live.EngineDead("the first engine is still starting")
+            raise app.EngineDead("the first engine is still starting")
 
         llm = info
         retry_seconds = 1.0

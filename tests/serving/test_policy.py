@@ -14,9 +14,9 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from jengine import InvalidArgument, SamplingParams, Tokenizer
 from jengine.serving.http import bodies
 from jengine.serving.http.chat_completions import ChatCompletions
-from jengine.serving.http.chat_request import ChatInput
+from jengine.serving.http.chat_service import ChatInput
+from jengine.serving.http.messages.body import MessagesBody
 from jengine.serving.http.messages.reply import Messages
-from jengine.serving.http.messages.types import MessagesBody
 from jengine.serving.http.policy import CHAT, POLICIES, Outcome, Policy, _log_once, fields
 from jengine.serving.http.tool_choice import read_tools
 from jengine.serving.parsers.formats import AnswerFormat

@@ -19,7 +19,7 @@ from jengine import (
     chat_prompt,
 )
 from jengine.api.backend import EngineThread
-from jengine.text import stop_strings
+from jengine.text import completion
 from tests.mocks.mock_engine import MockEngine
 from tests.serving.leaks import wait_until
 
@@ -127,8 +127,8 @@ def test_the_engines_death(run: Callable[..., None]) -> None:
 
 
 def test_samples_share_one_stop_automaton(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    made, compile = [], stop_strings._automaton
-    monkeypatch.setattr(stop_strings, "_automaton", lambda stops: (made.append(stops), compile(stops))[1])
+    made, compile = [], completion._automaton
+    monkeypatch.setattr(completion, "_automaton", lambda stops: (made.append(stops), compile(stops))[1])
 
     async def test(llm: AsyncLLM) -> None:
         [*_, last] = [

@@ -14,8 +14,8 @@ from openai import OpenAI
 from jengine import InvalidArgument
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.security import Key, current_key, hash_line
-from jengine.serving.http.responses import store as store_module
-from jengine.serving.http.responses.store import MAX_RESPONSES, MAX_SECONDS, ResponseStore, StoredResponse
+from jengine.serving.http.responses import earlier as store_module
+from jengine.serving.http.responses.earlier import MAX_RESPONSES, MAX_SECONDS, ResponseStore, StoredResponse
 from tests.serving.conftest import MockServer, serve_mock
 from tests.serving.echo import echo_model
 from tests.serving.test_http_responses import THOUGHT, asked, events, post, raw

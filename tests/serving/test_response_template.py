@@ -9,7 +9,7 @@ import pytest
 
 from jengine import ModelError
 from jengine.serving.parsers.events import Arguments, Content, Reasoning, ToolCallStart
-from jengine.serving.parsers.response_template import ResponseTemplate
+from jengine.serving.parsers.formats import ResponseTemplate
 from tests.serving.test_formats import TOOLS, format_of
 from tests.serving.test_parsers import parsed
 from tests.text.conftest import byte_level, write

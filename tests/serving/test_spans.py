@@ -11,8 +11,7 @@ import pytest
 
 from jengine import CompletionOutput, InvalidArgument, RequestOutput
 from jengine.serving.metrics.server_metrics import Metrics
-from jengine.serving.requests.spans import Spans
-from jengine.serving.requests.tracking import RequestTracker
+from jengine.serving.requests.tracking import RequestTracker, Spans
 from tests.extras import of_extra
 
 export = of_extra("dev", "opentelemetry.sdk.trace.export.in_memory_span_exporter")

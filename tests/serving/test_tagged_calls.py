@@ -14,9 +14,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from jengine.serving.parsers.events import Arguments, Content, Event, OutputParser, Reasoning, ToolCallStart
+from jengine.serving.parsers.events import (
+    Arguments,
+    Content,
+    Event,
+    OutputParser,
+    Reasoning,
+    ThinkParser,
+    ToolCallStart,
+)
 from jengine.serving.parsers.tagged import GLM, MINIMAX, QWEN_CODER, TaggedCalls
-from jengine.serving.parsers.thoughts import ThinkParser
 from jengine.serving.parsers.values import argument, declared_types, parameter_types
 from tests.serving.test_formats import TOOLS, format_of
 from tests.serving.test_parsers import cut, parsed

@@ -14,9 +14,8 @@ import pytest
 
 from jengine import InvalidArgument
 from jengine.serving.config import ServerConfig
-from jengine.serving.guards.access import Access
+from jengine.serving.guards.access import Access, Tls
 from jengine.serving.guards.security import hash_line
-from jengine.serving.guards.tls import Tls
 from jengine.serving.metrics.server_metrics import Metrics
 from tests.serving.certificates import Authority, Pair
 from tests.serving.test_security import KEY, OTHER, WHO, ask, serving

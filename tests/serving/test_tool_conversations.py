@@ -13,7 +13,7 @@ import pytest
 
 from jengine import InvalidArgument, Tokenizer, chat_prompt
 from jengine.serving.http.blocks import blocks_of
-from jengine.serving.http.chat_request import call_id
+from jengine.serving.http.chat_service import call_id
 from jengine.serving.http.messages.body import conversation as from_messages
 from jengine.serving.http.responses.body import conversation as from_responses
 from jengine.serving.parsers.events import joined

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jengine.capacity.simulation.outcome import Outcome
 from jengine.capacity.simulation.replay import replay
 from jengine.capacity.simulation.setup import AssumedDrafts
+from jengine.capacity.simulation.summary import Outcome
 from jengine.capacity.simulation.trace import make_trace
 from tests.simulation.shapes import make_shape, poisson
 

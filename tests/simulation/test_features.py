@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jengine.base.errors import InvalidArgument
-from jengine.capacity.simulation.outcome import Outcome
 from jengine.capacity.simulation.replay import EngineShape, replay
+from jengine.capacity.simulation.summary import Outcome
 from jengine.capacity.simulation.trace import RequestTrace, make_trace
 from jengine.scheduling.costs.step_costs import SwapCosts
 from jengine.scheduling.scheduler import Scheduler

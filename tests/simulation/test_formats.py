@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jengine.base.errors import InvalidArgument
-from jengine.capacity.simulation.formats import read_trace
+from jengine.capacity.simulation.trace import read_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jengine.base.errors import InvalidArgument
-from jengine.capacity.simulation.formats import read_trace
+from jengine.capacity.simulation.trace import read_trace
 from jengine.core.request import Request, SamplingParams
 from jengine.engine.loop.engine import Engine
 from jengine.engine.loop.engine_parts import EngineParts

@@ -7,8 +7,7 @@ import pytest
 
 from jengine.base.errors import InvalidArgument
 from jengine.capacity.simulation.replay import replay, replicas_needed
-from jengine.capacity.simulation.report import bars, report
-from jengine.capacity.simulation.summary import Targets, in_target, summarize
+from jengine.capacity.simulation.summary import Targets, bars, in_target, report, summarize
 from jengine.capacity.simulation.trace import make_trace
 from jengine.core.request import SamplingParams
 from jengine.scheduling.costs.step_costs import Cost

@@ -17,8 +17,7 @@ import pytest
 
 from jengine.stores import frames
 from jengine.stores import server as page_server
-from jengine.stores.memory import MemoryStore
-from jengine.stores.page_store import StoreError
+from jengine.stores.memory import MemoryStore, StoreError
 from jengine.stores.remote import FIRST_PAUSE, RemoteStore
 from jengine.stores.server import PageServer
 from jengine.stores.token import TOKEN as TOKEN_NAME

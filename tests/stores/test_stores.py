@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from jengine.stores.disk import HEAD_BYTES, DiskStore
-from jengine.stores.memory import MemoryStore
-from jengine.stores.page_store import PageStore
+from jengine.stores.memory import MemoryStore, PageStore
 
 NAMES = [bytes([i]) * 32 for i in range(8)]
 SIZES = st.integers(1, 40)

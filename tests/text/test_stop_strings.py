@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jengine.text.stop_strings import StopAutomaton, StopStrings
+from jengine.text.completion import StopAutomaton, StopStrings
 
 
 def plain(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from jengine.base.errors import InvalidArgument
-from jengine.capacity.simulation.formats import read_trace
+from jengine.capacity.simulation.trace import read_trace
 
 VOCABULARY = 100, 500  # ids that nearly every model has, and that are rarely special tokens
 SHORTEST, LONGEST = 4, 1024  # minimum and maximum tokens of ShareGPT prompts, as in vLLM

@@ -18,14 +18,14 @@ from jax.sharding import Mesh
 from jengine.base.errors import InvalidArgument, OutOfMemory
 from jengine.base.progress import progress_log
 from jengine.core.config import EngineConfig
-from jengine.devices.cpu_threads import limit_cpu_threads
-from jengine.devices.device_defaults import sizes
+from jengine.devices.device_defaults import limit_cpu_threads, sizes
 from jengine.devices.device_spec import DeviceSpec, device_spec
 from jengine.engine.setup.model_source import ModelSource
 from jengine.engine.setup.pipeline_shapes import refuse_stages
 from jengine.engine.setup.shapes import describe
 from jengine.execution.cache_folders import cache_root
 from jengine.execution.kernel_objects import keep_lowered
+from jengine.execution.kernels import product_forms, with_forms
 from jengine.execution.kinds import KINDS, Key
 from jengine.execution.memory import (
     PAGE_GRID,
@@ -35,7 +35,6 @@ from jengine.execution.memory import (
     pages_beside,
     pages_that_fit,
 )
-from jengine.execution.product_forms import product_forms, with_forms
 from jengine.execution.program_store import ProgramStore, packed
 from jengine.execution.programs import (
     UNTUNED,

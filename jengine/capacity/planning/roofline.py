@@ -8,18 +8,21 @@ shares, which were measured over whole steps, include them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import comb, sqrt
 from typing import Literal, NamedTuple
 
 import jax
+import numpy as np
 
 from jengine.capacity.planning.links import Cluster, Seconds
-from jengine.capacity.planning.routing import most_met, most_routed
 from jengine.models import Model
 from jengine.parallel.layout import Layout
 
+MANY = 512  # tokens from which the excess over the mean grows with their square root
 Cause = Literal["memory", "products", "links", "network", "latency", "bubble"]
 NAMES: dict[Cause, str] = {
     "memory": "memory bandwidth",
@@ -32,6 +35,51 @@ NAMES: dict[Cause, str] = {
 CAUSES: tuple[Cause, ...] = tuple(NAMES)
 LOGIT_BYTES = 4  # float32
 Causes = dict[Cause, float]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def most_met(experts: int, chosen: int, devices: int, tokens: int) -> float:
+    """Expected number of different experts that the tokens use on the device with the most of them."""
+    if not tokens:
+        return 0.0
+    met = 1 - (1 - chosen / experts) ** tokens
+    local = -(-experts // devices)
+    each = [comb(local, count) * met**count * (1 - met) ** (local - count) for count in range(local)]
+    return _expected_most(np.cumsum(each), devices)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def most_routed(experts: int, chosen: int, devices: int, tokens: int) -> float:
+    """Expected number of (token, expert) pairs on the device with the most of them."""
+    mean = tokens * chosen / devices
+    if tokens > MANY:
+        excess = most_routed(experts, chosen, devices, MANY) - MANY * chosen / devices
+        return mean + excess * sqrt(tokens / MANY)
+    if not tokens or devices == 1:
+        return mean
+    local = -(-experts // devices)
+    chances = [  # probabilities that a token chooses 0, 1, ... experts of a device
+        comb(local, count) * comb(experts - local, chosen - count) / comb(experts, chosen)
+        for count in range(min(chosen, local) + 1)
+    ]
+    size = tokens * (len(chances) - 1) + 1
+    all_of = np.fft.irfft(np.fft.rfft(chances, 2 * size) ** tokens, 2 * size)[:size]  # of independent tokens
+    return _expected_most(np.minimum(np.cumsum(np.maximum(all_of, 0.0)), 1.0)[:-1], devices)
+
+
+def most_arrived(mean: float, cohorts: int) -> float:
+    """Expected number of arrivals at the cohort with the most of them, if `mean` arrive at all together."""
+    if cohorts == 1:
+        return mean
+    each = mean / cohorts
+    counts = np.arange(1, int(each + 10 * sqrt(each)) + 12)
+    steps = np.exp(-each + np.cumsum(np.log(each) - np.log(counts)))  # probabilities of 1, 2, ...
+    return _expected_most(np.cumsum([np.exp(-each), *steps]), cohorts)
+
+
+def _expected_most(below: np.ndarray, devices: int) -> float:
+    """The expected maximum of so many equal variables. below: probabilities that one is at most 0, 1, ..."""
+    return float(np.sum(1 - below**devices))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from jengine.base.errors import InvalidArgument
-from jengine.capacity.planning.roofline import CAUSES, Batch, Cause, Causes, Roofline
-from jengine.capacity.planning.routing import most_arrived
+from jengine.capacity.planning.roofline import CAUSES, Batch, Cause, Causes, Roofline, most_arrived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,8 @@ import numpy as np
 
 from jengine.base.process import uncollected
 from jengine.base.progress import progress_bar
-from jengine.capacity.simulation.fast_forward import ConstantPredictor
-from jengine.capacity.simulation.outcome import Outcome, joined
-from jengine.capacity.simulation.summary import Targets, in_target
-from jengine.capacity.simulation.times import StepTimes
+from jengine.capacity.simulation.fast_forward import ConstantPredictor, StepTimes
+from jengine.capacity.simulation.summary import Outcome, Targets, in_target, joined
 from jengine.capacity.simulation.trace import RequestTrace
 from jengine.capacity.simulation.virtual_engine import VirtualEngine
 from jengine.core.request import SamplingParams

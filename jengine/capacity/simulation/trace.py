@@ -1,11 +1,18 @@
-"""A trace: arrival times and lengths of requests. Stored in columns, so that a million requests stay
-small.
+"""A trace: arrival times and lengths of requests. Stored in columns, so that a million requests stay small.
+
+Files of traces are jengine's recordings, Azure's and BurstGPT's CSV, and Mooncake's JSONL. The first line
+determines the format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +22,14 @@ from jengine.base.errors import InvalidArgument
 OWN_TOKENS = 1 << 30  # from here on, each request has a token of its own
 OUTPUT_TOKEN = OWN_TOKENS - 1  # represents every generated token; no prompt contains it
 END_TOKEN = -(2**31)  # ends a request before its limit
+MOONCAKE_BLOCK = 512  # tokens of a hash id
+AZURE = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}
+BURST_GPT = {"Timestamp", "Request tokens", "Response tokens"}
+OURS, VERSION = "jengine_trace", 1
+FIELDS = {
+    "arrival", "prompt_tokens", "output_tokens", "prompt_token_ids", "prefix", "priority", "client",
+    "ttft_ms", "tpot_ms", "lora",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,3 +128,185 @@ def make_trace(
         **columns,  # type: ignore[arg-type]
     )
     return trace.take(order)
+
+
+def read_trace(path: str | Path) -> RequestTrace:
+    """Reads a trace file.
+
+    Raises:
+        InvalidArgument: the file cannot be read, has an unknown format, or has a bad line, which the message
+            names.
+    """
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            first = file.readline()
+            lines = chain([first], file)
+            return _reader(path, first)(str(path), lines)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument("trace", str(path), f"cannot be read: {error}") from None
+
+
+def _reader(path: str | Path, first: str) -> Callable[[str, Iterator[str]], RequestTrace]:
+    if first.lstrip().startswith("{"):
+        fields = _object(str(path), 1, first)
+        if OURS in fields:
+            return _jengine
+        if {"timestamp", "input_length", "output_length"} <= fields.keys():
+            return _mooncake
+    header = {name.strip() for name in first.strip().split(",")}
+    if header >= AZURE:
+        return _azure
+    if header >= BURST_GPT:
+        return _burst_gpt
+    known = (
+        "a first line of Azure's CSV, BurstGPT's CSV, Mooncake's JSONL or a recording, which begins with"
+        f" {{{OURS!r}: {VERSION}}}"
+    )
+    raise InvalidArgument("trace", str(path), f"must have {known}, not {first.strip()[:80]!r}")
+
+
+def _azure(path: str, lines: Iterator[str]) -> RequestTrace:
+    """Times of day, as in 2023-11-16 18:15:46.6805900."""
+    rows = [
+        (
+            _value(path, line, _day_time, row["TIMESTAMP"]),
+            *_lengths(path, line, row, "ContextTokens", "GeneratedTokens"),
+        )
+        for line, row in _csv(path, lines)
+    ]
+    return _without_empty(rows)
+
+
+def _day_time(text: str) -> float:
+    """Seconds. Times without a zone are read as UTC, so that no hour is missing or duplicated."""
+    time = datetime.fromisoformat(text)
+    return (time.replace(tzinfo=UTC) if time.tzinfo is None else time).timestamp()
+
+
+def _burst_gpt(path: str, lines: Iterator[str]) -> RequestTrace:
+    """Times in seconds. Failed requests have no response tokens."""
+    rows = [
+        (
+            _value(path, line, float, row["Timestamp"]),
+            *_lengths(path, line, row, "Request tokens", "Response tokens"),
+        )
+        for line, row in _csv(path, lines)
+    ]
+    return _without_empty(rows)
+
+
+def _mooncake(path: str, lines: Iterator[str]) -> RequestTrace:
+    """Times in milliseconds. Each of `hash_ids` identifies 512 tokens and everything before them."""
+    rows, prefixes, left_out = [], [], 0
+    for line, fields in _json_lines(path, lines):
+        row = (
+            _value(path, line, float, fields["timestamp"]) / 1e3,
+            *_lengths(path, line, fields, "input_length", "output_length"),
+        )
+        if min(row[1:]) < 1:
+            left_out += 1
+            continue
+        rows.append(row)
+        prefixes.append(tuple(fields.get("hash_ids", ())))
+    return make_trace(rows, prefixes=_numbered(prefixes), block=MOONCAKE_BLOCK, left_out=left_out)
+
+
+def _jengine(path: str, lines: Iterator[str]) -> RequestTrace:
+    """The format of TraceRecorder, which may also be written by hand.
+
+    Each line has an arrival in seconds, output_tokens, and either prompt_token_ids or prompt_tokens with an
+    optional `prefix`.
+    """
+    header = _object(path, 1, next(lines))
+    if header[OURS] != VERSION:
+        raise InvalidArgument(OURS, header[OURS], f"must be {VERSION} ({path})")
+    rows, records, left_out = [], [], 0
+    for line, fields in _json_lines(path, lines, first=2):
+        if unknown := fields.keys() - FIELDS:
+            raise InvalidArgument("trace", min(unknown), f"there is no such field ({path}, line {line})")
+        if "prompt_token_ids" in fields:
+            fields["prompt_tokens"] = len(fields["prompt_token_ids"])
+        row = (
+            _value(path, line, float, fields.get("arrival")),
+            *_lengths(path, line, fields, "prompt_tokens", "output_tokens"),
+        )
+        if min(row[1:]) < 1:
+            left_out += 1
+            continue
+        rows.append(row)
+        records.append(fields)
+
+    def column(name: str, default: Any) -> list[Any] | None:
+        values = [fields.get(name) for fields in records]
+        return (
+            None
+            if all(value is None for value in values)
+            else [default if value is None else value for value in values]
+        )
+
+    tokens, prefixes = column("prompt_token_ids", ()), column("prefix", ())
+    if tokens is not None and prefixes is not None:
+        raise InvalidArgument("trace", "prefix", f"a file has either prefix or prompt_token_ids ({path})")
+    priorities, ttft, tpot = column("priority", 0), column("ttft_ms", np.nan), column("tpot_ms", np.nan)
+    known = tokens or prefixes
+    return make_trace(
+        rows,
+        prefixes=None if known is None else _numbered(known),
+        block=1 if tokens is not None else _value(path, 1, int, header.get("block", 1)),
+        priorities=None if priorities is None else np.array(priorities, np.int64),
+        clients=column("client", None),
+        loras=column("lora", None),
+        ttft_ms=None if ttft is None else np.array(ttft, np.float64),
+        tpot_ms=None if tpot is None else np.array(tpot, np.float64),
+        left_out=left_out,
+    )
+
+
+def _without_empty(rows: list[tuple[float, int, int]]) -> RequestTrace:
+    whole = [row for row in rows if row[1] > 0 and row[2] > 0]
+    return make_trace(whole, left_out=len(rows) - len(whole))
+
+
+def _numbered(prefixes: list[Any]) -> list[tuple[int, ...]]:
+    """Replaces ids of any type by numbers from 0 on."""
+    numbers: dict[Any, int] = {}
+    return [tuple([numbers.setdefault(id, len(numbers)) for id in prefix]) for prefix in prefixes]
+
+
+def _csv(path: str, lines: Iterator[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    rows = csv.reader(lines)
+    names = [name.strip() for name in next(rows)]
+    for number, row in enumerate(rows, 2):
+        if row:
+            if len(row) != len(names):
+                raise InvalidArgument(
+                    "trace", ",".join(row), f"must have {len(names)} columns ({path}, line {number})"
+                )
+            yield number, dict(zip(names, row, strict=True))
+
+
+def _json_lines(path: str, lines: Iterator[str], first: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(lines, first):
+        if line.strip():
+            yield number, _object(path, number, line)
+
+
+def _object(path: str, number: int, line: str) -> dict[str, Any]:
+    fields = _value(path, number, json.loads, line)
+    if not isinstance(fields, dict):
+        raise InvalidArgument("trace", line, f"must be a JSON object ({path}, line {number})")
+    return fields
+
+
+def _lengths(path: str, number: int, row: dict[str, Any], prompt: str, output: str) -> tuple[int, int]:
+    for name in (prompt, output):
+        if name not in row:
+            raise InvalidArgument("trace", name, f"is missing ({path}, line {number})")
+    return _value(path, number, int, row[prompt]), _value(path, number, int, row[output])
+
+
+def _value(path: str, number: int, make: Callable[[Any], Any], text: Any) -> Any:
+    try:
+        return make(text)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument("trace", text, f"cannot be read: {error} ({path}, line {number})") from None

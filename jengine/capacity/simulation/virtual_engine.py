@@ -10,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jengine.base.errors import InvalidArgument, JengineError
-from jengine.capacity.simulation.fast_forward import FastForward
-from jengine.capacity.simulation.outcome import EngineSample, Outcome
-from jengine.capacity.simulation.times import StepTimes
+from jengine.capacity.simulation.fast_forward import FastForward, StepTimes
+from jengine.capacity.simulation.summary import EngineSample, Outcome
 from jengine.capacity.simulation.trace import END_TOKEN, OUTPUT_TOKEN, OWN_TOKENS, RequestTrace
 from jengine.core.request import Request, SamplingParams
 from jengine.scheduling.costs.step_costs import StepCosts, SwapCosts

@@ -20,19 +20,20 @@ from jengine.core.weights import Version
 from jengine.engine.limits import Limits
 from jengine.engine.loop.engine_parts import EngineParts, programs_ready
 from jengine.engine.loop.first_use import FirstUse
-from jengine.engine.loop.gate import Gate
 from jengine.engine.loop.mask_rows import fill_masks, masked_rows
-from jengine.engine.loop.reports import Reports, load_of
-from jengine.engine.loop.step_clock import StepClock
 from jengine.engine.loop.step_updates import (
+    Reports,
+    StepClock,
     add_pooled,
     beam_candidates,
+    load_of,
     prompt_scores,
     several_updates,
     single_updates,
 )
 from jengine.engine.loop.turns import (
     BATCH_POLL_SECONDS,
+    Gate,
     Turn,
     Wanted,
     ended,
@@ -54,7 +55,7 @@ from jengine.scheduling.promises.acceptance import REJECTED
 from jengine.scheduling.requests.loras import Lora
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.step.collected import Collected
+from jengine.scheduling.step.rows import Collected
 from jengine.scheduling.step_plan import StepPlan
 from jengine.text.mask_thread import MASK_SECONDS, MaskThread
 

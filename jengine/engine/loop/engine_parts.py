@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from jengine.core.pooling import Embedder, Reranker
 from jengine.engine.loop.live_weights import FixedWeights
 from jengine.engine.loop.lora_store import LoraStore
-from jengine.engine.page_event_publisher import PageEventPublisher
+from jengine.engine.page_events import PageEventPublisher
 from jengine.engine.page_transfer import PageTransfer
 from jengine.insight.recording.recorder import TraceRecorder
 

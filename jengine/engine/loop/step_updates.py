@@ -1,19 +1,33 @@
-"""Converts a step's results to updates."""
+"""Converts a step's results to updates, measures its time, and guards what the loop computes for reports."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
-from jengine.core.updates import BeamsFound, Pooled, PromptScores, ScoredToken, TokenLogprobs, TokenUpdate
+from jengine.core.updates import (
+    BeamsFound,
+    Load,
+    Pooled,
+    PromptScores,
+    ScoredToken,
+    TokenLogprobs,
+    TokenUpdate,
+)
 from jengine.core.weights import Version
 from jengine.execution.runner import StepResult
 from jengine.execution.sampler import SampledLogprobs
+from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.step.collected import Collected
+from jengine.scheduling.step.rows import Collected
 from jengine.scheduling.step_plan import StepPlan
+from jengine.table.program_table import TrunkKey
+
+log = logging.getLogger(__name__)
 
 
 def single_updates(collected: Collected, version: Version) -> list[TokenUpdate | Pooled | BeamsFound]:
@@ -120,3 +134,133 @@ def add_pooled(plan: StepPlan, pooled: np.ndarray, scheduler: Scheduler) -> None
             and sequence.pooled is not None
         ):
             sequence.pooled.add(span.start + max(span.pool, offset), span.start + offset + length, pooled[i])
+
+
+class StepClock:
+    """Takes the loop's times, all from one clock, and reports step durations to the costs.
+
+    A device runs one step after the other. A step begins when it is dispatched or when the previous one ends,
+    whichever is later. It ends when the host reads it, if the host had to wait. Otherwise its end is unknown,
+    and neither this step nor a step that was started before its end was seen is counted.
+
+    In a pipeline, steps end one stage's seconds after each other while all stages have work, if they run the
+    same program. Other steps are not counted: one that is longer than the one before reaches the last stage
+    late.
+    """
+
+    def __init__(self, stages: int = 1) -> None:
+        self._stages = stages
+        self._trunk: TrunkKey | None = None  # of the last step that was read
+        self._ended, self._exactly = 0.0, True  # end of the last step that was read, and whether it is exact
+        self._planning = 0.0
+        # the last step that was read, while the loop runs without a pause
+        self._collected: StepPlan | None = None
+
+    def planning(self, now: float, costs: StepCosts) -> None:
+        """The loop starts to plan the next step."""
+        self._planning, plan, self._collected = now, self._collected, None
+        if plan is not None:
+            costs.observe_collect(len(plan.spans), plan.trunk.tiles, now - self._ended)
+
+    def dispatched(self, plan: StepPlan, now: float, costs: StepCosts) -> None:
+        """A step has been planned and dispatched."""
+        costs.observe_plan(len(plan.spans), plan.trunk.tiles, now - self._planning)
+
+    def read(
+        self, plan: StepPlan, started: float, now: float, costs: StepCosts, *, waited: bool, counts: bool
+    ) -> float:
+        """A step's tokens have arrived. Returns its device seconds; 0.0 if unknown.
+
+        Args:
+            started: time of the call of its first program.
+            waited: whether the host had to wait for the tokens.
+            counts: whether the step ran only its drafts, its trunk and its sampler, back to back, and began
+                while all stages had work.
+        """
+        known = waited and counts and (self._exactly or started >= self._ended)
+        known = known and (self._stages == 1 or plan.trunk == self._trunk)
+        self._trunk = plan.trunk
+        seconds = now - max(started, self._ended) if known else 0.0
+        if known and plan.steps == 1:
+            costs.observe(plan.trunk, plan.sampler, plan.work, seconds, plan.draft)
+        elif known:
+            costs.observe_burst(plan.burst, plan.work, seconds)
+        self._ended, self._exactly, self._collected = now, waited, plan
+        return seconds
+
+    def pause(self) -> None:
+        """Nothing is left to do. Host time from here on does not belong to a step."""
+        self._collected = None
+
+
+class Reports:
+    """Computes figures that no step depends on: loads, predictions, totals, traces and recordings.
+
+    A figure that cannot be computed is missing. It is counted, and its cause is logged once.
+
+    Attributes:
+        faults: number of figures that could not be computed; each is a bug or a full disk.
+    """
+
+    def __init__(self) -> None:
+        self.faults = 0
+        self._logged: set[tuple[str, type[Exception]]] = set()
+
+    def figure[T, U](self, name: str, compute: Callable[[], T], otherwise: U) -> T | U:
+        """Returns the result of `compute`, or `otherwise` if that raises an exception. Thread-safe."""
+        try:
+            return compute()
+        except Exception as error:
+            self.faults += 1
+            if (name, type(error)) not in self._logged:
+                self._logged.add((name, type(error)))
+                log.warning(
+                    "the engine continues without its %s, which could not be computed", name, exc_info=True
+                )
+            return otherwise
+
+
+def load_of(scheduler: Scheduler, at_gate: int, **engine: Any) -> Load:
+    """Thread-safe.
+
+    Args:
+        at_gate: number of requests that wait until the engine resumes.
+        engine: fields of Load that the scheduler does not know.
+    """
+    blocks, tier = scheduler.blocks, scheduler.blocks.tier
+    load = Load(
+        running=scheduler.registry.num_running,
+        waiting=scheduler.registry.num_waiting + at_gate,
+        free_pages=blocks.capacity - blocks.owned,
+        pages=blocks.capacity,
+        preemptions=scheduler.registry.num_preemptions,
+        cached_pages=blocks.cached,
+        prefix_queries=scheduler.prefixes.queries,
+        prefix_hits=scheduler.prefixes.hits,
+        hit_pages=tuple(blocks.hit_pages.values()),
+        cache_groups=tuple(blocks.hit_pages),
+        evictions=blocks.evictions,
+        strategy=scheduler.admission.strategy,
+        decisions=tuple(scheduler.admission.decisions.items()),
+        resumptions=scheduler.prefixes.resumptions,
+        targets_met=scheduler.acceptance.goodput.met,
+        targets_missed=scheduler.acceptance.goodput.missed,
+        targets_rejected=scheduler.acceptance.goodput.rejected,
+        drafts=scheduler.speculation.drafts,
+        draft_tokens=scheduler.speculation.tokens,
+        accepted_tokens=tuple(scheduler.speculation.accepted),
+        page_size=blocks.page_size,
+        **engine,
+    )
+    if tier is None:
+        return load
+    return load._replace(
+        host_pages=tier.capacity,
+        host_used=tier.used,
+        host_queries=scheduler.prefixes.host_queries,
+        host_hits=scheduler.prefixes.host_hits,
+        host_declined=scheduler.prefixes.host_declined,
+        host_spilled=tier.spilled,
+        host_fetched=tier.fetched,
+        host_evictions=tier.evictions,
+    )

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jengine.base.errors import InvalidArgument
 from jengine.core.config import EngineConfig
-from jengine.devices.cpu_threads import limit_cpu_threads
+from jengine.devices.device_defaults import limit_cpu_threads
 from jengine.execution.cache_folders import cache_root
 from jengine.execution.kernel_objects import keep_kernels, keep_lowered
 from jengine.execution.memory import claim_gpu_memory

@@ -11,8 +11,7 @@ from jengine.base.host_memory import available_memory
 from jengine.core.config import EngineConfig
 from jengine.devices.device_defaults import sizes
 from jengine.execution.cache_folders import cache_root
-from jengine.execution.compile_children import CompileChildren, children_count
-from jengine.execution.compile_job import Job, Target
+from jengine.execution.compile_children import CompileChildren, Job, Target, children_count
 from jengine.execution.kinds import Key
 from jengine.execution.program_cache import ProgramCache
 from jengine.execution.programs import by_effort, file_name, first_keys, program_keys

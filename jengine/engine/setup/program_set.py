@@ -21,8 +21,8 @@ from jengine.execution.cache_folders import costs_file
 from jengine.execution.kinds import Key, kind_of
 from jengine.execution.memory import check_room
 from jengine.execution.pipeline import StagePrograms
-from jengine.execution.prebuilt_programs import PrebuiltPrograms
 from jengine.execution.program_folder import make_private, write_private
+from jengine.execution.program_store import PrebuiltPrograms
 from jengine.execution.programs import Programs, first_keys, open_cache, program_keys, running
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec

@@ -18,22 +18,20 @@ from jengine.checkpoints.calibration import check_stateless, check_unconverted
 from jengine.core.config import EngineConfig
 from jengine.core.device_options import check_pipeline
 from jengine.core.scheduling_options import BURST_STEPS
-from jengine.core.speculation import AUTO, Speculation
-from jengine.devices.cpu_threads import limit_cpu_threads
-from jengine.devices.device_defaults import PROMPT_TOKENS, Sizes, sizes
+from jengine.core.speculation import AUTO, NAME, Speculation
+from jengine.devices.device_defaults import PROMPT_TOKENS, Sizes, limit_cpu_threads, sizes
 from jengine.engine.setup.devices import Devices
 from jengine.engine.setup.draft_model import build_draft, with_draft
-from jengine.engine.setup.image_shapes import with_images
 from jengine.engine.setup.model_source import ModelSource
 from jengine.engine.setup.pipeline_shapes import with_stages
 from jengine.engine.setup.precision import CACHE_DTYPES, check_formats, choose_dtype, multiplies_fp8
 from jengine.engine.setup.program_set import given_programs
 from jengine.execution.batch_invariance import check_batch_invariant
 from jengine.execution.cache_folders import saved_page_counts
-from jengine.execution.kernels import decode_refused, kernels_refused
+from jengine.execution.images import ImageShapes
+from jengine.execution.kernels import decode_refused, kernels_refused, product_forms, with_forms
 from jengine.execution.memory import device_bytes, pages_that_fit, pages_to_use
-from jengine.execution.prebuilt_programs import PrebuiltPrograms
-from jengine.execution.product_forms import product_forms, with_forms
+from jengine.execution.program_store import PrebuiltPrograms
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import FAMILIES, Model, build
 from jengine.models.config import ModelConfig
@@ -41,18 +39,86 @@ from jengine.models.quantized import format_of
 from jengine.parallel.collectives import TENSOR
 from jengine.parallel.link import SingleProcess
 from jengine.table.program_table import ProgramTable
+from jengine.vision.declared import Encoder
 from jengine.vision.family import Vision
 from pallas_kernels.devices import cpu_refused
 from pallas_kernels.products.dispatch import why_product_unsupported
 from pallas_kernels.products.weights import abstract
 from pallas_kernels.quantization.formats import FP8
 
+MOST_ROWS = 16384  # embeddings in the pool, unless the options say otherwise
+FEWEST_PATCHES = 256  # of a bucket, unless no part has as many
+PACKED = 4  # parts of a bucket, if all parts have the same size
 log = logging.getLogger("jengine")
 SNAPSHOTS = 4  # running sequences per snapshot
 FEWEST_SNAPSHOTS = 16
 DRAFTED = 8  # running sequences per state for drafts
 FEWEST_DRAFTED = 16
 SLACK = 1  # percent of the weights' bytes that devices may need beside them
+
+
+def with_images(config: EngineConfig, spec: ExecutionSpec, vision: Vision) -> ExecutionSpec:
+    """The spec with the encoder's programs.
+
+    Raises:
+        InvalidArgument: an option does not work with images, or the pool is too small.
+    """
+    if spec.draft is not None:
+        limit = 'no draft model or head with images; limit_mm_per_prompt={"image": 0} serves text alone'
+        raise InvalidArgument(NAME, spec.draft.config.family, limit)
+    part, rows = vision.largest // vision.patches_per_row, config.image_pool_rows
+    if rows is not None and rows < part:
+        raise InvalidArgument("image_pool_rows", rows, f"must be at least {part}, as a part of an image has")
+    if rows is None:
+        rows = max(min(spec.max_model_len, MOST_ROWS), min(vision.most_rows, MOST_ROWS), part)
+    encoder, model = Encoder.of(vision, spec.model.dtype), spec.model
+    if model.text_part is not None:
+        model = dataclasses.replace(model, text_part=dataclasses.replace(model.text_part, why=""))
+    buckets = encoder_buckets(vision.smallest, vision.largest, single=config.batch_invariant)
+    table = dataclasses.replace(spec.table, encoders=buckets)
+    return dataclasses.replace(
+        spec,
+        model=model,
+        table=with_whole(config, spec, table, part) if vision.ahead else table,
+        images=ImageShapes(encoder, spec.mesh, rows, model.config.hidden_size),
+    )
+
+
+def with_whole(config: EngineConfig, spec: ExecutionSpec, table: ProgramTable, rows: int) -> ProgramTable:
+    """The table for images whose tokens see each other: a step can hold all of its `rows` tokens.
+
+    Raises:
+        InvalidArgument: it cannot.
+    """
+    size = table.tile_size
+    tiles, name = -(-rows // size), "max_num_batched_tokens"
+    least, budget = (
+        spec.max_slots + tiles * size,
+        getattr(sizes(config, spec.mesh.devices.flat[0].platform), name),
+    )
+    if budget < least:
+        limit = f"must be at least {least}: {spec.max_slots} rows, and the {rows} tokens of an image in tiles"
+        raise InvalidArgument(name, budget, f"{limit} of {size}, since they see each other")
+    if table.batch_invariant:
+        table = dataclasses.replace(table, tile_buckets=(max(tiles, table.max_tiles),))
+    return dataclasses.replace(table, whole_tiles=tiles)
+
+
+def encoder_buckets(smallest: int, largest: int, *, single: bool) -> tuple[int, ...]:
+    """Patches of the encoder's programs, ascending: multiples of the smallest part, each at least twice the
+    one before. The last one holds the largest part.
+
+    Args:
+        single: whether one program encodes everything, so that it always rounds equally.
+    """
+    if single:
+        return (largest,)
+    if smallest == largest:
+        return smallest, PACKED * smallest
+    buckets = [min(-(-FEWEST_PATCHES // smallest) * smallest, largest)]
+    while buckets[-1] < largest:
+        buckets.append(min(2 * buckets[-1], largest))
+    return tuple(buckets)
 
 
 def describe_engine(config: EngineConfig) -> tuple[EngineConfig, ExecutionSpec]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from jengine.insight.explanations.batches import (
     batches_too_small,
     padding,
+    page_pressure,
     places_of_adapters,
     prefill_interference,
+    queueing,
     wrong_drafts,
 )
 from jengine.insight.explanations.finding import Explanation, Finding
 from jengine.insight.explanations.loop import compilation, garbage_collection, host, masks, slow_readers
 from jengine.insight.explanations.machine import busy_machine, compiling, memory_growth
-from jengine.insight.explanations.pressure import page_pressure, queueing
 from jengine.insight.explanations.window import Window
 from jengine.insight.recording.trace import Trace
 

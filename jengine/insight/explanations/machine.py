@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from jengine.insight.explanations.finding import Finding, percent, times
 from jengine.insight.explanations.loop import STARVED
-from jengine.insight.explanations.processors import Processors
-from jengine.insight.explanations.window import Window
+from jengine.insight.explanations.window import Processors, Window
 from jengine.insight.recording.records import Memory
 
 QUEUED = 0.25  # minimum share of the time that threads could run, for which they have no processor

@@ -25,7 +25,7 @@ from jengine.insight.profiling.data import CallCount, HeapGrowth, ProcessProfile
 from jengine.insight.profiling.proc import input_output, thread_ids
 from jengine.insight.profiling.sampler import ThreadSampler
 from jengine.insight.recording.engines import engines
-from jengine.insight.recording.pauses import garbage_pauses
+from jengine.insight.recording.machine import garbage_pauses
 from jengine.insight.recording.trace import Trace
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
+from importlib.resources import files
 
 from jengine.insight.explanations.explain import explain
 from jengine.insight.explanations.finding import Finding, duration, percent
 from jengine.insight.profiling.data import Flame, ProcessProfile, Profile
 from jengine.insight.profiling.findings import findings
-from jengine.insight.profiling.report_style import STYLE
 from jengine.insight.profiling.slow_steps import Event, SlowStep, events, slow_steps, turns
 from jengine.insight.profiling.svg import Bar, Lane, flame, lanes
 from jengine.insight.recording.perfetto import stage_begins
@@ -42,9 +42,10 @@ def report_html(profile: Profile, jax: str = "") -> str:
         _findings(profile),
         *[_process(process, jax if process.operations else "") for process in profile.processes],
     ]
+    style = files("jengine.insight.profiling").joinpath("report.css").read_text(encoding="utf-8")
     head = (
         '<!doctype html><html lang="en"><meta charset="utf-8"><title>Profile of'
-        f" {escape(profile.target)}</title><style>{STYLE}</style>"
+        f" {escape(profile.target)}</title><style>\n{style}</style>"
     )
     return f"{head}<main>{''.join(parts)}</main></html>\n"
 

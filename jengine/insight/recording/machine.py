@@ -1,20 +1,25 @@
-"""The kernel's figures about processors, who had one and who waited for one, and about memory. From Linux's
-/proc.
+"""The kernel's figures about processors, who had one and who waited for one, and about memory, from Linux's
+/proc; and pauses by Python's garbage collector.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import sys
 import threading
+import time
+from collections import deque
 from pathlib import Path
+from typing import Literal
 
-from jengine.base.control_groups import ROOT, control_groups, field_of, text_of
-from jengine.base.host_memory import available_memory
-from jengine.insight.recording.records import Machine, Memory
+from jengine.base.host_memory import ROOT, available_memory, control_groups, field_of, text_of
+from jengine.insight.recording.records import Machine, Memory, Pause
 
 TICK = os.sysconf("SC_CLK_TCK")  # a second, as /proc/stat counts
+NOTED = 1e-3  # minimum seconds of a pause that is recorded separately
+KEPT = 1024
 
 
 class MachineClock:
@@ -109,3 +114,45 @@ def memory(now: float) -> Memory:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         resident = peak if sys.platform == "darwin" else peak * 1024
     return Memory(now, resident, available_memory())
+
+
+class GarbagePauses:
+    """Statistics of garbage collections.
+
+    Attributes:
+        seconds: total of all collections.
+        by_generation: (number of collections, seconds) of each generation.
+        longest: the most recent ones that took at least NOTED seconds.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.by_generation = ((0, 0.0),) * 3
+        self.longest: deque[Pause] = deque(maxlen=KEPT)
+        self._begun = 0.0
+
+    def __call__(self, phase: Literal["start", "stop"], info: dict[str, int]) -> None:
+        """The callback for gc.callbacks. Collections do not nest."""
+        if phase == "start":
+            self._begun = time.perf_counter()
+            return
+        seconds, generation = time.perf_counter() - self._begun, info["generation"]
+        self.seconds += seconds
+        totals = [*self.by_generation]
+        totals[generation] = totals[generation][0] + 1, totals[generation][1] + seconds
+        self.by_generation = (totals[0], totals[1], totals[2])
+        if seconds >= NOTED:
+            thread = threading.current_thread().name
+            self.longest.append(Pause(self._begun, seconds, generation, info["collected"], thread))
+
+
+_pauses = GarbagePauses()
+_lock = threading.Lock()
+
+
+def garbage_pauses() -> GarbagePauses:
+    """Statistics of this process, since the first call."""
+    with _lock:
+        if _pauses not in gc.callbacks:
+            gc.callbacks.append(_pauses)
+    return _pauses

@@ -10,8 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from jengine.base.compiles import compile_count, compile_seconds
-from jengine.insight.recording.machine import MachineClock, memory
-from jengine.insight.recording.pauses import garbage_pauses
+from jengine.insight.recording.machine import MachineClock, garbage_pauses, memory
 from jengine.insight.recording.records import EngineFacts, Machine, Memory, RequestRecord, StepRecord
 from jengine.insight.recording.totals import StepTotals
 from jengine.insight.recording.trace import Trace

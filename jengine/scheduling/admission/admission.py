@@ -23,11 +23,11 @@ from jengine.scheduling.admission.strategies import (
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.costs.rows_or_tiles import RowsOrTiles
 from jengine.scheduling.promises.acceptance import Acceptance
-from jengine.scheduling.prompts.pending import PendingTiles
+from jengine.scheduling.prompts.prefix_lookup import PendingTiles
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
-from jengine.scheduling.step.timeline import Timeline
+from jengine.scheduling.step.rows import Timeline
 from jengine.scheduling.work import Work
 from jengine.table.pages import most_pages
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.pages.blocks import BlockManager
-from jengine.scheduling.requests.composition import Composition
+from jengine.scheduling.requests.batching import Composition
 from jengine.scheduling.work import NO_WORK, Work
 from jengine.table.program_table import VARIANTS, TrunkKey
 from jengine.table.ready_programs import ReadyPrograms

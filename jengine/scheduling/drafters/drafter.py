@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as List
 from typing import NamedTuple, Protocol
 
 from jengine.scheduling.requests.sequence import Sequence
+
+PLACES = 8  # of an n-gram that are known, the latest ones
+AT_ONCE = 2048  # tokens that are entered in one call at most; about a millisecond
 
 
 class Draft(NamedTuple):
@@ -41,3 +45,45 @@ class Drafter(Protocol):
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence gives back its slot and its pages, and may come back later."""
+
+
+class Places:
+    """The places of each n-gram of a growing text. One is entered once a token follows it.
+
+    Args:
+        length: tokens of an n-gram.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+        self._entered = length - 1  # n-grams that end up to here are entered
+
+    def of_end(self, tokens: List[int]) -> list[int]:
+        """Enters what is new of the text, at most AT_ONCE tokens. Returns where the n-gram at its end ends
+        too, the latest place first.
+        """
+        length, first = self._length, self._entered + 1
+        last = min(len(tokens), first + AT_ONCE)
+        for end in range(first, last):
+            places = self._ends.setdefault(tuple(tokens[end - length : end]), [])
+            places.append(end)
+            del places[:-PLACES]
+        self._entered = max(last - 1, self._entered)
+        return self._ends.get(tuple(tokens[-length:]), [])[::-1]
+
+
+def agreed(text: List[int], end: int, tokens: List[int], limit: int) -> int:
+    """Number of tokens before `end` that are those at the end of `tokens`; at most `limit`."""
+    same, limit = 0, min(limit, end, len(tokens))
+    while same < limit and text[end - same - 1] == tokens[-same - 1]:
+        same += 1
+    return same
+
+
+def continued(tokens: List[int], start: int, count: int) -> list[int]:
+    """`count` tokens from a place in the text. A text that ends before goes on as it did from there."""
+    copied = list(tokens[start : start + count])
+    while len(copied) < count:
+        copied.append(copied[len(copied) - (len(tokens) - start)])
+    return copied

@@ -9,8 +9,7 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
 from jengine.core.speculation import SHORTEST, SuffixDecoding
-from jengine.scheduling.drafters.drafter import Draft
-from jengine.scheduling.drafters.places import AT_ONCE, Places, agreed, continued
+from jengine.scheduling.drafters.drafter import AT_ONCE, Draft, Places, agreed, continued
 from jengine.scheduling.requests.sequence import Sequence
 
 PROBES = 8  # places that a search looks at

@@ -1,11 +1,22 @@
-"""Data types for block tables, shared by the block manager, the prefix index and the device's updates."""
+"""Data types for block tables, shared by the block manager, the prefix index and the device's updates:
+tables, changes of pages, and ranges of tokens that a step computes as a whole.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from jengine.scheduling.pages.block import Block, Salt
+
+Medium = Literal["GPU", "CPU"]  # where a page lies, by vLLM's names, whatever the device is
+DEVICE: Medium = "GPU"
+HOST: Medium = "CPU"
+Ranges = Sequence[tuple[int, int]]  # start and end of each, ascending and apart
 
 
 class GroupPages(NamedTuple):
@@ -76,3 +87,50 @@ class BlockTable:
     def held(self, group: int) -> list[int]:
         """Its pages of a group, without those behind the window."""
         return self.pages[group][self.first[group] :]
+
+
+class PageChange(NamedTuple):
+    """A page can be found from now on, or cannot be found any more; or none can.
+
+    Attributes:
+        block: whose page it is. Its tokens and its parent never change.
+        group: index of the cache group, that of recurrent states last.
+    """
+
+    kind: Literal["stored", "removed", "cleared"]
+    block: Block | None = None
+    group: int = 0
+    medium: Medium = DEVICE
+
+
+Changed = Callable[[PageChange], None]
+CLEARED = PageChange("cleared")
+
+
+def next_range(ranges: Ranges, position: int) -> tuple[int, int] | None:
+    """The first range that starts at this position or later."""
+    at = bisect_left(ranges, (position,))
+    return ranges[at] if at < len(ranges) else None
+
+
+def outside(ranges: Ranges, position: int) -> int:
+    """The last place up to this position where a cut splits no range."""
+    at = bisect_left(ranges, (position,)) - 1
+    return ranges[at][0] if at >= 0 and position < ranges[at][1] else position
+
+
+def meets(ranges: Ranges, start: int, end: int) -> bool:
+    """Whether any token in [start, end) is in a range."""
+    at = bisect_left(ranges, (end,)) - 1
+    return at >= 0 and ranges[at][1] > start
+
+
+def ahead(ranges: Ranges, start: int, end: int) -> np.ndarray | None:
+    """How many tokens behind it each token in [start, end) sees, int32; None: none. Splits no range."""
+    out = None
+    for at in range(bisect_left(ranges, (start,)), bisect_left(ranges, (end,))):
+        first, last = ranges[at]
+        if out is None:
+            out = np.zeros(end - start, np.int32)
+        out[first - start : last - start] = np.arange(last - first)[::-1]
+    return out

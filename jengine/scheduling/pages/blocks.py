@@ -8,14 +8,21 @@ from functools import partial
 from itertools import takewhile
 
 from jengine.scheduling.pages.block import Block, Salt
-from jengine.scheduling.pages.block_table import NO_HIT, BlockTable, Copy, Entry, GroupPages, Hit
+from jengine.scheduling.pages.block_table import (
+    NO_HIT,
+    BlockTable,
+    Changed,
+    Copy,
+    Entry,
+    GroupPages,
+    Hit,
+    Ranges,
+)
 from jengine.scheduling.pages.host_tier import Fetch, HostTier
-from jengine.scheduling.pages.page_change import Changed
 from jengine.scheduling.pages.page_pool import PagePool
 from jengine.scheduling.pages.prefix_finder import LAST_PAGE, PrefixFinder
 from jengine.scheduling.pages.prefix_index import PrefixIndex
 from jengine.scheduling.pages.states import States
-from jengine.scheduling.pages.whole import Ranges
 from jengine.table.pages import SWAPS, most_pages, pages_of
 
 

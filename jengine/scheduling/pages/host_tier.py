@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from jengine.scheduling.pages.block import Block
-from jengine.scheduling.pages.page_change import HOST, PageChange
+from jengine.scheduling.pages.block_table import HOST, PageChange
 from jengine.scheduling.pages.prefix_index import PrefixIndex
 from jengine.scheduling.step_plan import Swaps
 from jengine.table.pages import SWAPS

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jengine.scheduling.pages.block import Block, Salt
+from jengine.scheduling.pages.block_table import Ranges, outside
 from jengine.scheduling.pages.prefix_index import Find, PrefixIndex
-from jengine.scheduling.pages.whole import Ranges, outside
 
 LAST_PAGE = 2  # window of a group that needs only the last page of a hit: a state at its end
 

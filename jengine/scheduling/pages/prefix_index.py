@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from jengine.scheduling.pages.block import Block, Salt
-from jengine.scheduling.pages.page_change import CLEARED, Changed, PageChange
+from jengine.scheduling.pages.block_table import CLEARED, Changed, PageChange
 
 Find = Callable[[Block, int], int]  # looks up a block's page of a cache group elsewhere; 0 if there is none
 

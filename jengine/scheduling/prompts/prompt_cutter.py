@@ -6,11 +6,9 @@ from collections import Counter
 
 from jengine.core.beam_outputs import sampling_of
 from jengine.scheduling.costs.predictor import StepPredictor
-from jengine.scheduling.pages.block_table import Hit
-from jengine.scheduling.pages.whole import ahead, meets, next_range
-from jengine.scheduling.prompts.pending import PendingTiles
-from jengine.scheduling.prompts.prefix_lookup import PrefixLookup
-from jengine.scheduling.requests.composition import Composition
+from jengine.scheduling.pages.block_table import Hit, ahead, meets, next_range
+from jengine.scheduling.prompts.prefix_lookup import PendingTiles, PrefixLookup
+from jengine.scheduling.requests.batching import Composition
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.requests.sequence_limits import SequenceLimits

@@ -10,13 +10,11 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.request import FinishReason, Request
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.pages.blocks import BlockManager
-from jengine.scheduling.requests.batching import Batches
+from jengine.scheduling.requests.batching import Batches, Composition
 from jengine.scheduling.requests.beams import Beams
-from jengine.scheduling.requests.composition import Composition
-from jengine.scheduling.requests.fair_shares import FairQueue
 from jengine.scheduling.requests.images import Images
 from jengine.scheduling.requests.loras import Lora, LoraPlaces
-from jengine.scheduling.requests.policy import Waiting, WaitingQueue, order_of
+from jengine.scheduling.requests.policy import FairQueue, Waiting, WaitingQueue, order_of
 from jengine.scheduling.requests.sequence import Order, Sequence, State
 
 

@@ -11,7 +11,7 @@ from jengine.core.pooling import PooledStates
 from jengine.core.request import FinishReason, Request
 from jengine.core.updates import Beam
 from jengine.scheduling.pages.block import LoraSalt, Salt
-from jengine.scheduling.pages.whole import Ranges
+from jengine.scheduling.pages.block_table import Ranges
 from jengine.scheduling.requests.beams import Beams
 from jengine.scheduling.requests.loras import Lora
 from jengine.table.program_table import VARIANTS, sampler_variant

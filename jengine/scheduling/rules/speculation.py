@@ -8,14 +8,14 @@ from collections.abc import Sequence as List
 from jengine.scheduling.costs.draft_costs import DraftCosts, Likely, Rows
 from jengine.scheduling.costs.draft_count import HowMany, Offer
 from jengine.scheduling.costs.predictor import StepPredictor
+from jengine.scheduling.drafters.choice import BestDraft
 from jengine.scheduling.drafters.drafter import Drafter
-from jengine.scheduling.drafters.rates import BestDraft
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.rules.rule import Rule
 from jengine.scheduling.step.plan_builder import PlanBuilder
-from jengine.scheduling.step.timeline import Timeline
+from jengine.scheduling.step.rows import Timeline
 from jengine.scheduling.step_plan import Sample, Span
 from jengine.scheduling.work import further_work
 from jengine.table.program_table import MOST_DRAFTS, MOST_STATES

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Sequence as List
 
-from jengine.scheduling.prompts.pending import PendingTiles
+from jengine.scheduling.prompts.prefix_lookup import PendingTiles
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.step.plan_builder import PlanBuilder
 

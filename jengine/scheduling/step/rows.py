@@ -1,8 +1,14 @@
-"""Decode rows: which sequences get one, and pages for their tokens."""
+"""Decode rows: which sequences get one, and pages for their tokens. Also what a step's collection yields, and
+when the device will be free.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as List
+from dataclasses import dataclass
 
 from jengine.scheduling.requests.policy import victim
 from jengine.scheduling.requests.registry import Registry
@@ -10,7 +16,7 @@ from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.step.cohorts import Cohorts
 from jengine.scheduling.step.plan_builder import PlanBuilder
-from jengine.scheduling.step_plan import Sample, Span
+from jengine.scheduling.step_plan import Sample, Span, StepPlan, Tokens
 from jengine.scheduling.work import Work, rows_work
 
 
@@ -147,3 +153,77 @@ class Rows:
             "a sequence that does not run shares a page"
         )
         assert all(sequence.searches for sequence in self._forked), "a sequence that is no beam was forked"
+
+
+@dataclass(slots=True)
+class Collected:
+    """New tokens in the plan's order. Lists by field, since objects for each token would cost a large step
+    much time.
+
+    Attributes:
+        samples: for each token, the index of its sample in the plan.
+        sequences: its sequence.
+        tokens: its id.
+    """
+
+    samples: List[int]
+    sequences: list[Sequence]
+    tokens: list[int]
+
+    def add(self, sample: int, sequence: Sequence, token: int) -> None:
+        assert isinstance(self.samples, list)
+        self.samples.append(sample)
+        self.sequences.append(sequence)
+        self.tokens.append(token)
+
+    def __iter__(self) -> Iterator[tuple[int, Sequence, int]]:
+        return zip(self.samples, self.sequences, self.tokens, strict=True)
+
+
+def by_sample(plan: StepPlan, tokens: Tokens) -> Iterator[tuple[int, Sample, list[int]]]:
+    """The tokens that each sequence gets, with the first of its samples and that sample's index."""
+    samples, i = plan.samples, 0
+    while i < len(samples):
+        sampled, span = tokens[i], plan.spans[samples[i].span]
+        got = [sampled] if isinstance(sampled, int) else sampled
+        if span.guesses:
+            for draft in span.following or ():
+                if draft != got[-1]:
+                    break
+                following = tokens[i + len(got)]
+                assert isinstance(following, int)
+                got.append(following)
+        yield i, samples[i], got
+        i += 1 + span.guesses
+
+
+class Timeline:
+    """Steps run one after the other, in the order in which they were planned. In a pipeline, each of the
+    stages does so, and the steps' seconds are those of one stage.
+
+    Attributes:
+        free_at: predicted time at which the first stage has finished the last planned step, corrected
+            whenever a step is collected.
+    """
+
+    def __init__(self, stages: int = 1) -> None:
+        self.free_at = 0.0
+        self._behind = stages - 1  # the first stage
+        self._ahead: deque[float] = deque()  # seconds of steps that are not collected yet
+
+    def start(self, now: float) -> float:
+        """Start time of a step that is planned now."""
+        return max(now, self.free_at) if self._ahead else now
+
+    def plan(self, now: float, seconds: float) -> float:
+        """Adds a step. Returns its end time."""
+        self.free_at = self.start(now) + seconds
+        self._ahead.append(seconds)
+        return self.free_at + self._behind * seconds
+
+    def collect(self, now: float) -> None:
+        """The first step has ended."""
+        if self._ahead:
+            self._ahead.popleft()
+        last = self._behind * self._ahead[-1] if self._ahead else 0.0
+        self.free_at = now + max(sum(self._ahead) - last, 0.0)

@@ -1,17 +1,163 @@
-"""Provides services with the models."""
+"""Provides services with the models of a server, and with LoRA adapters of the default one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-from jengine import AsyncLLM, EngineDead
-from jengine.serving.calls.adapters import Adapters
-from jengine.spi import Limits
+from jengine import AsyncLLM, EngineDead, InvalidArgument, JengineError, LoRARequest, Tokenizer
+from jengine.serving.options import LoraModule
+from jengine.spi import Limits, find_lora, lora_tokenizer
 
+log = logging.getLogger("jengine.serving")
 RESTART_SECONDS = 2.0  # initial estimate for a start from saved programs
 Status = Literal["loaded", "loading", "unloaded", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """A loaded adapter.
+
+    Attributes:
+        module: its name, and its path as it was given.
+        number: as vLLM's lora_int_id: 1 for the first adapter that was loaded, and so on.
+        folder: where its files are.
+        tokenizer: for conversations with it.
+        created: when it was loaded, in seconds since 1970.
+    """
+
+    module: LoraModule
+    number: int
+    folder: Path
+    tokenizer: Tokenizer
+    created: int
+
+
+class Adapters:
+    """Adapters by name. They outlive the engines that load them. Belongs to one event loop.
+
+    Args:
+        modules: those that the first engine loads before it serves.
+    """
+
+    def __init__(self, modules: Sequence[LoraModule] = ()) -> None:
+        self._modules = {module.name: module for module in modules}
+        self._loaded: dict[str, Adapter] = {}
+        self._numbers = itertools.count(1)
+        self._changing = asyncio.Lock()
+
+    def get(self, name: str) -> Adapter | None:
+        return self._loaded.get(name)
+
+    def __iter__(self) -> Iterator[Adapter]:
+        """In the order in which they were loaded."""
+        return iter([*self._loaded.values()])
+
+    def __len__(self) -> int:
+        return len(self._loaded)
+
+    async def open(self, llm: AsyncLLM, served: str) -> None:
+        """Loads the modules into the first engine. Raises as `load`."""
+        for module in self._modules.values():
+            await self.load(llm, module, served)
+
+    async def reopen(self, llm: AsyncLLM) -> None:
+        """Loads all adapters into another engine. One that cannot be loaded any more is logged, and clients
+        do not find it.
+
+        Raises:
+            EngineDead: the engine has ended.
+        """
+        async with self._changing:
+            for name, adapter in [*self._loaded.items()]:
+                try:
+                    await llm.loras.load(_request(adapter))
+                except EngineDead:
+                    raise
+                except JengineError as wrong:
+                    del self._loaded[name]
+                    log.error("the adapter %s cannot be loaded again, and is not served: %s", name, wrong)
+
+    async def load(
+        self,
+        llm: AsyncLLM,
+        module: LoraModule,
+        served: str,
+        *,
+        path: str | None = None,
+        load_inplace: bool = False,
+    ) -> Adapter:
+        """Loads an adapter while requests run; from now on, clients find it. If the caller is cancelled, the
+        adapter is loaded all the same: the engine and this list agree.
+
+        Args:
+            served: the model's name, which no adapter may have.
+            path: where its files are, if the module's path is a client's.
+            load_inplace: replace a loaded adapter of this name; its running requests keep the old one.
+
+        Raises:
+            InvalidArgument: the name is in use, or too many adapters are loaded.
+            ModelError: the adapter cannot be read, or does not fit the model or its tokenizer.
+            EngineDead: the engine has ended.
+        """
+        loading = asyncio.create_task(self._load(llm, module, served, path, load_inplace))
+        loading.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(loading)
+
+    async def _load(
+        self, llm: AsyncLLM, module: LoraModule, served: str, path: str | None, load_inplace: bool
+    ) -> Adapter:
+        self._check(module.name, served, load_inplace)
+        # not under the lock: a download takes as long as the hub wants
+        folder, tokenizer = await asyncio.to_thread(_find, path or module.path, llm.tokenizer)
+        async with self._changing:
+            known = self._check(module.name, served, load_inplace)
+            adapter = Adapter(
+                module=module,
+                number=next(self._numbers) if known is None else known.number,
+                folder=folder,
+                tokenizer=tokenizer,
+                created=int(time.time()),
+            )
+            await llm.loras.load(_request(adapter), load_inplace=known is not None)
+            self._loaded[module.name] = adapter
+            return adapter
+
+    def _check(self, name: str, served: str, load_inplace: bool) -> Adapter | None:
+        """The loaded adapter that one of this name replaces. Raises InvalidArgument if it must not."""
+        known = self.get(name)
+        if name == served:
+            raise InvalidArgument("lora_name", name, "is the name of the model itself")
+        if known is not None and not load_inplace:
+            raise InvalidArgument("lora_name", name, "has already been loaded; load_inplace replaces it")
+        return known
+
+    async def unload(self, llm: AsyncLLM, name: str) -> None:
+        """Forgets an adapter: from now on, clients do not find it. Its unfinished requests keep it.
+
+        Raises:
+            InvalidArgument: there is no such adapter.
+            EngineDead: the engine has ended.
+        """
+        async with self._changing:
+            if self._loaded.pop(name, None) is None:
+                raise InvalidArgument("lora_name", name, "no adapter of this name is loaded")
+            await llm.loras.unload(name)
+
+
+def _request(adapter: Adapter) -> LoRARequest:
+    return LoRARequest(adapter.module.name, adapter.number, str(adapter.folder))
+
+
+def _find(path: str, tokenizer: Tokenizer) -> tuple[Path, Tokenizer]:
+    folder = find_lora(path)
+    return folder, lora_tokenizer(tokenizer, folder)
 
 
 class NotReady(EngineDead):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jengine import AsyncLLM, Tokenizer
-from jengine.serving.calls.adapters import Adapter
 from jengine.serving.calls.errors import Refusal, not_found
-from jengine.serving.calls.model_provider import ListedModel, ModelProvider, ServedModels, User
+from jengine.serving.calls.model_provider import Adapter, ListedModel, ModelProvider, ServedModels, User
 
 
 class NamedModel(NamedTuple):

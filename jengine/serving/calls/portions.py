@@ -1,12 +1,18 @@
-"""Large answers are made in portions, so that the event loop serves other requests meanwhile."""
+"""Large answers are made in portions, so that the event loop serves other requests meanwhile, and as JSON
+texts in parts, so that long lists are never joined.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Protocol
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
 
 PORTION = 2_000  # values (log probabilities, numbers) that are converted at once, within a few ms
+Parts = list[bytes]  # of a text
 
 
 class LogprobPositions(Protocol):
@@ -61,3 +67,41 @@ class Portioned:
 def width_of(positions: LogprobPositions) -> int:
     """Values at each of these positions with log probabilities."""
     return max((len(position) for position in positions[:2] if position), default=1)
+
+
+def encoded(value: object) -> Parts:
+    """A short value. Lone surrogates, which UTF-8 does not have, become question marks."""
+    try:
+        return [msgspec.json.encode(value)]
+    except UnicodeEncodeError:
+        return [json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")]
+
+
+def with_members(head: Parts, members: dict[str, Parts]) -> Parts:
+    """An object that is not empty, with further members."""
+    out = [*head[:-1], head[-1][:-1]]
+    for name, parts in members.items():
+        out += [b',"%s":' % name.encode(), *parts]
+    return [*out, b"}"]
+
+
+def array(items: Iterable[Parts]) -> Parts:
+    """An array of these texts."""
+    out = [b"["]
+    for item in items:
+        if len(out) > 1:
+            out.append(b",")
+        out += item
+    return [*out, b"]"]
+
+
+async def long_array[T](
+    portioned: Portioned,
+    items: Sequence[T],
+    width: int = 1,
+    convert: Callable[[Sequence[T]], Sequence[Any]] = lambda items: items,
+) -> Parts:
+    """An array of the converted items; `width`: most values in an item."""
+    return array(
+        [[msgspec.json.encode(convert(part))[1:-1]] async for part in portioned.slices(items, width)]
+    )

@@ -17,7 +17,14 @@ import msgspec
 
 from jengine import InvalidArgument, Profile, ProfileOptions, Trace
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.grpc.client_errors import Attempts, Retries, ServerError, StartWait, exception_of
+from jengine.serving.grpc.client_errors import (
+    Attempts,
+    GenerateServiceStub,
+    Retries,
+    ServerError,
+    StartWait,
+    exception_of,
+)
 from jengine.serving.grpc.client_messages import (
     CallOptions,
     Messages,
@@ -29,7 +36,6 @@ from jengine.serving.grpc.client_messages import (
     generate_request,
 )
 from jengine.serving.grpc.conversions import sending
-from jengine.serving.grpc.stubs import GenerateServiceStub
 from jengine.spi import GenerationParams, uninterrupted
 
 __all__ = ["AsyncClient", "Client", "Retries", "ServedOutput", "ServerError", "Usage"]

@@ -1,4 +1,4 @@
-"""Converts a server's errors to exceptions, and decides which of them are retried."""
+"""A client's calls: stubs of services, a server's errors as exceptions, and which of them are retried."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
+from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from jengine import InvalidArgument, JengineError
 from jengine.serving.calls.errors import DETAILS_KEY
+from jengine.serving.generated.jengine.v1 import generate_pb2
 
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.2, 2.0, 5.0  # seconds, if the server does not say
 POLL_SECONDS = 1.0  # between two looks at a server that starts
@@ -135,3 +139,33 @@ class StartWait:
             self._progress(error.details() or "")
             pause = min(delay, POLL_SECONDS)
         return None if pause is None or left <= 0.0 else min(pause, left)
+
+
+class Stub:
+    """Has a function for each method of a service, as the classes that protoc generates.
+
+    Args:
+        channel: of grpc or grpc.aio.
+    """
+
+    SERVICE: ServiceDescriptor
+
+    def __init__(self, channel: Any) -> None:
+        for method in self.SERVICE.methods:
+            kind = "_".join(
+                "stream" if streams else "unary"
+                for streams in (method.client_streaming, method.server_streaming)
+            )
+            call = getattr(channel, kind)(
+                f"/{self.SERVICE.full_name}/{method.name}",
+                request_serializer=GetMessageClass(method.input_type).SerializeToString,
+                response_deserializer=GetMessageClass(method.output_type).FromString,
+            )
+            setattr(self, method.name, call)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{self.SERVICE.full_name} has no method {name}")
+
+
+class GenerateServiceStub(Stub):
+    SERVICE = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"]

@@ -19,11 +19,11 @@ from jengine.serving.calls.model_provider import ServedModels
 from jengine.serving.config import ServerConfig
 from jengine.serving.generated.jengine.v1 import generate_pb2
 from jengine.serving.grpc.generate_service import GenerateService
-from jengine.serving.guards.client_calls import CallInterceptor, ClientCalls
+from jengine.serving.guards.admission import CallInterceptor, ClientCalls
 from jengine.serving.logs.request_log import RequestLog
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.requests.service import Shared
-from jengine.serving.requests.spans import Spans
+from jengine.serving.requests.tracking import Spans
 
 DESCRIPTOR = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"]
 # Makes a service of another protocol, which has the server's parts and health.

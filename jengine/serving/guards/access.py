@@ -2,19 +2,181 @@
 
 from __future__ import annotations
 
+import datetime
+import ipaddress
 import logging
-from collections.abc import Callable
+import ssl
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
 
 import grpc
+from cryptography import x509
 
 from jengine import InvalidArgument
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.authentication import Authenticator, KeyInterceptor
 from jengine.serving.guards.security import ApiKeys
-from jengine.serving.guards.tls import Tls, warn_of_access, warn_of_plaintext
 from jengine.serving.metrics.server_metrics import Metrics
 
 log = logging.getLogger("jengine.serving")
+
+
+SOON = datetime.timedelta(days=14)  # before a certificate expires
+
+
+class TlsFiles(NamedTuple):
+    """The contents of the files, for gRPC and for HTTP.
+
+    Attributes:
+        expires: expiry of the chain's first certificate.
+    """
+
+    configuration: grpc.ServerCertificateConfiguration
+    expires: datetime.datetime
+    context: ssl.SSLContext
+
+
+class Tls:
+    """A server's TLS or mutual TLS. `reload` reads the files again, for new connections.
+
+    Attributes:
+        credentials: for the server's port.
+        files: contents in use.
+
+    Raises:
+        InvalidArgument: as `read`.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config, self.files = config, read(config)
+        self._changed: grpc.ServerCertificateConfiguration | None = None
+        mutual = config.tls_client_ca is not None
+        self.credentials = grpc.dynamic_ssl_server_credentials(self.files.configuration, self._fetch, mutual)
+
+    def reload(self) -> None:
+        """Raises InvalidArgument if the files are invalid; then nothing changes."""
+        self.files = read(self._config)
+        self._changed = self.files.configuration
+
+    def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
+        """Called for each new connection, in a gRPC thread. None means no change."""
+        changed, self._changed = self._changed, None
+        return changed
+
+
+def read(config: ServerConfig) -> TlsFiles:
+    """Reads and validates the files. Warns of certificates that expire soon, and of private keys that others
+    can read.
+
+    Raises:
+        InvalidArgument: a file cannot be read or is not a PEM file of its kind, the key does not match the
+            certificate, or a certificate is not valid now.
+    """
+    assert config.tls_cert is not None and config.tls_key is not None
+    cert, key = _bytes("tls_cert", config.tls_cert), _bytes("tls_key", config.tls_key)
+    ca = None if config.tls_client_ca is None else _bytes("tls_client_ca", config.tls_client_ca)
+    # reads the files like gRPC, but reports errors immediately
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        # rejects encrypted keys instead of prompting on a terminal
+        context.load_cert_chain(config.tls_cert, config.tls_key, password="")
+    except (ssl.SSLError, ValueError) as wrong:
+        raise InvalidArgument(
+            "tls_key", str(config.tls_key), f"no PEM pair with tls_cert={str(config.tls_cert)!r}: {wrong}"
+        ) from None
+    expires = _check_dates("tls_cert", config.tls_cert, cert, all)
+    if ca is not None and config.tls_client_ca is not None:
+        _check_dates("tls_client_ca", config.tls_client_ca, ca, any)  # the others still authenticate clients
+    warn_of_access("tls_key", config.tls_key, 0o027)
+    if config.tls_client_ca is not None:
+        context.load_verify_locations(config.tls_client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    context.set_alpn_protocols(["http/1.1"])
+    pairs = [(key, cert)]
+    return TlsFiles(grpc.ssl_server_certificate_configuration(pairs, ca), expires, context)
+
+
+def _check_dates(
+    field: str, path: str | Path, pem: bytes, needed: Callable[[Iterable[bool]], bool]
+) -> datetime.datetime:
+    """The earliest expiry of these certificates. All or any of them must be valid now, depending on
+    `needed`.
+    """
+    try:
+        certificates = x509.load_pem_x509_certificates(pem)
+    except ValueError as wrong:
+        raise InvalidArgument(field, str(path), f"no PEM certificates: {wrong}") from None
+    now = datetime.datetime.now(datetime.UTC)
+    wrongs = [_why_not_valid(certificate, now) for certificate in certificates]
+    messages = [
+        f"the certificate of {c.subject.rfc4514_string()} {why}"
+        for c, why in zip(certificates, wrongs, strict=True)
+        if why
+    ]
+    if not needed(not why for why in wrongs):
+        raise InvalidArgument(field, str(path), messages[0])
+    messages += [
+        f"the certificate of {c.subject.rfc4514_string()} expires on {_date(c.not_valid_after_utc)}"
+        for c in certificates
+        if now <= c.not_valid_after_utc < now + SOON
+    ]
+    for line in messages:
+        log.warning("%s=%s: %s", field, path, line)
+    return min(certificate.not_valid_after_utc for certificate in certificates)
+
+
+def _why_not_valid(certificate: x509.Certificate, now: datetime.datetime) -> str | None:
+    begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if now > ends:
+        return f"expired on {_date(ends)}"
+    return f"is not valid before {_date(begins)}" if now < begins else None
+
+
+def _date(time: datetime.datetime) -> str:
+    return f"{time:%Y-%m-%d %H:%M} UTC"
+
+
+def warn_of_access(field: str, path: str | Path, mode: int) -> None:
+    """Warns if the file's permissions include one of these bits, which give access to other users."""
+    allowed = Path(path).stat().st_mode & 0o777
+    if allowed & mode:
+        log.warning(
+            "%s=%s: other users may %s it (mode %03o): chmod 600",
+            field,
+            path,
+            "write" if allowed & mode & 0o022 else "read",
+            allowed,
+        )
+
+
+def warn_of_plaintext(config: ServerConfig) -> None:
+    """Warns once, at the start, if the server can be reached from other machines without TLS."""
+    if config.tls_cert is None and not _is_loopback(config.host):
+        what = (
+            "requests and answers"
+            if config.api_keys is None and not config.api_key
+            else "API keys, requests and answers"
+        )
+        log.warning(
+            "serving plaintext on %s: the network can read %s; set tls_cert and tls_key to turn TLS on",
+            config.host,
+            what,
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _bytes(field: str, path: str | Path) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as wrong:
+        raise InvalidArgument(field, str(path), f"cannot be read: {wrong.strerror}") from None
 
 
 class Access:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from jengine.serving.guards.security import ApiKeys, Key, current_key
-from jengine.serving.logs.sparse_log import SparseLog
+from jengine.serving.logs.request_log import SparseLog
 from jengine.serving.metrics.server_metrics import Metrics
 
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)  # used by orchestrators, which have no key

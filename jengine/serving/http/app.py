@@ -17,23 +17,26 @@ from starlette.routing import Route
 from jengine.serving.calls.errors import Refusal
 from jengine.serving.calls.model_provider import ModelProvider, NotReady
 from jengine.serving.config import ServerConfig
+from jengine.serving.guards.admission import ClientCalls
 from jengine.serving.guards.authentication import Authenticator
-from jengine.serving.guards.client_calls import ClientCalls
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.chat_completions import ChatCompletions
 from jengine.serving.http.chat_service import ChatService
 from jengine.serving.http.completion_service import CompletionService
 from jengine.serving.http.endpoint import Endpoint, Gate, Handler
 from jengine.serving.http.errors import ANTHROPIC, OPENAI, ErrorForm, http_error
-from jengine.serving.http.lora_service import LoraService
 from jengine.serving.http.messages import body as messages_body
 from jengine.serving.http.messages.reply import Messages
 from jengine.serving.http.responses import body as responses_body
-from jengine.serving.http.responses.earlier import EarlierResponses, no_compaction, no_websocket
+from jengine.serving.http.responses.earlier import (
+    EarlierResponses,
+    ResponseStore,
+    no_compaction,
+    no_websocket,
+)
 from jengine.serving.http.responses.reply import Responses
-from jengine.serving.http.responses.store import ResponseStore
 from jengine.serving.http.scoring_service import RANKS, SCORES, EmbeddingService, ScoringService
-from jengine.serving.http.text_service import TextService
+from jengine.serving.http.text_service import LoraService, TextService
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.requests.service import Shared
 

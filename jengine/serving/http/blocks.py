@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from jengine import CompletionOutput, RequestOutput
-from jengine.serving.http.chat_request import Chat
+from jengine.serving.http.chat_service import Chat
 from jengine.serving.parsers.events import Arguments, Event, Reasoning, ToolCallStart, joined
 from jengine.serving.requests.tracking import new_id
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from jengine import CompletionOutput, RequestOutput
-from jengine.serving.calls.portions import Portioned
-from jengine.serving.http import parts, policy, replies
+from jengine.serving.calls import portions
+from jengine.serving.calls.portions import Parts, Portioned, array, with_members
+from jengine.serving.http import policy, replies
 from jengine.serving.http.blocks import blocks_of
 from jengine.serving.http.bodies import CHAT, NEUTRAL
 from jengine.serving.http.calls import HttpCall
-from jengine.serving.http.chat_request import Chat, ChatApi, ChatInput, call_id, reason
-from jengine.serving.http.parameters import names_of
-from jengine.serving.http.parts import Parts, array, with_members
+from jengine.serving.http.chat_service import Chat, ChatApi, ChatInput, call_id, reason
+from jengine.serving.http.parameters import names_of, with_thinking
 from jengine.serving.http.policy import check_fields, log_accepted
 from jengine.serving.http.service import StreamUsage, present, stop_reason, tokens_of, transfer_facts
-from jengine.serving.http.thinking import with_thinking
 from jengine.serving.parsers.events import Arguments, Content, Event, Reasoning, ToolCallStart, joined
 from jengine.serving.requests.answers import Aborts
 
@@ -43,7 +42,7 @@ class ChatCompletions(ChatApi):
         choices = [await self._choice(chat, completion, portioned) for completion in output.outputs]
         facts = await chat.prompt_facts(output, portioned)
         facts |= transfer_facts(chat.body, chat.model)
-        return with_members(parts.encoded(reply), {"choices": array(choices), **facts})
+        return with_members(portions.encoded(reply), {"choices": array(choices), **facts})
 
     async def _choice(self, chat: Chat, completion: CompletionOutput, portioned: Portioned) -> Parts:
         blocks = blocks_of(chat.read(completion.text))
@@ -68,7 +67,7 @@ class ChatCompletions(ChatApi):
             **stop_reason(completion),
         }
         return with_members(
-            parts.encoded(choice), {**await chat.logprobs(completion, portioned), **chat.ids(completion)}
+            portions.encoded(choice), {**await chat.logprobs(completion, portioned), **chat.ids(completion)}
         )
 
     def stream(
@@ -95,13 +94,13 @@ class ChatStream:
         self._facts: dict[str, Parts] = {}  # that no event has had
         self._last, self._tokens, self.finished = output, 0, False
         head = {"id": reply_id, "object": "chat.completion.chunk", "created": chat.created}
-        self._head = parts.encoded({**head, "model": chat.model.name})
+        self._head = portions.encoded({**head, "model": chat.model.name})
 
     async def start(self) -> None:
         """Sends the role for each completion, as OpenAI does."""
         for index in range(self._chat.params.n):
             role = {"role": "assistant", "content": ""}
-            await self._send([parts.encoded({"index": index, "delta": role, "finish_reason": None})], {})
+            await self._send([portions.encoded({"index": index, "delta": role, "finish_reason": None})], {})
 
     async def show(self, output: RequestOutput) -> None:
         """Sends new output."""
@@ -135,7 +134,7 @@ class ChatStream:
         why = reason(completion, self._called[index]) if ended else None
         ending = stop_reason(completion) if ended else {}
         choice = {"index": index, "delta": delta or {}, "finish_reason": why, **ending}
-        return with_members(parts.encoded(choice), more)
+        return with_members(portions.encoded(choice), more)
 
     def _delta(self, events: list[Event], index: int) -> dict[str, Any] | None:
         content = "".join(event.text for event in events if isinstance(event, Content))
@@ -148,7 +147,7 @@ class ChatStream:
 
     async def end(self) -> None:
         if self._usage.final:
-            usage = {"usage": parts.encoded(replies.usage(self._last, self._tokens))}
+            usage = {"usage": portions.encoded(replies.usage(self._last, self._tokens))}
             await self._call.event(with_members(self._head, {"choices": array([]), **usage}))
         await self._call.end_events()
 

@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jengine import AsyncLLM, CompletionOutput, InvalidArgument, RequestOutput
+from jengine.serving.calls import portions
 from jengine.serving.calls.named_model import NamedModel
-from jengine.serving.calls.portions import Portioned
-from jengine.serving.http import parts, replies
+from jengine.serving.calls.portions import Parts, Portioned, array, with_members
+from jengine.serving.http import replies
 from jengine.serving.http.bodies import COMPLETION, Body
 from jengine.serving.http.calls import HttpCall, id_headers
-from jengine.serving.http.logprobs import Chain, CompletionLogprobs, Position, TokenTexts
 from jengine.serving.http.parameters import completion_params
-from jengine.serving.http.parts import Parts, array, with_members
+from jengine.serving.http.replies import Chain, CompletionLogprobs, Position, TokenTexts
 from jengine.serving.http.service import (
     HttpService,
     StreamUsage,
@@ -89,7 +89,7 @@ class CompletionService(HttpService):
         params = self._bounds.params(completion_params(body, llm.get_default_sampling_params()))
         hides = bool(body.get("echo")) and body.sampling.get("max_tokens") == 0
         reply_id = f"cmpl-{tracked.request_id}"
-        head = parts.encoded(
+        head = portions.encoded(
             {"id": reply_id, "object": "text_completion", "created": int(time.time()), "model": model.name}
         )
         return Task(body, params, prompts, llm, reply_id, model, hides, head)
@@ -126,7 +126,7 @@ class CompletionService(HttpService):
                 output = await answer.next()
                 choices += await pieces.choices(output)
                 used.append(pieces.usage(output))
-        usage = {"usage": parts.encoded(replies.usage_sum(used))}
+        usage = {"usage": portions.encoded(replies.usage_sum(used))}
         await call.answer(200, task.reply(choices, usage), id_headers(tracked[0][0].request_id))
 
     async def _stream(self, call: HttpCall, task: Task, size: int, tracked: list[Tracked]) -> None:
@@ -150,7 +150,7 @@ class CompletionService(HttpService):
             else:
                 used = await _together([follow(*pair) for pair in answers])
         if usage.final:
-            await call.event(task.reply([], {"usage": parts.encoded(replies.usage_sum(used))}))
+            await call.event(task.reply([], {"usage": portions.encoded(replies.usage_sum(used))}))
         await call.end_events()
 
 
@@ -198,15 +198,15 @@ class _Pieces:
         if begins and output.prompt_logprobs is not None and "prompt_logprobs" in body.sampling:
             more["prompt_logprobs"] = await replies.prompt_logprobs(self._portioned, output.prompt_logprobs)
         if body.get("return_token_ids"):
-            more["token_ids"] = parts.encoded([] if hidden else completion.token_ids)
-            more["weights_versions"] = parts.encoded(completion.weights_versions)
+            more["token_ids"] = portions.encoded([] if hidden else completion.token_ids)
+            more["weights_versions"] = portions.encoded(completion.weights_versions)
             if begins:
-                more["prompt_token_ids"] = parts.encoded(output.prompt_token_ids)
+                more["prompt_token_ids"] = portions.encoded(output.prompt_token_ids)
         choice: dict[str, Any] = {"index": self._first + index, "text": text, "finish_reason": None}
         if ended:
             self._ended.add(index)
             choice |= {"finish_reason": completion.finish_reason, **stop_reason(completion)}
-        return with_members(parts.encoded(choice), more)
+        return with_members(portions.encoded(choice), more)
 
     def _new_logprobs(self, output: RequestOutput) -> CompletionLogprobs:
         body, tokenizer = self._task.body, self._task.llm.tokenizer

@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 from jengine import AsyncLLM, InvalidArgument
 from jengine.serving.calls.model_provider import FixedModel, ModelInfo
 from jengine.serving.config import ServerConfig
-from jengine.serving.guards.client_calls import ClientCalls
+from jengine.serving.guards.admission import ClientCalls
 from jengine.serving.http.app import Parts, application
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.requests.service import Shared

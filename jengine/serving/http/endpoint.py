@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 from jengine import EngineDead
 from jengine.serving.calls.errors import Refusal
 from jengine.serving.calls.model_provider import ModelProvider
+from jengine.serving.guards.admission import ClientCalls
 from jengine.serving.guards.authentication import Authenticator, Rejection
 from jengine.serving.guards.bounds import check_admin
-from jengine.serving.guards.client_calls import ClientCalls
 from jengine.serving.guards.security import current_key
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.errors import OPENAI, ErrorForm, HttpError, http_error

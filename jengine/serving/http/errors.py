@@ -10,8 +10,8 @@ from grpc import StatusCode
 
 from jengine import InvalidArgument, PromptTooLong
 from jengine.serving.calls.errors import Refusal, refusal
+from jengine.serving.calls.portions import Parts, encoded
 from jengine.serving.http.calls import BadBody, HttpCall
-from jengine.serving.http.parts import Parts, encoded
 
 STATUSES = {
     StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),

@@ -12,12 +12,13 @@ import msgspec
 import numpy as np
 
 from jengine import AsyncLLM, InvalidArgument, RequestOutput, SamplingParams, TokensPrompt
+from jengine.serving.calls import portions
+from jengine.serving.calls.portions import Parts, array, long_array, with_members
 from jengine.serving.guards.admission import client_of
-from jengine.serving.http import parts, replies
+from jengine.serving.http import replies
 from jengine.serving.http.bodies import EMBEDDING, RERANK, SCORE, Body, BodyFields
 from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.completion_service import MOST_PROMPTS, Prompt, listed
-from jengine.serving.http.parts import Parts, array, long_array, with_members
 from jengine.serving.http.service import HttpService, level_of
 from jengine.serving.requests.service import ParsedRequest, Shared, check_ids
 from jengine.spi import scoring_of
@@ -50,15 +51,15 @@ class EmbeddingService(HttpService):
         for index, output in enumerate(outputs):
             numbers = _numbers(output)
             if as_text:
-                values = parts.encoded(base64.b64encode(numbers.tobytes()).decode())
+                values = portions.encoded(base64.b64encode(numbers.tobytes()).decode())
             else:
                 values = await long_array(portioned, numbers, convert=lambda part: np.asarray(part).tolist())
             data.append(
-                with_members(parts.encoded({"object": "embedding", "index": index}), {"embedding": values})
+                with_members(portions.encoded({"object": "embedding", "index": index}), {"embedding": values})
             )
         usage = replies.usage_sum([replies.usage(output, 0) for output in outputs])
         return with_members(
-            parts.encoded({"model": model, "object": "list", "usage": usage}), {"data": array(data)}
+            portions.encoded({"model": model, "object": "list", "usage": usage}), {"data": array(data)}
         )
 
 

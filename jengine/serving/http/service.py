@@ -11,17 +11,17 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from jengine import CompletionOutput, InvalidArgument, RequestOutput, Tokenizer
+from jengine.serving.calls import portions
 from jengine.serving.calls.call import Busy
 from jengine.serving.calls.named_model import NamedModel, named_model
+from jengine.serving.calls.portions import Parts
 from jengine.serving.grpc.conversions import MAX_MESSAGES, MAX_TOOLS_BYTES
 from jengine.serving.guards.admission import Place, client_of
 from jengine.serving.guards.bounds import check_priority
-from jengine.serving.http import parts
 from jengine.serving.http.bodies import Body, BodyFields, most_bytes
 from jengine.serving.http.calls import BadBody, HttpCall, json_object
 from jengine.serving.http.endpoint import while_connected
 from jengine.serving.http.parameters import names_of
-from jengine.serving.http.parts import Parts
 from jengine.serving.http.replies import Usage
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.requests.answers import Answer
@@ -184,7 +184,7 @@ class HttpService(Service):
 def transfer_facts(body: Body, model: NamedModel) -> dict[str, Parts]:
     """Where the pages of the prompt are, in an answer to a request that another server will answer."""
     answer = answer_of(body.get(KV_TRANSFER), model.provider.info.pages)
-    return {} if answer is None else {KV_TRANSFER: parts.encoded(answer)}
+    return {} if answer is None else {KV_TRANSFER: portions.encoded(answer)}
 
 
 def level_of(body: Body) -> dict[str, Any]:
@@ -218,8 +218,8 @@ class StreamUsage:
     def during(self, usage: Callable[[], Usage]) -> dict[str, Parts]:
         """The member `usage` of an event before the last: null if the last has it, as in OpenAI's API."""
         if self.always:
-            return {"usage": parts.encoded(usage())}
-        return {"usage": parts.encoded(None)} if self.final else {}
+            return {"usage": portions.encoded(usage())}
+        return {"usage": portions.encoded(None)} if self.final else {}
 
 
 def tokens_of(outputs: Sequence[CompletionOutput]) -> int:

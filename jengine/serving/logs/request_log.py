@@ -1,5 +1,6 @@
 """The request log: one JSON line per request, written by a thread, so that a full disk or pipe delays no
-request.
+request. Also rate-limits log
+lines that unauthenticated clients could cause.
 """
 
 from __future__ import annotations
@@ -10,17 +11,38 @@ import logging
 import queue
 import sys
 import threading
+import time
+from collections.abc import Callable
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import Any
 
 from jengine import InvalidArgument
-from jengine.serving.logs.sparse_log import SparseLog
 
+SECONDS = 10.0
 MOST_CHARACTERS = 1000  # of a field
 MOST_WAITING = 10_000  # maximum number of waiting lines; further ones are dropped
-
 log = logging.getLogger("jengine.serving")
+
+
+class SparseLog:
+    """Writes one message per SECONDS. The next one includes the number of suppressed messages.
+
+    Args:
+        write: a function like `logging.Logger.warning`.
+    """
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        self._write, self._next, self._left_out = write, 0.0, 0
+
+    def __call__(self, message: str, *arguments: object) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            self._left_out += 1
+            return
+        more = f" ({self._left_out} more like this)" if self._left_out else ""
+        self._next, self._left_out = now + SECONDS, 0
+        self._write(message + more, *arguments)
 
 
 class RequestLog:

@@ -16,8 +16,7 @@ import grpc
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jengine.serving.calls.call import interruption
-from jengine.serving.calls.interceptors import ContextInterceptor
+from jengine.serving.calls.call import ContextInterceptor, interruption
 from jengine.serving.metrics.metric_families import Families
 from jengine.serving.metrics.model_metrics import ModelMetrics, ModelWatch, RequestWatch, merged
 

@@ -11,20 +11,76 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from jengine import AsyncLLM, JengineError, OutOfMemory
-from jengine.serving.calls.adapters import Adapters
-from jengine.serving.calls.model_provider import ListedModel, ModelInfo, ModelProvider, NotReady, Status, User
-from jengine.serving.models.memory import Memory, MemoryNeed, memory_of, resident
+from jengine.serving.calls.model_provider import (
+    Adapters,
+    ListedModel,
+    ModelInfo,
+    ModelProvider,
+    NotReady,
+    Status,
+    User,
+)
 from jengine.serving.processes.supervisor import Supervisor
-from jengine.spi import BackOff
+from jengine.spi import BackOff, available_memory
 
+BESIDE = 3 << 29  # bytes that an engine on a CPU takes beside its weights, until it was measured
 MEMORY = 600.0  # seconds after which a use counts 1/e
 log = logging.getLogger("jengine.serving")
+
+
+class Memory(Protocol):
+    """The devices' memory."""
+
+    def fits(self, wanted: MemoryNeed, loaded: Sequence[MemoryNeed]) -> bool:
+        """Whether an engine can be started beside the loaded ones."""
+
+
+@dataclass(slots=True)
+class MemoryNeed:
+    """What an engine needs.
+
+    Attributes:
+        share: of a GPU's memory that it reserves, gpu_memory_utilization.
+        bytes: of the host's memory; an estimate until it was loaded once.
+    """
+
+    share: float = 0.0
+    bytes: int = BESIDE
+
+
+class GpuMemory:
+    """GPUs that all engines use. JAX reserves an engine's share when it starts."""
+
+    def fits(self, wanted: MemoryNeed, loaded: Sequence[MemoryNeed]) -> bool:
+        return wanted.share + sum(need.share for need in loaded) <= 1.0
+
+
+class HostMemory:
+    """This machine's memory, or what is left of the container's."""
+
+    def fits(self, wanted: MemoryNeed, loaded: Sequence[MemoryNeed]) -> bool:
+        return wanted.bytes <= available_memory()
+
+
+def memory_of(devices: str) -> Memory:
+    """The memory of these devices, as ModelInfo.devices names them."""
+    return HostMemory() if devices.rpartition(" ")[2].lower() == "cpu" else GpuMemory()
+
+
+def resident(pid: int) -> int:
+    """Bytes of memory that a process has; 0 if this is not known."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 class Usage:

@@ -13,9 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from jengine import AsyncLLM, EngineDead, Load, SamplingParams, Tokenizer
-from jengine.serving.calls.adapters import Adapters
-from jengine.serving.calls.model_provider import RESTART_SECONDS, ModelInfo, NotReady
-from jengine.serving.processes.makers import EngineOfServer
+from jengine.serving.calls.model_provider import RESTART_SECONDS, Adapters, ModelInfo, NotReady
+from jengine.serving.processes.engine_fleet import EngineOfServer
 from jengine.serving.processes.starting import StartProgress
 from jengine.spi import BackOff, ImageReader, StepTotals
 

@@ -8,16 +8,15 @@ import logging
 import grpc
 
 from jengine import InvalidArgument, ModelError
-from jengine.serving.calls.adapters import Adapter
 from jengine.serving.calls.call import Call
 from jengine.serving.calls.errors import Refusal
-from jengine.serving.calls.model_provider import ServedModels
+from jengine.serving.calls.model_provider import Adapter, ServedModels
 from jengine.serving.calls.named_model import no_model
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.admission import client_of
 from jengine.serving.guards.bounds import check_admin
 from jengine.serving.guards.lora_folder import allowed_path, check_changes, check_folder
-from jengine.serving.lora_modules import LoraModule
+from jengine.serving.options import LoraModule
 
 log = logging.getLogger("jengine.serving")
 

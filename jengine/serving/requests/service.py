@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from jengine import InvalidArgument, PromptTooLong, RequestHandle, SamplingParams, TokensPrompt
-from jengine.serving.calls.call import Call
+from jengine import InvalidArgument, PromptTooLong, RequestHandle, SamplingParams, Tokenizer, TokensPrompt
+from jengine.serving.calls.call import Call, NamedImage
 from jengine.serving.calls.errors import in_use
 from jengine.serving.calls.model_provider import NotReady, ServedModels
 from jengine.serving.calls.named_model import NamedModel, no_model
@@ -22,27 +22,98 @@ from jengine.serving.guards.security import salted, scoped
 from jengine.serving.logs.request_log import RequestLog
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.options import variables_of
-from jengine.serving.requests.images import RequestImages
-from jengine.serving.requests.pace import Pace
-from jengine.serving.requests.spans import Spans
+from jengine.serving.requests.answers import Pace
 from jengine.serving.requests.text_work import TextWork
-from jengine.serving.requests.tracking import RequestTracker
+from jengine.serving.requests.tracking import RequestTracker, Spans
 from jengine.serving.requests.transfer import pages_from
 from jengine.spi import (
     MAX_CLIENT,
+    CutImage,
     GenerationParams,
+    ImageReader,
     Judgement,
     OutputKind,
     PreparedPrompt,
     chat_tokens,
     given_images,
+    image_reader,
     images_apart,
+    with_parts,
 )
 
 Conversation = tuple[list[dict[str, Any]], dict[str, Any]]  # messages, and ChatOptions
-
 PROCESSING = "mm_processor_kwargs"
 UNKNOWN_TOKENS = 256  # reserved for a completion without max_tokens
+
+
+class RequestImages:
+    """
+    Args:
+        media: where images with an address are; closed with this.
+    """
+
+    def __init__(self, sandbox: Sandbox, media: Media) -> None:
+        self._sandbox, self._media = sandbox, media
+
+    def close(self) -> None:
+        self._media.close()
+
+    async def in_messages(
+        self, client: str, messages: Any, tokenizer: Tokenizer, processing: Mapping[str, Any] | None
+    ) -> Any:
+        """A copy of a conversation in which each image is a CutImage.
+
+        Raises:
+            InvalidArgument: an image may not be opened or cannot be read, there are too many, or the model
+                reads none.
+            Refusal: too many images are waiting.
+        """
+        images = given_images(messages)
+        if not images:
+            return messages
+        sources = [
+            image.source if isinstance(image.source, NamedImage) else NamedImage(image.source, image.field)
+            for image in images
+        ]
+        read = await self.read(client, sources, tokenizer, "messages", processing)
+        return with_parts(messages, images, [{"type": "image", "image": image} for image in read])
+
+    async def read(
+        self,
+        client: str,
+        sources: list[NamedImage],
+        tokenizer: Tokenizer,
+        field: str,
+        processing: Mapping[str, Any] | None,
+    ) -> list[CutImage]:
+        """The images of a prompt, one after the other. Raises as `in_messages`.
+
+        Args:
+            field: of them together.
+        """
+        reader = image_reader(tokenizer, sources[0].field)
+        reader.check_count(len(sources), field)
+        reader.adjusted(processing)  # raises, if they are wrong
+        return [await self._one(client, *source, reader, processing) for source in sources]
+
+    async def _one(
+        self,
+        client: str,
+        source: Any,
+        field: str,
+        reader: ImageReader,
+        processing: Mapping[str, Any] | None,
+    ) -> CutImage:
+        if isinstance(source, str):
+            scheme = source[:10].partition(":")[0].lower()
+            if scheme in ("http", "https", "file"):
+                source = await self._media.read(client, source, field)
+            elif scheme != "data":
+                limit = "must be a data URL, such as data:image/png;base64,... or an http or https URL"
+                raise InvalidArgument(field, source[:200], limit)
+        elif not isinstance(source, bytes):
+            raise InvalidArgument(field, type(source).__name__, "must be a URL")
+        return await self._sandbox.read_image(client, source, field, reader, processing)
 
 
 class Shared(NamedTuple):

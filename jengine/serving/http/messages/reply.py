@@ -7,13 +7,12 @@ from typing import Any
 import msgspec
 
 from jengine import CompletionOutput, RequestOutput
-from jengine.serving.calls.portions import Portioned
-from jengine.serving.http import parts
+from jengine.serving.calls import portions
+from jengine.serving.calls.portions import Parts, Portioned
 from jengine.serving.http.blocks import Block, BlockReader, Blocks, Step, blocks_of
 from jengine.serving.http.calls import HttpCall
-from jengine.serving.http.chat_request import Chat, ChatApi, ChatInput
+from jengine.serving.http.chat_service import Chat, ChatApi, ChatInput
 from jengine.serving.http.messages.body import read
-from jengine.serving.http.parts import Parts
 from jengine.serving.requests.answers import Aborts
 
 DELTAS = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
@@ -37,7 +36,7 @@ class Messages(ChatApi):
         [completion] = output.outputs
         blocks, tokens = blocks_of(chat.read(completion.text)), len(completion.token_ids)
         content = [shown for block in blocks.all if (shown := _whole(block)) is not None]
-        return parts.encoded(
+        return portions.encoded(
             {
                 **_head(chat, request_id),
                 "content": content,

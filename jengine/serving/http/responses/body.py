@@ -11,7 +11,7 @@ import msgspec
 from jengine import InvalidArgument
 from jengine.serving.grpc.conversions import MAX_MESSAGES
 from jengine.serving.http.bodies import LEVEL, Body, BodyFields, checked, without_nulls
-from jengine.serving.http.chat_request import ChatInput
+from jengine.serving.http.chat_service import ChatInput
 from jengine.serving.http.policy import RESPONSES, check_fields, fields, log_accepted, values
 from jengine.serving.http.responses.tools import INPUT, flat_name, read_tools
 from jengine.serving.http.responses.types import ITEMS, PARTS, CountBody, ResponsesBody
