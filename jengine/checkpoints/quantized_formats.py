@@ -22,6 +22,7 @@ from pallas_kernels.quantization.formats import FP8
 from pallas_kernels.quantization.int4 import E2M1, GROUPS
 from pallas_kernels.quantization.quantized import GROUP
 
+LARGEST_SCALE = 127 + 65  # of MXFP4, as a biased exponent
 METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
 # of compressed-tensors
 FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
@@ -328,14 +329,18 @@ def _mxfp4(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if part == "blocks":
             if f"{weight}_scales" not in tensors:
                 raise ModelError("is missing", file=tensor.file, tensor=f"{weight}_scales")
-            out[weight] = Tensor(tensor.file, _Experts(_array(tensor), _array(tensors[f"{weight}_scales"])))
+            scales = _array(tensors[f"{weight}_scales"])
+            out[weight] = Tensor(tensor.file, _Experts(_array(tensor), scales, f"{weight}_scales"))
     return out
 
 
 class _Experts(StoredTensor):
-    """Weights [experts, in, out] in MXFP4, with groups as for [experts * out, in]."""
+    """Weights [experts, in, out] in MXFP4, with groups as for [experts * out, in].
 
-    def __init__(self, blocks: np.ndarray, scales: np.ndarray) -> None:
+    Reading raises ModelError for a scale above 2^65, or NaN: kernels multiply weights by scales in bfloat16.
+    """
+
+    def __init__(self, blocks: np.ndarray, scales: np.ndarray, name: str) -> None:
         experts, outs = blocks.shape[:2]
         inputs = math.prod(blocks.shape[2:]) * 2
         table = np.array([*E2M1, *(-n for n in E2M1)], np.int8)
@@ -343,6 +348,9 @@ class _Experts(StoredTensor):
         def read() -> GroupedValues:
             bytes_ = blocks.reshape(experts * outs, -1)
             values = table[np.stack([bytes_ & 15, bytes_ >> 4], axis=-1)].reshape(experts * outs, inputs)
+            if (largest := int(scales.max())) > LARGEST_SCALE:
+                text = "NaN" if largest == 255 else f"2^{largest - 127}"
+                raise ModelError(f"has a scale of {text}; at most 2^{LARGEST_SCALE - 127}", tensor=name)
             # the numbers are stored doubled
             halved = np.ldexp(np.float32(1), scales.reshape(experts * outs, -1).astype(np.int32) - 128)
             return GroupedValues(values, halved.astype(np.float32), None, (1, inputs // scales.shape[-1]))

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jengine.base.errors import ModelError
 from jengine.checkpoints import load, read_config
@@ -107,6 +108,21 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.experts.down_proj_scales"
     with pytest.raises(ModelError, match=rf"{name}.*is missing"):
         loaded(write(tmp_path / "four", quantized=True, without=name))
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"), [(193, r"a scale of 2\^66; at most 2\^65"), (255, "a scale of NaN")]
+)
+def test_scales_that_kernels_cannot_take_are_refused(scale: int, message: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "four", quantized=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.experts.down_proj_scales"][0, 0, 0] = 192
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    loaded(folder)
+    tensors["model.layers.1.mlp.experts.down_proj_scales"][0, 0, 0] = scale
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"layers.1.mlp.experts.down_proj.*{message}"):
+        loaded(folder)
 
 
 def same_on_two_devices(folder: Path) -> bool:

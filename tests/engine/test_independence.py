@@ -117,7 +117,7 @@ def test_with_bursts_beams_and_a_host_tier(
     assert (
         tier is not None
         and tier.fetched > 10
-        and engine.scheduler.registry.num_preemptions > 5
+        and engine.scheduler.registry.num_preemptions > 2
         and sum(bursts) > 10
     )
     assert engine.compiles_since_start == 0
