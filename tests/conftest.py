@@ -117,6 +117,17 @@ def no_new_variables() -> Iterator[None]:
     os.environ.update(before)
 
 
+@pytest.fixture
+def families() -> Iterator[None]:
+    """Model families that a test registers are gone after it."""
+    from jengine.models import FAMILIES
+
+    before = {*FAMILIES}
+    yield
+    for name in {*FAMILIES} - before:
+        del FAMILIES[name]
+
+
 @pytest.fixture(scope="module")
 def quickly() -> Iterator[None]:
     """For a module whose programs need not be fast. Later modules compile their own."""

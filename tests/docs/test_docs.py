@@ -259,7 +259,9 @@ def stand_ins(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if any(block.runs for block in blocks_of(page, "python"))], **ids
 )
-def test_python_runs(page: Path, stand_ins: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_runs(
+    page: Path, stand_ins: None, families: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Runs a page's blocks from top to bottom in one session."""
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}

@@ -24,7 +24,7 @@ from jengine.engine.setup.early_compilation import make_children
 from jengine.engine.start import start_engine
 from jengine.execution.compile_children import CompileChildren, Target
 from jengine.execution.sources import outside_digest
-from jengine.models import FAMILIES, Family, build, register
+from jengine.models import Family, build, register
 from jengine.models.layers import param
 from jengine.models.llama import Llama, read_llama
 from tests.engine.on_demand import on_demand
@@ -38,7 +38,7 @@ VISION = "from jengine.vision.qwen3_vl import Qwen3Vision\nclass Vision(Qwen3Vis
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def package(families: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An installed package with copies of our families, under names of its own."""
     site, [models] = tmp_path / "site", jengine.models.__path__
     (package := site / "copied_families").mkdir(parents=True)
@@ -60,10 +60,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         )
     )
     monkeypatch.syspath_prepend(site)
-    ours = {*FAMILIES}
     yield package
-    for name in {*FAMILIES} - ours:
-        del FAMILIES[name]
     for name in [name for name in sys.modules if name.partition(".")[0] == package.name]:
         del sys.modules[name]
 
