@@ -41,7 +41,7 @@ OF_PACKAGE: dict[str, str] = {  # what `import vllm` has
     "ClassificationOutput": "models that classify are not supported",
     "ClassificationRequestOutput": "models that classify are not supported",
     "ModelConfig": "LLM takes options; llm.max_model_len and get_tokenizer() have what most scripts need",
-    "ModelRegistry": "model families are part of jengine and cannot be registered",
+    "ModelRegistry": "families of jengine are registered with jengine.models.register",
     "PoolingOutput": "use EmbeddingOutput",
     "PoolingRequestOutput": "use EmbeddingRequestOutput",
     "VllmConfig": "use EngineConfig",

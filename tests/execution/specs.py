@@ -72,10 +72,10 @@ def draft_config(head: str | None, model: dict[str, Any]) -> ModelConfig:
     if head is None:
         return model_config(model)
     if head == "mtp":
-        return model_config({**model, "model_type": f"{model['model_type']}_mtp"}, "", DRAFT_HEADS)
+        return model_config({**model, "model_type": f"{model['model_type']}_mtp"}, draft_head=True)
     own = {"model_type": "eagle3", "num_hidden_layers": 1, "draft_vocab_size": model["vocab_size"] * 3 // 4}
     own |= {"eagle_aux_hidden_state_layer_ids": [0, 1, model["num_hidden_layers"]]}
-    return model_config({**model, **own}, "", DRAFT_HEADS)
+    return model_config({**model, **own}, draft_head=True)
 
 
 def partial_sums(weights: Sequence[Any], rows: int) -> list[int]:

@@ -15,7 +15,7 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.config import EngineConfig
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.speculation import MOST_DRAFTS, SHORTEST, Speculation, SuffixDecoding
-from jengine.scheduling.drafters import drafter as places
+from jengine.scheduling.drafters import drafter
 from jengine.scheduling.drafters import suffix as suffix_module
 from jengine.scheduling.drafters.choice import Forced, drafters_of
 from jengine.scheduling.drafters.drafter import Draft
@@ -267,9 +267,9 @@ def test_memory_does_not_grow() -> None:
 
 def test_a_call_enters_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long prompt is entered over several calls, and so is an output that no draft was asked for."""
-    for module in ("places", "suffix"):
-        monkeypatch.setattr(f"jengine.scheduling.drafters.{module}.AT_ONCE", 10)
-    text = places.Places(3)
+    for module in (drafter, suffix_module):
+        monkeypatch.setattr(module, "AT_ONCE", 10)
+    text = drafter.Places(3)
     prompt = [*range(25), 0, 1, 2]
     text.of_end(prompt)
     assert text._entered == 12
