@@ -77,7 +77,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_a_script_of_vllm_runs() -> None:
-    """In a process of its own, whose engine starts as any."""
+    """In a separate process, with a start as users have it."""
     command = [sys.executable, "-W", "error::UserWarning", str(SCRIPTS / "offline.py")]
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, **QUICK_PROCESS}, timeout=900

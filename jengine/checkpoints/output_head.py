@@ -113,7 +113,7 @@ def mtp_prefix(head: ModelConfig) -> str:
 
 
 def eagle3_config(folder: Path) -> ModelConfig:
-    """The configuration of a head in a folder of its own, in the format of its authors or of speculators;
+    """The configuration of a head in a separate folder, in the format of its authors or of speculators;
     `eagle3.of_model` completes it.
 
     Raises:
