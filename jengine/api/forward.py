@@ -99,6 +99,12 @@ class Forward:
         chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
         return chosen - jax.nn.logsumexp(logits, axis=-1)
 
+    @property
+    def indivisible(self) -> str:
+        """Why there are no hidden states by layer; "": there are."""
+        module: Any = self._model.module
+        return str(module.indivisible)
+
     def hidden_states(self, params: Mapping[str, Any], tokens: jax.Array) -> list[jax.Array]:
         """int32 [rows, length] -> [rows, length, hidden] each: the embeddings, then each layer's output, the
         last one after the final norm, as transformers' `output_hidden_states`.
@@ -107,11 +113,11 @@ class Forward:
             InvalidArgument, ModelError: as `logits`, or layers read more than the output of the one before.
         """
         self._check(tokens)
+        if self.indivisible:
+            raise ModelError(f"has no hidden states by layer: {self.indivisible}", file=self._folder)
         (rows, length), states = tokens.shape, list[jax.Array]()
         with differentiable():
             module: Any = self._model.bind(self._params(params))
-            if module.indivisible:
-                raise ModelError(f"has no hidden states by layer: {module.indivisible}", file=self._folder)
             positions, attend = jnp.tile(jnp.arange(length, dtype=jnp.int32), rows), WholeSequences(rows)
             states.append(module.enter(tokens.reshape(-1).astype(jnp.int32), positions, attend))
             for layer in range(len(module.layers)):

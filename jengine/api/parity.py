@@ -134,8 +134,10 @@ def verify(
         ModelError: the reference's arrays have another form.
     """
     limits, vocab = LIMITS[llm.started.dtype], llm.engine.limits.vocab_size
-    longest = llm.engine.limits.sequence.max_model_len - rollout
-    prompts = _random_texts(vocab, longest) if texts is None else [[*text] for text in texts]
+    longest = llm.engine.limits.sequence.max_model_len - 2
+    if not 0 <= rollout <= longest:
+        raise InvalidArgument("rollout", rollout, f"must be from 0 to {longest}, two less than max_model_len")
+    prompts = _random_texts(vocab, longest + 2 - rollout) if texts is None else [[*text] for text in texts]
     if short := [len(text) for text in prompts if len(text) < 2]:
         raise InvalidArgument("texts", f"{short[0]} tokens", "must have at least 2")
     params = [
@@ -215,6 +217,7 @@ class _States:
         self.why = ""
         try:
             self._forward = Forward(llm.started.folder, dtype=llm.started.dtype)
+            self.why = self._forward.indivisible
         except ModelError as error:
             self.why = error.reason
         self._params: Any = None

@@ -220,7 +220,7 @@ def build(
             over this many devices.
         ModelError: the family is not supported.
     """
-    family = supported(config.family)
+    family = DRAFT_HEADS.get(config.family) or supported(config.family)
     if (done := config.converted) is not None:
         saved = None if done.quantization == "stored" else done.quantization
         if quantization not in (None, saved):

@@ -60,18 +60,18 @@ def register(model_type: str, family: Family) -> None:
 
 
 def family_of(model_type: str) -> Family | None:
-    """The family of this model_type, or the draft head of this name; None: there is none.
+    """The family of this model_type; None: there is none.
 
     Raises:
         ModelError: an installed package names such a family, and importing it fails.
     """
-    if model_type not in FAMILIES and model_type not in DRAFT_HEADS:
+    if model_type not in FAMILIES:
         _register_installed(model_type)
-    return FAMILIES.get(model_type) or DRAFT_HEADS.get(model_type)
+    return FAMILIES.get(model_type)
 
 
 def supported(model_type: str) -> Family:
-    """The family, or the draft head, of this name. Raises ModelError if there is none."""
+    """The family of this model_type. Raises ModelError if there is none."""
     family = family_of(model_type)
     if family is None:
         limit = f"is not supported; {', '.join(sorted(FAMILIES))} are"

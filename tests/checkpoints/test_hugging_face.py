@@ -47,6 +47,12 @@ def test_unknown_family() -> None:
         read("llama_gqa", model_type="unheard_of")
 
 
+def test_names_of_draft_heads_are_no_models() -> None:
+    for head in ("eagle3", "deepseek_v3_mtp"):
+        with pytest.raises(ModelError, match=f"model_type '{head}' is not supported"):
+            read("llama_gqa", model_type=head)
+
+
 def test_classifiers_are_refused_by_name() -> None:
     for family in ({}, {"model_type": "bert"}):
         with pytest.raises(

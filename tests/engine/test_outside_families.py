@@ -39,7 +39,7 @@ VISION = "from jengine.vision.qwen3_vl import Qwen3Vision\nclass Vision(Qwen3Vis
 
 @pytest.fixture
 def package(families: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An installed package with copies of our families, under names of its own."""
+    """An installed package with copies of our families, under other names."""
     site, [models] = tmp_path / "site", jengine.models.__path__
     (package := site / "copied_families").mkdir(parents=True)
     (info := site / "copied_families-1.0.dist-info").mkdir()

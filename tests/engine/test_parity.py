@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jengine import LLM, Forward, InvalidArgument, ModelError, Parity, ReferenceOutput, verify
+from jengine.api.parity import _States
 from jengine.cli import main
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
@@ -133,6 +135,8 @@ def test_references_of_another_form_are_refused(tmp_path: Path) -> None:
             verify(llm, lambda tokens: ReferenceOutput(np.zeros((len(tokens), 96)), wrong), rollout=0)
         with pytest.raises(InvalidArgument, match="texts='1 tokens': must have at least 2"):
             verify(llm, reference_of(folder), texts=[[1]])
+        with pytest.raises(InvalidArgument, match="rollout=127: must be from 0 to 126"):
+            verify(llm, reference_of(folder), rollout=127)
         nan = verify(llm, lambda tokens: np.full((len(tokens), 96), np.nan), texts=[[1, 2, 3]], rollout=0)
         assert (
             not nan.equal
@@ -140,6 +144,14 @@ def test_references_of_another_form_are_refused(tmp_path: Path) -> None:
             and nan.rollouts is nan.ratio is nan.layers is None
         )
         assert nan.why_no_layers == "the reference gives none"
+
+
+def test_models_without_hidden_states_by_layer(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "gemma3n_text")
+    llm: Any = SimpleNamespace(started=SimpleNamespace(folder=folder, dtype="float32"))
+    assert "earlier ones" in _States(llm).why or "embedding" in _States(llm).why
+    with pytest.raises(ModelError, match="has no hidden states by layer"):
+        Forward(folder).hidden_states({}, jnp.zeros((1, 4), jnp.int32))
 
 
 def test_the_command(
