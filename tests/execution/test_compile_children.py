@@ -182,6 +182,8 @@ from jengine.execution import compile_children
 from jengine.execution.compile_children import Job
 children = compile_children.CompileChildren(1)
 result = children.compile(Job("a spec", b""), "count")
+while not children._children:  # until it has been started: a fork meanwhile would hold its start's pipe open
+    time.sleep(0.01)
 if os.fork() == 0:
     time.sleep(1000)
 result.exception()

@@ -359,7 +359,7 @@ def test_tls_and_a_reload(tokenizer_folder: Path, tmp_path: Path) -> None:
 
     def seen(url: httpx.URL) -> bytes:
         with (
-            socket.create_connection((url.host, url.port)) as plain,
+            socket.create_connection((url.host, url.port), timeout=60) as plain,
             trust().wrap_socket(plain, server_hostname="localhost") as connection,
         ):
             return connection.getpeercert(binary_form=True) or b""
@@ -395,6 +395,22 @@ def test_tls_and_a_reload(tokenizer_folder: Path, tmp_path: Path) -> None:
             assert keyless.get(f"{server.http}/models").status_code == 401
         server.send(signal.SIGTERM)
         assert server.wait() == (0, "")
+
+
+def test_a_connection_made_during_a_reload_does_not_stop_the_loop() -> None:
+    """Both servers accept from one socket then: the first to find no more connections must not wait."""
+
+    async def reload() -> None:
+        front = HttpFront(Starlette(), ServerConfig(port=0))
+        await front.start(None)
+        listening = front._servers[0][0].servers[0].sockets[0].fileno()
+        reloaded = asyncio.create_task(front.reload(None))
+        while not reloaded.done():
+            assert not os.get_blocking(listening)
+            await asyncio.sleep(0)
+        await front.close()
+
+    asyncio.run(reload())
 
 
 def test_a_taken_port_is_told() -> None:

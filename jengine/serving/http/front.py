@@ -196,6 +196,8 @@ class HttpFront:
     async def start(self, tls: ssl.SSLContext | None) -> None:
         """Raises InvalidArgument if the port is in use, or the address does not belong to this machine."""
         self._socket = self._socket or listen(self._config, self._option)
+        # Shared by its duplicates: one that blocks would let accept() in another stop the event loop.
+        self._socket.setblocking(False)
         self.port = self._socket.getsockname()[1]
         await self._serve(tls)
 
