@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jengine.base.errors import ModelError, shown
-from jengine.checkpoints.patterns import InvalidPattern, NameMatcher
+from jengine.checkpoints.patterns import InvalidPattern, full_matches
 
 MAX_NAME = 1000  # characters of a module's name
 NAMES = f"a list of names of at most {MAX_NAME} characters"
@@ -65,9 +65,9 @@ class LoraConfig:
         Raises:
             ModelError: a rank is another one here; a scale is not finite.
         """
-        matcher, scales = NameMatcher([*ranks]), dict[str, np.float32]()
-        r_of = self._values("rank_pattern", self.ranks, matcher)
-        alpha_of = self._values("alpha_pattern", self.alphas, matcher)
+        scales = dict[str, np.float32]()
+        r_of = self._values("rank_pattern", self.ranks, [*ranks])
+        alpha_of = self._values("alpha_pattern", self.alphas, [*ranks])
         for name, rank in ranks.items():
             r, alpha = r_of.get(name, self.r), alpha_of.get(name, self.alpha)
             if r != rank:
@@ -94,7 +94,7 @@ class LoraConfig:
             parameters: names of parameters with factors.
         """
         if isinstance(self.targets, str):
-            if not self._matches("target_modules", NameMatcher([*names]), self.targets):
+            if not any(self._matches("target_modules", [self.targets], [*names])):
                 raise ModelError(
                     f"target_modules={shown(self.targets)} matches no module with tensors", file=self.file
                 )
@@ -118,23 +118,26 @@ class LoraConfig:
 
     def _excluded(self, names: Sequence[str]) -> set[str]:
         if isinstance(self.excluded, str):
-            return self._matches("exclude_modules", NameMatcher(names), self.excluded)
+            return self._matches("exclude_modules", [self.excluded], names)[0]
         by_end = _by_end(names)
         return {name for end in self.excluded for name in by_end.get(end, ())}
 
-    def _values(self, field: str, patterns: Patterns, matcher: NameMatcher) -> dict[str, Any]:
-        """The value of the first pattern that matches a module's name, by name."""
+    def _values(self, field: str, patterns: Patterns, names: Sequence[str]) -> dict[str, Any]:
+        """The value of the first pattern that matches the end of a module's name, by name."""
         values: dict[str, Any] = {}
-        for pattern, value in patterns.items():
-            for name in self._matches(field, matcher, rf"(.*\.)?({pattern})", pattern):
+        matches = self._matches(field, [*patterns], names, r"(.*\.)?({})")
+        for value, matching in zip(patterns.values(), matches, strict=True):
+            for name in matching:
                 values.setdefault(name, value)
         return values
 
-    def _matches(self, field: str, matcher: NameMatcher, pattern: str, stored: str = "") -> set[str]:
+    def _matches(
+        self, field: str, patterns: Sequence[str], names: Sequence[str], form: str = "{}"
+    ) -> list[set[str]]:
         try:
-            return matcher.full_matches(pattern)
+            return full_matches([form.format(pattern) for pattern in patterns], names)
         except InvalidPattern as error:
-            raise ModelError(f"{field} {shown(stored or pattern)}: {error}", file=self.file) from None
+            raise ModelError(f"{field} {shown(patterns[error.number])}: {error}", file=self.file) from None
 
 
 def lora_config(config: Mapping[str, Any], file: Path) -> LoraConfig:
