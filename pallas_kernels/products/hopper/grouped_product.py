@@ -29,7 +29,9 @@ from pallas_kernels.products.hopper.eight_bit_registers import operand_of
 from pallas_kernels.quantization.quantized import GROUP
 
 WIDE = 128  # columns of a stage, if both sides have eight bits, or weights have and there are few rows
-FEW = 64  # rows of a block, for each of its compute warpgroups
+# rows of a block of one compute warpgroup; with two, a quarter: with more, registers do not suffice for two
+# blocks per multiprocessor
+FEW = 64
 # rows of a block whose inputs two warpgroups share, by bytes of a number of x; with more, registers do not
 # suffice for two blocks per multiprocessor
 SHARED_ROWS = {1: 32, 2: 16}
@@ -77,7 +79,7 @@ def grouped_product(
     dtype = result if splits == 1 else jnp.dtype(jnp.float32)
     warpgroups = out_per_block(len(groups.group), out) // ROWS
     eight = weight.dtype.itemsize == 1
-    columns = _columns(x.dtype, x.shape[1] // splits, block * warpgroups) if eight else COLUMNS
+    columns = _columns(x.dtype, x.shape[1] // splits, block * warpgroups**2) if eight else COLUMNS
     at_once = columns if weight.dtype == x.dtype else COLUMNS
     turns = 2 if eight and warpgroups == 1 and block <= SHARED_ROWS[x.dtype.itemsize] else 1
     # bytes of a stage, and of sums and results
