@@ -395,6 +395,8 @@ def test_a_format_that_a_checkpoint_has_is_accepted(tmp_path: Path) -> None:
     assert kept_format("int4", tmp_path) == "int4"
     with pytest.raises(InvalidArgument, match="quantization='awq': this checkpoint is stored as gptq"):
         kept_format("awq", tmp_path)
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "modelopt"}}')
+    assert kept_format("modelopt", tmp_path) is kept_format("modelopt_fp4", tmp_path) is None
 
 
 def test_attributes_of_engines() -> None:

@@ -193,7 +193,7 @@ def kept_format(quantization: str | None, path: Path) -> str | None:
             fields = read_object(file)
             stored = fields.get("quantization_config") or fields.get("compression_config") or {}
             method = stored.get("quant_method")
-    if method != str(quantization).removesuffix("_marlin"):
+    if method != str(quantization).removesuffix("_marlin").removesuffix("_fp4"):
         has = "is not quantized" if method is None else f"is stored as {method}"
         raise InvalidArgument(
             "quantization",

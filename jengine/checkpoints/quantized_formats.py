@@ -1,5 +1,5 @@
 """Quantized checkpoints in Hugging Face's layout with a quantization_config: AWQ, GPTQ, compressed-tensors,
-FP8, MXFP4.
+FP8, MXFP4, and Model Optimizer's NVFP4 and FP8.
 
 The configuration says how weights are stored, and in which form they are kept in memory. Tensors are read
 into `stored.GroupedValues`. Products that quantize their inputs find the scales themselves: stored ones are
@@ -8,6 +8,8 @@ not read.
 
 from __future__ import annotations
 
+import fnmatch
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +24,15 @@ from pallas_kernels.quantization.formats import FP8
 from pallas_kernels.quantization.int4 import E2M1, GROUPS
 from pallas_kernels.quantization.quantized import GROUP
 
+log = logging.getLogger("jengine")
 LARGEST_SCALE = 127 + 65  # of MXFP4, as a biased exponent
-METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4")
+METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "modelopt", "mxfp4")
 # of compressed-tensors
-FORMATS = ("dense", "float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+FORMATS = (
+    "dense", "float-quantized", "int-quantized", "mxfp4-pack-quantized", "naive-quantized",
+    "nvfp4-pack-quantized", "pack-quantized",
+)  # fmt: skip
+ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4")  # of Model Optimizer
 # settings of input_activations, and activation_scheme of FP8
 INPUTS: dict[str, tuple[Any, ...]] = {
     "num_bits": (4, 8),
@@ -38,10 +45,12 @@ SCHEMES = ("dynamic", "static", None)
 BY_ROW = ("dynamic by token", "dynamic by tensor", "static by token", "static by tensor")
 Group = dict[str, Any]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each field of a word
-ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale")  # settings for quantized activations
+# settings for quantized activations
+ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "input_global_scale")
+CACHES = ("k_scale", "v_scale")  # settings for quantized caches
 PARTS = (
     "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv",
-    "weight_zero_point", "weight_g_idx",
+    "weight_zero_point", "weight_g_idx", "weight_global_scale", "weight_scale_2",
 )  # fmt: skip
 
 
@@ -60,7 +69,7 @@ def quantization_config(fields: Mapping[str, Any]) -> dict[str, Any] | None:
             f"quantization_config.quant_method {method!r} is not supported; {', '.join(METHODS)} are"
         )
     _check(method, config)
-    return dict(config)
+    return _compressed_config(config) if method == "modelopt" else dict(config)
 
 
 def _check(method: str, config: Mapping[str, Any]) -> None:
@@ -78,19 +87,44 @@ def _check(method: str, config: Mapping[str, Any]) -> None:
         only("checkpoint_format", config.get("checkpoint_format", "gptq"), ("gptq", "gptq_v2"))
     elif method == "compressed-tensors":
         only("format", config.get("format"), FORMATS)
-        only("kv_cache_scheme", config.get("kv_cache_scheme"), (None,))
         only("transform_config", config.get("transform_config") or None, (None,))
         only(
             "sparsity_config.format", (config.get("sparsity_config") or {}).get("format", "dense"), ("dense",)
         )
+        float4 = {"nvfp4-pack-quantized": 16, "mxfp4-pack-quantized": 32}.get(config["format"])
         for group in config_groups(config):
             weights = group["weights"]
             name = f"{weights.get('type')}{weights.get('num_bits')}"
-            only("config_groups: weights", name, ("int4", "int8", "float8"))
+            only("config_groups: weights", name, ("float4",) if float4 else ("int4", "int8", "float8"))
+            if float4:
+                only("config_groups: weights.group_size", weights.get("group_size"), (float4,))
             for setting, value in (group.get("input_activations") or {}).items():
                 only(f"config_groups: input_activations.{setting}", value, INPUTS.get(setting, (value,)))
     elif method == "fp8":
         only("activation_scheme", config.get("activation_scheme"), SCHEMES)
+    elif method == "modelopt":
+        only("quant_algo", config.get("quant_algo"), ALGORITHMS)
+        only("group_size", config.get("group_size"), (16, None))
+
+
+def _compressed_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Model Optimizer's configuration as one of compressed-tensors. It names modules that are not quantized
+    by wildcards.
+    """
+    form, weights = "nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "group_size": 16}
+    inputs: Group | None = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "dynamic": "local"}
+    if config["quant_algo"] == "FP8":
+        form, weights = "float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}
+        inputs = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    elif config["quant_algo"] == "W4A16_NVFP4":
+        inputs = None
+    ignore = [name + below for name in config.get("ignore") or [] for below in ("", ".*")]
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": {"weights": weights, "input_activations": inputs}},
+        "ignore": [f"re:{fnmatch.translate(name)}" for name in ignore],
+    }
 
 
 def config_groups(config: Mapping[str, Any]) -> list[Group]:
@@ -126,6 +160,8 @@ def stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
         weights = groups[0]["weights"]
         others = tuple(_ignored(name) for name in config.get("ignore") or [])
         symmetric = bool(weights.get("symmetric", True))
+        if weights["num_bits"] == 4 and weights["type"] == "float":
+            return StoredWeights(form="e2m1", group=int(weights["group_size"]), others=others)
         if weights["num_bits"] == 4 and weights.get("strategy") == "group" and not weights.get("actorder"):
             return _four_bits(int(weights["group_size"]), not symmetric, others)
         if weights["num_bits"] == 8 and weights.get("strategy") in ("channel", "tensor") and symmetric:
@@ -192,8 +228,12 @@ def read_quantized(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
         module, _, part = name.rpartition(".")
         if part in PARTS:
             modules.setdefault(module, {})[part] = tensor
-        elif part not in (*ACTIVATIONS, "weight_shape"):
+        elif part not in (*ACTIVATIONS, *CACHES, "weight_shape"):
             out[name] = tensor
+    if any(name.endswith(CACHES) for name in tensors):
+        log.warning(
+            "the checkpoint's scales of caches are not used; kv_cache_dtype says how caches are stored"
+        )
     readers = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed, "fp8": _scaled}
     for module, parts in modules.items():
         name = f"{module}.weight"
@@ -272,6 +312,8 @@ def _by_input(
 
 
 def _compressed(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> StoredTensor:
+    if {"weight_global_scale", "weight_scale_2"} & parts.keys() or config["format"].startswith("mxfp4"):
+        return _float4(parts)
     if "weight_packed" not in parts:
         return _scaled(parts, config)
     bits = next(group["weights"]["num_bits"] for group in config_groups(config))
@@ -295,6 +337,45 @@ def _compressed(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> S
         return GroupedValues(values, wide, offset, (1, group))
 
     return StoredTensor(shape, read)
+
+
+def _float4(parts: Mapping[str, np.ndarray]) -> StoredTensor:
+    """NVFP4, which has a float8 scale for each 16 inputs and a float32 one for all; or MXFP4, which has an
+    exponent for each 32 inputs.
+    """
+    packed = parts["weight" if "weight_packed" not in parts else "weight_packed"]
+    scale, shape = parts["weight_scale"], (packed.shape[0], 2 * packed.shape[1])
+
+    def read() -> GroupedValues:
+        if scale.dtype == np.uint8:
+            halved = _half_powers(scale, "weight_scale")
+        else:
+            divisor = parts["weight_global_scale"] if "weight_global_scale" in parts else np.float32(1)
+            factor = parts["weight_scale_2"] if "weight_scale_2" in parts else np.float32(1)
+            halved = scale.astype(np.float32) / divisor.reshape(()) * factor.reshape(()) / 2
+        return GroupedValues(_doubled(packed), halved, None, (1, shape[1] // scale.shape[1]))
+
+    return StoredTensor(shape, read)
+
+
+def _doubled(packed: np.ndarray) -> np.ndarray:
+    """Twice the e2m1 numbers of bytes [out, in / 2], which have the first of two in their lower half: int8
+    [out, in].
+    """
+    table = np.array([*E2M1, *(-n for n in E2M1)], np.int8)
+    return table[np.stack([packed & 15, packed >> 4], axis=-1)].reshape(len(packed), -1)
+
+
+def _half_powers(exponents: np.ndarray, name: str) -> np.ndarray:
+    """Half of MXFP4's scales, since numbers are doubled: float32.
+
+    Raises:
+        ModelError: a scale is above 2^65, or NaN: kernels multiply weights by scales in bfloat16.
+    """
+    if (largest := int(exponents.max())) > LARGEST_SCALE:
+        text = "NaN" if largest == 255 else f"2^{largest - 127}"
+        raise ModelError(f"has a scale of {text}; at most 2^{LARGEST_SCALE - 127}", tensor=name)
+    return np.ldexp(np.float32(1), exponents.astype(np.int32) - 128).astype(np.float32)
 
 
 def _scaled(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> StoredTensor:
@@ -335,25 +416,16 @@ def _mxfp4(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class _Experts(StoredTensor):
-    """Weights [experts, in, out] in MXFP4, with groups as for [experts * out, in].
-
-    Reading raises ModelError for a scale above 2^65, or NaN: kernels multiply weights by scales in bfloat16.
-    """
+    """Weights [experts, in, out] in MXFP4, with groups as for [experts * out, in]."""
 
     def __init__(self, blocks: np.ndarray, scales: np.ndarray, name: str) -> None:
         experts, outs = blocks.shape[:2]
         inputs = math.prod(blocks.shape[2:]) * 2
-        table = np.array([*E2M1, *(-n for n in E2M1)], np.int8)
 
         def read() -> GroupedValues:
-            bytes_ = blocks.reshape(experts * outs, -1)
-            values = table[np.stack([bytes_ & 15, bytes_ >> 4], axis=-1)].reshape(experts * outs, inputs)
-            if (largest := int(scales.max())) > LARGEST_SCALE:
-                text = "NaN" if largest == 255 else f"2^{largest - 127}"
-                raise ModelError(f"has a scale of {text}; at most 2^{LARGEST_SCALE - 127}", tensor=name)
-            # the numbers are stored doubled
-            halved = np.ldexp(np.float32(1), scales.reshape(experts * outs, -1).astype(np.int32) - 128)
-            return GroupedValues(values, halved.astype(np.float32), None, (1, inputs // scales.shape[-1]))
+            values = _doubled(blocks.reshape(experts * outs, -1))
+            halved = _half_powers(scales.reshape(experts * outs, -1), name)
+            return GroupedValues(values, halved, None, (1, inputs // scales.shape[-1]))
 
         super().__init__((experts, inputs, outs), read)
 

@@ -15,7 +15,17 @@ from jengine.vllm.translate import HINTS, value_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-CheckpointFormat = Literal["awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "mxfp4", "gguf"]
+CheckpointFormat = Literal[
+    "awq",
+    "awq_marlin",
+    "gptq",
+    "gptq_marlin",
+    "compressed-tensors",
+    "modelopt",
+    "modelopt_fp4",
+    "mxfp4",
+    "gguf",
+]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 OVERRIDES = "override_generation_config"
@@ -70,8 +80,8 @@ class ModelOptions:
             of inputs, embeddings in int8; int4_mixed: the same, but queries, keys and values, and an MLP's
             last matrix, which lose most, in int8; w4a8: weights as int4, activations as w8a8, embeddings
             as w8a8; none: converts the weights of a quantized checkpoint to
-            dtype; awq, gptq, compressed-tensors, mxfp4, gguf: keeps them, and requires that the checkpoint
-            has this format.
+            dtype; awq, gptq, compressed-tensors, modelopt, mxfp4, gguf: keeps them, and requires that the
+            checkpoint has this format.
         quantization_group_size: inputs that share a scale and an offset in four bits: 32, 64 or 128. Smaller
             groups lose less.
         calibration_data: for four bits, a file of text: the model reads it at the start, and weights are

@@ -20,7 +20,16 @@ from pallas_kernels.products.support import why_no_hopper_product, why_sizes_uns
 from pallas_kernels.products.weight import QuantizedWeight
 from pallas_kernels.quantization.formats import WeightFormat
 from pallas_kernels.quantization.hadamard import transform
-from pallas_kernels.quantization.int4 import Int4, groups, pack, pack_on_host, quantize_int4, wide, words
+from pallas_kernels.quantization.int4 import (
+    GROUPS,
+    Int4,
+    groups,
+    pack,
+    pack_on_host,
+    quantize_int4,
+    wide,
+    words,
+)
 from pallas_kernels.quantization.quantized import dequantize, quantize
 from pallas_kernels.targets import HOPPER, Implementation, cores, why_none
 
@@ -32,6 +41,8 @@ def _why_no_hopper(x: Any, weight: FourBits, *, grouped: bool) -> str | None:
         return why
     if weight.divided_into != 1:
         return f"parts={weight.divided_into}: the kernel takes inputs in one part"
+    if weight.numbers.group < GROUPS[0]:
+        return f"group={weight.numbers.group}: at least {GROUPS[0]}"
     return why_sizes_unsupported(weight.shape, grouped=grouped, inputs=False)
 
 

@@ -50,7 +50,8 @@ class Int4:
         scale: float32 [..., parts * groups].
         offset: as scale; None: all are zero.
         size: inputs per part.
-        group: inputs per scale, one of GROUPS. A part's last group may have fewer.
+        group: inputs per scale, one of GROUPS, or 16, for which GPUs have no kernel. A part's last group may
+            have fewer.
         dtype: dtype of the represented array.
         kind: kind of the numbers, one of KINDS.
         hadamard: number of inputs per Hadamard transform, applied before quantization; 1: no transform.

@@ -1,5 +1,5 @@
-"""Tiny models quantized in the layouts of AWQ, GPTQ, compressed-tensors and FP8, packed according to each
-format's description."""
+"""Tiny models quantized in the layouts of AWQ, GPTQ, compressed-tensors, FP8 and NVFP4, packed according to
+each format's description."""
 
 from __future__ import annotations
 
@@ -151,6 +151,26 @@ def int8(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
     scale = (np.abs(weight).max(1, keepdims=True) / 120).astype(np.float32)
     values = np.round(weight / scale).astype(np.int8)
     return {"weight": values, "weight_scale": scale}, values * scale
+
+
+def nvfp4(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+    """Model Optimizer's: pairs of numbers in bytes, a float8 scale for each 16 inputs, and a float32 one."""
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    rows = weight.reshape(len(weight), -1, 16)
+    shared = np.float32(np.abs(weight).max() / (6 * 448))
+    scale = np.maximum(np.abs(rows).max(-1) / 6 / shared, 2**-9).astype(ml_dtypes.float8_e4m3fn)
+    wide = scale.astype(np.float32)[..., None] * shared
+    codes = np.abs(np.abs(rows / wide)[..., None] - magnitudes).argmin(-1)
+    values = np.where(rows < 0, -1, 1) * magnitudes[codes] * wide
+    codes = (codes + 8 * (rows < 0)).reshape(weight.shape).astype(np.uint8)
+    parts = {
+        "weight": codes[:, ::2] | codes[:, 1::2] << 4,
+        "weight_scale": scale,
+        "weight_scale_2": np.array(shared),
+        "input_scale": np.ones((), np.float32),
+        "k_scale": np.ones((), np.float32),
+    }
+    return parts, values.reshape(weight.shape).astype(np.float32)
 
 
 def fp8(scales: str, name: str = "weight_scale", block: int = 48) -> Quantizer:

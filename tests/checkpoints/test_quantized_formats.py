@@ -32,6 +32,7 @@ from tests.checkpoints.quantized_models import (
     fp8,
     gptq,
     int8,
+    nvfp4,
     packed_tensors,
     write_quantized,
 )
@@ -57,6 +58,12 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, 
 FOUR = {"num_bits": 4, "strategy": "group", "group_size": 32}
 FLOAT = {"type": "float"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "NVFP4",
+    "ignore": ["lm_head", "model.layers.*.router*"],
+    "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+}
 TOKENS = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
 STATIC = {**TOKENS, "dynamic": False, "strategy": "tensor"}
 CASES: dict[str, tuple[dict[str, Any], Quantizer, Any]] = {  # and the form in memory; None is dtype
@@ -88,6 +95,8 @@ CASES: dict[str, tuple[dict[str, Any], Quantizer, Any]] = {  # and the form in m
         fp8("blocks"),
         None,
     ),
+    "nvfp4 of Model Optimizer": (MODELOPT, nvfp4, "e2m1"),
+    "fp8 of Model Optimizer": ({**MODELOPT, "quant_algo": "FP8"}, fp8("all"), "float8_e4m3fn"),
     "fp8 static": ({**FP8, "activation_scheme": "static"}, fp8("all"), "float8_e4m3fn"),
     "fp8 128 x 128": ({**FP8, "weight_block_size": [48, 48]}, fp8("blocks", "weight_scale_inv"), None),
 }
@@ -108,9 +117,9 @@ def test_weights_stand_for_what_the_format_says(name: str, tmp_path: Path) -> No
         layer["attention"]["qkv"],
         layer["attention"]["o"],
     ):
-        kind = "int4" if isinstance(leaf, Int4) else leaf.kind if isinstance(leaf, Quantized) else None
-        assert kind == form
-        assert not isinstance(leaf, Quantized) or leaf.inputs == (name == "fp8 static")
+        assert (leaf.kind if isinstance(leaf, Int4 | Quantized) else None) == form
+        inputs = name in ("fp8 static", "fp8 of Model Optimizer")
+        assert not isinstance(leaf, Quantized) or leaf.inputs == inputs
     down, gate_up = (layer["mlp"][part] for part in ("down", "gate_up"))
     down, gate_up = (np.asarray(dequantize(leaf) if is_weight(leaf) else leaf) for leaf in (down, gate_up))
     np.testing.assert_allclose(down, stored["model.layers.1.mlp.down_proj.weight"], rtol=1e-5, atol=1e-6)
@@ -196,6 +205,18 @@ def test_blocks_are_converted_on_load_where_no_kernel_multiplies_by_them(tmp_pat
     assert not any(is_weight(leaf) for leaf in jax.tree.leaves(spec.params, is_leaf=is_weight))
 
 
+def test_groups_of_16_are_converted_on_load_on_a_gpu() -> None:
+    """Its kernels take groups of 32 and more."""
+    data = Path(__file__).parents[1] / "data" / "quantized"
+    for name, kept in (("nvfp4", False), ("mxfp4", True)):
+        options = EngineConfig(model=str(data / name), max_model_len=64)
+        for spec, expected in (
+            (described(options, device_spec("h100")), kept),
+            (describe(options, read_config(data / name), make_mesh(1), data / name), True),
+        ):
+            assert is_weight(spec.params["layers"][0]["mlp"]["down"]) is expected
+
+
 @pytest.mark.parametrize("ignore", ["model.layers.0.mlp.down_proj", r"re:.*layers\.0\.mlp\.down_proj$"])
 def test_modules_that_are_ignored(ignore: str, tmp_path: Path) -> None:
     config = {**compressed("pack-quantized", **FOUR), "ignore": ["lm_head", ignore]}
@@ -214,7 +235,7 @@ def test_logits_are_those_of_the_dequantized(tmp_path: Path) -> None:
     np.testing.assert_allclose(logits(kept, params[0], tokens), logits(plain, params[1], tokens), atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["w4a16", "w8a16", "fp8"])
+@pytest.mark.parametrize("name", ["w4a16", "w8a16", "fp8", "nvfp4", "mxfp4"])
 def test_what_the_formats_own_package_writes(name: str) -> None:
     """Logits equal those of transformers for the same files."""
     folder = Path(__file__).parents[1] / "data" / "quantized" / name
@@ -231,7 +252,7 @@ def test_what_the_formats_own_package_writes(name: str) -> None:
     [
         (
             {"quant_method": "bitsandbytes"},
-            "quant_method 'bitsandbytes' is not supported; awq, compressed-tensors, fp8, gptq, mxfp4 are",
+            "quant_method 'bitsandbytes' is not supported; awq, compressed-tensors, fp8, gptq, modelopt",
         ),
         ({"quant_method": "awq"}, "bits=None is not supported; 4 are"),
         (
@@ -243,7 +264,13 @@ def test_what_the_formats_own_package_writes(name: str) -> None:
             {**GPTQ, "checkpoint_format": "marlin"},
             "checkpoint_format='marlin' is not supported; gptq, gptq_v2 are",
         ),
-        (compressed("nvfp4-pack-quantized"), "format='nvfp4-pack-quantized' is not supported"),
+        (compressed("mixed-precision"), "format='mixed-precision' is not supported"),
+        (compressed("nvfp4-pack-quantized"), "weights='int8' is not supported; float4 are"),
+        (
+            compressed("nvfp4-pack-quantized", num_bits=4, type="float", group_size=32),
+            r"weights\.group_size=32 is not supported; 16 are",
+        ),
+        ({**MODELOPT, "quant_algo": "MIXED_PRECISION"}, "quant_algo='MIXED_PRECISION' is not supported"),
         (
             compressed("int-quantized", inputs={**TOKENS, "strategy": "column"}),
             r"input_activations\.strategy='column' is not supported; tensor, channel, token, group,",
@@ -257,10 +284,6 @@ def test_what_the_formats_own_package_writes(name: str) -> None:
             "activation_scheme='dynamic_per_channel' is not supported; dynamic, static, None are",
         ),
         (compressed("pack-quantized", num_bits=2), "config_groups: weights='int2' is not supported"),
-        (
-            {**compressed("int-quantized"), "kv_cache_scheme": {"num_bits": 8}},
-            r"kv_cache_scheme=.* is not supported",
-        ),
         (
             {**compressed("int-quantized"), "transform_config": {"config_groups": {}}},
             r"transform_config=.* is not supported",

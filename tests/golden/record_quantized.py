@@ -15,6 +15,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def compressed_tensors(model: Any, folder: Path, **weights: Any) -> None:
         QuantizationScheme,
         apply_quantization_config,
     )
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     args = QuantizationArgs(**weights)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
@@ -50,15 +51,19 @@ def compressed_tensors(model: Any, folder: Path, **weights: Any) -> None:
     )
     for module in model.modules():
         if hasattr(module, "weight_scale"):
-            rows = module.weight.data
-            if args.strategy == "group":
+            rows, shared = module.weight.data, None
+            if hasattr(module, "weight_global_scale"):
+                shared = generate_gparam(rows.min(), rows.max())
+                module.weight_global_scale.data = shared
+            if args.group_size:
                 rows = rows.reshape(rows.shape[0], -1, args.group_size)
             elif args.strategy == "tensor":
                 rows = rows.reshape(1, -1)
             scale, zero = calculate_qparams(
-                rows.amin(-1, keepdim=args.strategy != "group"),
-                rows.amax(-1, keepdim=args.strategy != "group"),
+                rows.amin(-1, keepdim=not args.group_size),
+                rows.amax(-1, keepdim=not args.group_size),
                 args,
+                shared,
             )
             module.weight_scale.data = scale.reshape(module.weight_scale.shape).to(module.weight_scale.dtype)
             if hasattr(module, "weight_zero_point"):
@@ -72,6 +77,7 @@ def compressed_tensors(model: Any, folder: Path, **weights: Any) -> None:
 
 
 FOUR = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True}
 FORMATS: dict[str, Callable[[Any, Path], None]] = {
     "w4a16": lambda model, folder: compressed_tensors(model, folder, **FOUR, symmetric=True),
     "w8a16": lambda model, folder: compressed_tensors(
@@ -80,10 +86,24 @@ FORMATS: dict[str, Callable[[Any, Path], None]] = {
     "fp8": lambda model, folder: compressed_tensors(
         model, folder, num_bits=8, type="float", strategy="channel", symmetric=True
     ),
+    "nvfp4": lambda model, folder: compressed_tensors(
+        model, folder, **FLOAT4, strategy="tensor_group", group_size=16, scale_dtype=torch.float8_e4m3fn
+    ),
+    "mxfp4": lambda model, folder: compressed_tensors(
+        model, folder, **FLOAT4, strategy="group", group_size=32, scale_dtype=torch.uint8
+    ),
 }
 
 
+def read_float4_as_float32() -> None:
+    """The package reads four-bit floats as bfloat16, which rounds their products by scales."""
+    from compressed_tensors.compressors.nvfp4 import base
+
+    base.unpack_fp4_from_uint8 = partial(base.unpack_fp4_from_uint8, dtype=torch.float32)
+
+
 def record(name: str) -> None:
+    read_float4_as_float32()
     with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as made:
         write_model(Path(plain), VARIANT, **CHANGES)
         FORMATS[name](AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32), Path(made))

@@ -204,6 +204,13 @@ def test_the_kernel_is_the_exact_product_of_mxfp4(x_dtype: str) -> None:
     check_product(x_dtype, 32, (5, 200, 19), "float32", False, "e2m1")
 
 
+@pytest.mark.parametrize("x_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_the_kernel_is_the_exact_product_of_nvfp4(x_dtype: str, rows: int) -> None:
+    check_product(x_dtype, 16, (rows, 200, 19), "float32", False, "e2m1")
+    check_product(x_dtype, 16, (rows, 256, 136), "float32", True, "int4")
+
+
 def check_product(
     x_dtype: str, group: int, shape: tuple[int, int, int], dtype: str, offset: bool, kind: str
 ) -> None:

@@ -45,6 +45,7 @@ from pallas_kernels.devices import cpu_refused
 from pallas_kernels.products.dispatch import why_product_unsupported
 from pallas_kernels.products.weights import abstract
 from pallas_kernels.quantization.formats import FP8
+from pallas_kernels.quantization.int4 import GROUPS
 
 MOST_ROWS = 16384  # embeddings in the pool, unless the options say otherwise
 FEWEST_PATCHES = 256  # of a bucket, unless no part has as many
@@ -362,12 +363,14 @@ def states(config: EngineConfig, model: Model, max_num_seqs: int, platform: str)
 
 
 def _stored(model: ModelConfig, dtype: str, device: jax.Device) -> ModelConfig:
-    """Without a kernel that multiplies by groups of eight-bit numbers, they are converted to dtype on load,
-    rather than in each step. Without products of FP8, inputs are not quantized.
+    """Without a kernel that multiplies by groups of eight-bit numbers, or of 16 four-bit ones, they are
+    converted to dtype on load, rather than in each step. Without products of FP8, inputs are not quantized.
     """
     if (stored := model.stored) is None:
         return model
     weight = format_of(stored)
+    if weight.bits == 4 and weight.group < GROUPS[0] and device.platform != "cpu":
+        return dataclasses.replace(model, stored=None)
     if weight.bits == 8 and weight.group:
         block = jax.ShapeDtypeStruct((1, weight.group, weight.group), dtype)
         x: Any = jax.ShapeDtypeStruct((1, weight.group), dtype)

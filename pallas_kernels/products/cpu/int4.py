@@ -204,56 +204,70 @@ def weights_of(code: Code, fmt: Int4Format, packed: Packed, tile: Value) -> list
     """Loads the weights of the first output's tile, in order, for `how.format`. Prefetches words AHEAD
     bytes.
     """
-    place, each = packed.words + tile * (4 * LANES), fmt.group // 32
-    by_scale = tile * (4 * (TILE // fmt.group))
+    place, by_scale = packed.words + tile * (4 * LANES), tile * (4 * (TILE // fmt.group))
     for line in range(0, 4 * LANES, LINE):
         code.prefetch(place + (AHEAD + line))
     word, out = code.load(vector(I32), place), []
-    for group in range(STEPS // each):
-        scale, offset = (
-            code.load(F32, base + by_scale + 4 * group, 4).splat() for base in (packed.scale, packed.offset)
-        )
-        steps = range(group * each, (group + 1) * each)
-        out += (_pairs if fmt.pairs else _floats)(
-            code, fmt, word, steps, scale, offset if fmt.offset else None
-        )
+    each = max(fmt.group // 32, 1)
+    for first in range(0, STEPS, each):
+        # of the group, or of both groups in a step's words
+        scales = [
+            [
+                code.load(F32, base + by_scale + 4 * group, 4).splat()
+                for base in (packed.scale, packed.offset)[: 1 + fmt.offset]
+            ]
+            for group in range(first * 32 // fmt.group, -(-(first + 1) * 32 // fmt.group))
+        ]
+        out += (_pairs if fmt.pairs else _floats)(code, fmt, word, range(first, first + each), scales)
     return out
 
 
 def _pairs(
-    code: Code, fmt: Int4Format, word: Value, steps: Sequence[int], scale: Value, offset: Value | None
+    code: Code, fmt: Int4Format, word: Value, steps: Sequence[int], scales: list[list[Value]]
 ) -> list[Value]:
-    """bfloat16 weights of a group, looked up in a table of the group's sixteen possible weights."""
-    weights = _scaled(code, code.constant(vector(F32), [float(n) for n in TABLES[fmt.kind]]), scale, offset)
-    narrow = code.call("llvm.x86.avx512bf16.cvtneps2bf16.512", vector(BF16), weights).bits(vector(I16))
-    table = narrow.pick([*range(LANES)] * 2)  # two copies: the fifth index bit belongs to another number
-    out = []
+    """bfloat16 weights, looked up in a table of a group's sixteen possible weights."""
+    numbers = code.constant(vector(F32), [float(n) for n in TABLES[fmt.kind]])
+    first, last = (
+        code.call(
+            "llvm.x86.avx512bf16.cvtneps2bf16.512", vector(BF16), _scaled(code, numbers, *scales[place])
+        ).bits(vector(I16))
+        for place in (0, -1)
+    )
+    # of one group, two copies: the fifth bit of an index belongs to another number
+    table, out = first.shuffled(last, range(2 * LANES)), []
     for step in steps:
-        index = (word >> 4 * step if step else word).bits(table.kind)
-        known = code.call("llvm.x86.avx512.permvar.hi.512", table.kind, table, index)
+        index = word >> 4 * step if step else word
+        if len(scales) == 2:  # the fifth bit says which group's
+            of_last = [0x10_0010 * (lane >= LANES // 2) for lane in range(LANES)]
+            index = index & 0xF_000F | code.constant(vector(I32), of_last)
+        known = code.call("llvm.x86.avx512.permvar.hi.512", table.kind, table, index.bits(table.kind))
         out.append(known.bits(vector(BF16, 2 * LANES)))
     return out
 
 
 def _floats(
-    code: Code, fmt: Int4Format, word: Value, steps: Sequence[int], scale: Value, offset: Value | None
+    code: Code, fmt: Int4Format, word: Value, steps: Sequence[int], scales: list[list[Value]]
 ) -> list[Value]:
-    """float32 weights of a group."""
+    """float32 weights."""
     out, size = [], fmt.format.step
+    by_word = scales[0]
+    if len(scales) == 2:
+        lanes = [lane + LANES * (lane >= LANES // 2) for lane in range(LANES)]
+        by_word = [first.shuffled(last, lanes) for first, last in zip(*scales, strict=True)]
     for step in steps:
         halves = []  # the even inputs and the odd ones
         for half in range(2):
             up = 28 - 4 * step - 16 * half
             bits = (word << up if up else word).signed_shift(28)
             numbers = (_of_e2m1(bits) if fmt.kind == "e2m1" else bits).to(vector(F32))
-            halves.append(_scaled(code, numbers, scale, offset))
+            halves.append(_scaled(code, numbers, *by_word))
         lanes = [n // 2 + LANES * (n % 2) for n in range(2 * LANES)]
         even, odd = halves
         out += [even.shuffled(odd, lanes[start : start + size]) for start in range(0, 2 * LANES, size)]
     return out
 
 
-def _scaled(code: Code, numbers: Value, scale: Value, offset: Value | None) -> Value:
+def _scaled(code: Code, numbers: Value, scale: Value, offset: Value | None = None) -> Value:
     return numbers * scale if offset is None else code.fma(numbers, scale, offset)
 
 
