@@ -46,6 +46,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_quantized_weights_are_shown_and_deleted(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (cache / "weights").mkdir()
+    old, new = (cache / "weights" / f"{number}.safetensors" for number in (1, 2))
+    for file in (old, new):
+        file.write_bytes(b"x" * 1024)
+    used(old, 10)
+    assert cli.main(["cache"]) == 0
+    assert "2 files of quantized weights, 2.0 KiB of at most as much" in capsys.readouterr().out
+    assert cli.main(["cache", "clear", "--older-than", "5", "--yes"]) == 0
+    assert not old.exists() and new.exists()
+
+
 def test_it_shows_where_programs_are_and_of_which_models(
     cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ from jengine.execution.cache_folders import (
     kernel_folders,
     measured_costs,
     measured_dtypes,
+    quantized_files,
     remove,
     saved_folders,
 )
@@ -62,6 +63,9 @@ def _show(options: argparse.Namespace) -> None:
     root = cache_root(options.cache_dir)
     folders = saved_folders(root)[::-1]
     write(f"{root}: {_summary(folders)} of at most {size_text(cache_limit())}\n")
+    if weights := quantized_files(root):
+        size = size_text(sum(file.stat().st_size for file in weights))
+        write(f"{counted(len(weights), 'file')} of quantized weights, {size} of at most as much\n")
     if folders:
         write("\n" + table([COLUMNS, *map(_row, folders)]))
 
@@ -73,7 +77,9 @@ def _clear(options: argparse.Namespace) -> None:
     before = time.time() - (days or 0.0) * DAY
     folders = [folder for folder in saved_folders(root) if folder.used <= before]
     measured = [
-        file for file in (*measured_dtypes(root), *measured_costs(root)) if file.stat().st_mtime <= before
+        file
+        for file in (*measured_dtypes(root), *measured_costs(root), *quantized_files(root))
+        if file.stat().st_mtime <= before
     ]
     kernels = [folder for folder in kernel_folders(root) if folder.stat().st_mtime <= before]
     if not folders and not measured and not kernels:

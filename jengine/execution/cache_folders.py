@@ -113,6 +113,11 @@ def measured_costs(root: Path) -> list[Path]:
     return [*root.glob("costs/*.json"), *root.glob("process-*/costs/*.json")]
 
 
+def quantized_files(root: Path) -> list[Path]:
+    """Files with quantized weights, the least recently used first; see quantized_weights.py."""
+    return sorted(root.glob("weights/*"), key=lambda file: file.stat().st_mtime)
+
+
 def remove(folder: Path) -> bool:
     """Deletes a folder of programs, its manifest first. Returns False if it is in use by a writer, or owned
     by another user.

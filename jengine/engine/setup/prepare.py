@@ -25,11 +25,12 @@ from jengine.engine.loop.live_weights import warm, why_not_updatable
 from jengine.engine.page_names import PageNames
 from jengine.engine.page_stores import check_transfer, weights_digest
 from jengine.engine.rank_start import check_spec, prepare_ranks
-from jengine.engine.setup.devices import Devices
+from jengine.engine.setup.devices import Devices, process_root
 from jengine.engine.setup.early_compilation import EarlyCompilation, make_children
 from jengine.engine.setup.model_source import ModelSource
 from jengine.engine.setup.pipeline_shapes import refuse_stages
 from jengine.engine.setup.program_set import ProgramSet, given_programs
+from jengine.engine.setup.quantized_weights import load_weights
 from jengine.engine.setup.shapes import spec_of, with_expected_pages, with_pages
 from jengine.engine.setup.started import Started
 from jengine.execution.cache_folders import cache_limit
@@ -125,7 +126,8 @@ def prepare(
         if config.calibration_data is None
         else read_text(config.calibration_data, started.require_tokenizer())
     )
-    weights = [source.load(stage, text, progress) for stage in shapes.local_stages]
+    root = process_root(config)
+    weights = [load_weights(source, stage, text, root, limit, progress) for stage in shapes.local_stages]
     draft, encoder = source.load_draft(shapes, weights[0], progress), source.load_encoder(shapes)
     if config.weight_updates:
         why = why_not_updatable(shapes.model, source, config.num_processes)
