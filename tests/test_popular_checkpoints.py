@@ -1,21 +1,19 @@
-"""README's share of popular checkpoints follows from the survey and the supported families."""
+"""The documented share of popular checkpoints follows from the survey and the supported families."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-from popular_checkpoints import BEGIN, END, SURVEY, judged, sentence, share
+from popular_checkpoints import BEGIN, END, PAGE, SURVEY, judged, sentence, share
 
 
 def group(*model_types: str, downloads: float = 1, **fields: Any) -> dict[str, Any]:
     return {"name": "", "model_types": model_types, "format": "safetensors", "downloads": downloads, **fields}
 
 
-def test_readme_has_the_share() -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    assert readme.split(BEGIN)[1].split(END)[0].strip() == sentence(json.loads(SURVEY.read_text()))
+def test_the_page_has_the_share() -> None:
+    assert PAGE.read_text().split(BEGIN)[1].split(END)[0].strip() == sentence(json.loads(SURVEY.read_text()))
 
 
 def test_reasons() -> None:

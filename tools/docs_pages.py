@@ -25,6 +25,7 @@ from vllm_same import SAME
 
 from jengine import EngineConfig, Load, SamplingParams
 from jengine.base.options import groups_of
+from jengine.core import beam_params, lora, request, service_level
 from jengine.core.updates import LoraLoad, StoreLoad
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.policy import POLICIES
@@ -35,6 +36,7 @@ from jengine.vllm.setting import Setting
 from jengine.vllm.settings import CALLS, ENGINE, SAMPLING, SERVER, STRUCTURED
 
 ROOT = Path(__file__).parent.parent
+LIMITS = beam_params, lora, request, service_level
 MARKER = re.compile(r"^<!-- from the code: (.+) -->$", re.MULTILINE)
 
 # the first field of each section
@@ -49,6 +51,14 @@ SAMPLING_SECTIONS = {
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """MkDocs calls this with each page's text. Raises KeyError for an unknown name."""
     return MARKER.sub(lambda marker: CONTENT[marker[1]](), markdown)
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """MkDocs calls this with each page as HTML. Docstrings of the API name limits by their constants."""
+    if not page.url.startswith("reference/api/"):
+        return html
+    constants = {name: value for module in LIMITS for name, value in vars(module).items()}
+    return re.sub(r"\bMAX_[A-Z_]+", lambda name: f"{constants[name[0]]:,}", html)
 
 
 # --- options -----------------------------------------------------------------------------------------
@@ -186,17 +196,6 @@ def included(name: str) -> str:
     return text.replace("](docs/design/", "](").replace("](docs/", "](../")
 
 
-def readme(block: str) -> str:
-    """A generated block of README.md."""
-    return (
-        (ROOT / "README.md")
-        .read_text()
-        .split(f"<!-- {block}: begin -->")[1]
-        .split(f"<!-- {block}: end -->")[0]
-        .strip()
-    )
-
-
 def notebook() -> str:
     """The cells of the quickstart notebook, without the title, which the page has, and without the
     installation.
@@ -257,9 +256,7 @@ CONTENT: dict[str, Callable[[], str]] = {
     "replicas": docs_figures.replicas,
     "executed kernels": docs_figures.executed_kernels,
     "planted faults": docs_figures.planted_faults,
-    "popular checkpoints": lambda: readme("popular checkpoints"),
     "ARCHITECTURE.md": lambda: included("ARCHITECTURE.md"),
-    "CONTRIBUTING.md": lambda: included("CONTRIBUTING.md"),
     "CHANGELOG.md": lambda: included("CHANGELOG.md"),
     "benchmarks/NOTES.md": lambda: included("benchmarks/NOTES.md"),
     "notebook": notebook,

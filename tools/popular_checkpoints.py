@@ -1,5 +1,5 @@
 """Print which popular checkpoints load, and why the others do not; write their share of downloads into
-README.md.
+docs/guides/models.md.
 
     python tools/popular_checkpoints.py
 
@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 from jengine.checkpoints.quantized_formats import METHODS  # noqa: E402
 from jengine.models import FAMILIES  # noqa: E402
 
+PAGE = ROOT / "docs" / "guides" / "models.md"
 SURVEY = ROOT / "tests" / "data" / "popular_checkpoints.json"
 BEGIN, END = "<!-- popular checkpoints: begin -->", "<!-- popular checkpoints: end -->"
 
@@ -65,7 +66,7 @@ def share(groups: list[Group]) -> tuple[int, int]:
 
 
 def sentence(survey: dict[str, Any]) -> str:
-    """The sentence in README.md."""
+    """The sentence in docs/guides/models.md."""
     groups = judged(survey)
     low, _ = share(groups)
     if not any(reason for group in groups for reason in group.reasons.values()):
@@ -89,4 +90,4 @@ if __name__ == "__main__":
             print(f"    {model_type}: {reason or 'loads'}")
     text = sentence(survey)
     print(f"\n{text}")
-    write(ROOT / "README.md", text, BEGIN, END)
+    write(PAGE, text, BEGIN, END)

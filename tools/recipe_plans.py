@@ -27,7 +27,7 @@ FOLDERS = {
     "openai/gpt-oss-20b": "gpt-oss-20b",
     "openai/gpt-oss-120b": "gpt-oss-120b",
 }
-HIDDEN = re.compile(r"(temporaries|slots and counts|margin|free|limit) ")
+HIDDEN = re.compile(r"(temporaries|slots and counts|margin|free|limit|8|128) ")
 
 
 def with_plans(text: str) -> str:

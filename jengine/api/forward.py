@@ -101,7 +101,7 @@ class Forward:
 
     @property
     def indivisible(self) -> str:
-        """Why there are no hidden states by layer; "": there are."""
+        """Why `hidden_states` cannot be computed; empty if it can."""
         module: Any = self._model.module
         return str(module.indivisible)
 

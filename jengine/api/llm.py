@@ -56,8 +56,8 @@ class LLM(VllmMethods):
     Args:
         model: `demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id: owner/name, or
             owner/name:Q4_K_M for one of its GGUF files.
-        mesh: the devices to use, see `start_engine`; tensor_parallel_size is their number.
-        params: weights in place of the folder's, see `start_engine`.
+        mesh: the devices to use, several along one axis only; tensor_parallel_size is their number.
+        params: arrays in place of the folder's weights, by the names that `update_weights` takes.
         progress: show bars while loading and compiling.
         options: fields of EngineConfig.
 
@@ -243,8 +243,8 @@ class LLM(VllmMethods):
     ) -> list[ScoringRequestOutput]:
         """Scores pairs of a query and a document, in `outputs.score`.
 
-        An embedding model gives the cosine similarity, in [-1, 1]. A reranker gives the probability that the
-        document fits, in [0, 1].
+        An embedding model gives the cosine similarity, in [-1, 1], a reranker the probability that the
+        document fits, in [0, 1], unless the model's files name another measure.
 
         Args:
             queries, documents: one query for all documents, or one query for each document.
@@ -343,9 +343,9 @@ class LLM(VllmMethods):
         far again, but not their prompt_logprobs. Call `pause` first to end them, or to wait for them.
 
         Args:
-            weights: all of the model's, as `params` of `start_engine`: by a checkpoint's names, in the
-                model's dtype or float32, copied; or by the names of `abstract_params`, shared with the caller
-                where they fit. Or a folder with model.safetensors, or with shards and their index.
+            weights: all of the model's arrays: by a checkpoint's names, in the model's dtype or float32,
+                copied; or by the names of `abstract_params`, shared with the caller where they fit. Or a
+                folder with model.safetensors, or with shards and their index.
             version: a name for these weights; None: the number after the current one.
             check_finite: reject infinity and NaN. Looks at every number, on the host.
             keep_cache: running requests keep the keys and values that earlier weights computed.

@@ -111,7 +111,7 @@ class RequestHandle:
         self._due = until
 
     def grow(self) -> None:
-        """Called when the output has grown."""
+        """Announces that the output has grown. AsyncLLM calls this."""
         if self._output.finished:
             self._grown.set()
         elif self._pause is not None or self._kind == "final" or self._grown.is_set():
@@ -132,7 +132,7 @@ class RequestHandle:
         self._grown.set()
 
     def fail(self, error: BaseException) -> None:
-        """The engine has failed: there will be no further output."""
+        """Announces that the engine has failed and no output follows. AsyncLLM calls this."""
         self._error = error
         self._grown.set()
 

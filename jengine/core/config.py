@@ -41,7 +41,7 @@ class EngineConfig(  # the fields of the last base come first
     ModelOptions,
 ):
     """An engine's options, in groups. None lets the engine choose for the model and the device. vLLM's names
-    work too, for options that jengine has under another name and for those that need none.
+    for options that have another name here, or need none, are accepted too.
 
     Raises:
         InvalidArgument: naming the option, its value and the limit.

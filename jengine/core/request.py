@@ -354,7 +354,7 @@ class Logprob:
 
 @dataclass(slots=True, kw_only=True)
 class CompletionOutput:
-    """One completion of a prompt."""
+    """One completion of a prompt: its text and tokens so far, and why it ended."""
 
     index: int = 0
     text: str = ""

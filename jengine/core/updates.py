@@ -206,8 +206,8 @@ class Load(NamedTuple):
         decisions: steps with prompts since the start, by strategy and the reason for their size.
         targets_met, targets_missed: requests with ttft_ms or tpot_ms that finished since the start.
         targets_rejected: requests with targets that were rejected.
-        first_token_seconds: predicted time to the first token of a typical new request; at most a second old.
-            None: it could not be computed.
+        first_token_seconds: predicted time to the first token of a typical new request, mostly up to 0.25 s
+            old. None: it could not be computed.
         report_faults: figures of reports since the start that could not be computed; each is a bug or a full
             disk.
         drafts, draft_tokens: how often a sequence had drafts in a step since the start, and their tokens.

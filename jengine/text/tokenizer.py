@@ -49,9 +49,8 @@ class Tokenizer:
 
     `special_tokens` maps names such as "eos_token" to the tokens that the folder defines.
     `eos_token_id` is None if it defines no end-of-sequence token. `waits`: whether `encode` waits for another
-    process. What the engine knows is set when that has started: `images` reads the images of prompts, if the
-    engine does; `model_eos_token_ids` are all end-of-sequence tokens of the model, of which the tokenizer's
-    files name one.
+    process. The engine sets two attributes when it has started: `images`, which reads the images of prompts,
+    and `model_eos_token_ids`, all end-of-sequence tokens of the model.
     """
 
     images: ImageReader | None = None

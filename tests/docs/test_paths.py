@@ -1,7 +1,8 @@
-"""Paths that pages about the design name are there, and the front page's cards are whole."""
+"""Paths and names on pages about the design are there, and the front page's cards are whole."""
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -32,6 +33,13 @@ def test_files_exist(page: Path, names: set[str]) -> None:
         )
     ]
     assert missing == []
+
+
+def test_names_can_be_imported() -> None:
+    names = re.findall(r"`((?:jengine|pallas_kernels)(?:\.\w+)+)`", (ROOT / "ARCHITECTURE.md").read_text())
+    assert len(names) > 20
+    for name in names:
+        assert pkgutil.resolve_name(name) is not None
 
 
 def test_cards_have_a_title_and_a_text() -> None:

@@ -50,7 +50,7 @@ class Trace(msgspec.Struct, kw_only=True):
         pauses: longer pauses by Python's garbage collector.
         memories, machines: samples of the engine process's memory, and of processors; all that are known, not
             only for this period.
-        readers: for a server's trace.
+        readers: how a server's clients read their streams; None in the library.
     """
 
     taken: float
