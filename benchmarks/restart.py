@@ -16,7 +16,16 @@ def restart_scheduler(engine: Engine, **changes: Any) -> None:
     prefix cache is empty.
     """
     old, blocks = engine.scheduler, engine.scheduler.blocks
+    images = old.registry.images
     present = {
+        "images": Images(
+            images.rows,
+            images.first,
+            turns=images._turns is not None,
+            ahead=images._ahead,
+            prefix=images.prefix,
+            embeddings=images.embeddings,
+        ),
         "table": old.table,
         "page_size": blocks.page_size,
         "num_pages": old.limits.pages + 1,
@@ -39,8 +48,5 @@ def restart_scheduler(engine: Engine, **changes: Any) -> None:
     if new.table is old.table:
         new.predictor.ready = ready
     new.registry.loras = old.registry.loras  # loaded, and on the devices
-    images = old.registry.images
-    turns, ahead = images._turns is not None, images._ahead
-    new.registry.images = Images(images.rows, images.first, turns=turns, ahead=ahead)
     vars(old).clear()
     vars(old).update(vars(new))

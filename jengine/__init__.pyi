@@ -12,6 +12,7 @@ from jengine.api.llm_engine import LLMEngine as LLMEngine
 from jengine.api.parity import Parity as Parity
 from jengine.api.parity import ReferenceOutput as ReferenceOutput
 from jengine.api.parity import verify as verify
+from jengine.api.prompts import EmbedsPrompt as EmbedsPrompt
 from jengine.api.prompts import TextPrompt as TextPrompt
 from jengine.api.prompts import TokensPrompt as TokensPrompt
 from jengine.api.request_handle import RequestHandle as RequestHandle

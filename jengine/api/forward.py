@@ -33,8 +33,8 @@ class Forward:
         max_model_len: the most tokens of a sequence; None: the model's.
 
     Raises:
-        ModelError: the model cannot be read or is not supported: a quantized one, or one whose layers have a
-            recurrent state.
+        ModelError: the model cannot be read or is not supported: a quantized one, a prefix-LM, or one whose
+            layers have a recurrent state.
 
     Examples:
         >>> forward = Forward("demo")
@@ -53,6 +53,8 @@ class Forward:
         reason = (
             "its layers have a recurrent state"
             if any(group.kind == "state" for group in self._model.groups)
+            else "the tokens of a prompt see each other (prefix_lm)"
+            if config.prefix_lm
             else f"its weights are quantized ({self._model.quantized})"
             if self._model.quantized
             else None

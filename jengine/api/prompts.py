@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, cast
 
 from jengine.api.image_prompts import FIELD, with_data
+from jengine.api.prompt_embeddings import EMBEDS, with_embeddings
 from jengine.base.errors import InvalidArgument, PromptTooLong
 from jengine.core.beam_params import BeamSearchParams
 from jengine.core.image_options import PROCESSING
@@ -47,7 +48,16 @@ class TokensPrompt(TypedDict):
     mm_processor_kwargs: NotRequired[dict[str, Any] | None]
 
 
-Prompt = str | list[int] | TextPrompt | TokensPrompt
+class EmbedsPrompt(TypedDict):
+    """A prompt as embeddings, for an engine with `enable_prompt_embeds`: a float array [tokens, hidden size],
+    or a list of such arrays and of lists of token ids, in order. Salt: as in TextPrompt.
+    """
+
+    prompt_embeds: Any
+    cache_salt: NotRequired[str | None]
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +111,9 @@ def make_requests(
         check_length(tokenizer, text, max_model_len, pooled=pooling is not None)
         # to go on from nothing, some tokenizers have a token
         ids = tokenizer.encode(text) if text or pooling is None else []
+    elif fields == {EMBEDS}:
+        text, (ids, embeddings) = None, with_embeddings(item[EMBEDS])
+        data = {"image": embeddings}
     elif {"prompt_token_ids"} <= fields <= {"prompt_token_ids", "prompt"}:
         text, ids = item.get("prompt"), item["prompt_token_ids"]
         if text is not None and not isinstance(text, str):
@@ -111,7 +124,8 @@ def make_requests(
         raise InvalidArgument(
             "prompt",
             prompt,
-            'must be text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": [...]}',
+            'must be text, a list of token ids, {"prompt": ...}, {"prompt_token_ids": [...]} or'
+            ' {"prompt_embeds": array}',
         )
     if not ids:
         raise InvalidArgument("prompt", prompt, "must not be empty")
@@ -143,9 +157,9 @@ def make_requests(
 
 
 def is_slow(prompt: object) -> bool:
-    """Whether `make_requests` may take so long for it that others should not wait: long text, or images."""
+    """Whether others should not wait for `make_requests`: it is long text, or has images or embeddings."""
     return (
-        bool(prompt.get(FIELD))
+        bool(prompt.get(FIELD)) or EMBEDS in prompt
         if isinstance(prompt, dict)
         else (isinstance(prompt, str) and len(prompt) >= LONG_TEXT)
     )

@@ -10,7 +10,7 @@ from jengine.base.errors import InvalidArgument
 from jengine.base.options import check_options, readable
 from jengine.core.cache_options import CacheOptions, check_cache
 from jengine.core.device_options import DeviceOptions, ProgramOptions, check_devices
-from jengine.core.image_options import ImageOptions
+from jengine.core.image_options import ImageOptions, check_images
 from jengine.core.lora import LoraOptions, check_lora
 from jengine.core.model_options import ModelOptions, check_model
 from jengine.core.scheduling_options import (
@@ -89,6 +89,7 @@ class EngineConfig(  # the fields of the last base come first
     def __post_init__(self) -> None:
         check_options(self)
         check_model(self)
+        check_images(self)
         check_lora(self)
         check_cache(self)
         check_scheduling(self)

@@ -34,6 +34,7 @@ class EngineOptions(TypedDict, total=False):
     limit_mm_per_prompt: dict[str, Any] | str | None
     mm_processor_kwargs: dict[str, Any] | str | None
     image_pool_rows: int | None
+    enable_prompt_embeds: bool
     max_model_len: int | None
     max_num_seqs: int | None
     max_num_batched_tokens: int | None

@@ -69,6 +69,13 @@ def replaced(processing: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[st
     return {**others, **asked, **size}
 
 
+def check_images(options: ImageOptions) -> None:
+    """Raises InvalidArgument if options ask for images and for prompts' embeddings."""
+    limit = options.limit_mm_per_prompt
+    if options.enable_prompt_embeds and limit is not None and image_limit(limit):
+        raise InvalidArgument(NAME, limit, 'must be {"image": 0} with enable_prompt_embeds')
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImageOptions:
     """Images.
@@ -85,16 +92,25 @@ class ImageOptions:
             others need their place. By default max_model_len, but at most 16384, or the largest image's.
             Where a model reads images of any size, larger images are scaled down to this many embeddings, by
             default 1024.
+        enable_prompt_embeds: a prompt, or parts of it, may be embeddings: {"prompt_embeds": array}. They are
+            held in the pool of image_pool_rows, and a model with images then serves text alone.
     """
 
     limit_mm_per_prompt: Annotated[dict[str, Any] | str | None, readable(image_limit)] = None
     mm_processor_kwargs: Annotated[dict[str, Any] | str | None, readable(processing_options)] = None
     image_pool_rows: Annotated[int | None, whole(1)] = None
+    enable_prompt_embeds: bool = False
 
     @property
     def max_images(self) -> int:
-        """The most images of a prompt."""
-        return image_limit(self.limit_mm_per_prompt)
+        """The most images of a prompt; none beside prompts' embeddings."""
+        return 0 if self.enable_prompt_embeds else image_limit(self.limit_mm_per_prompt)
+
+    def refused(self, why: str) -> InvalidArgument:
+        """The error of an engine that has no room for images, nor for prompts' embeddings."""
+        if self.enable_prompt_embeds:
+            return InvalidArgument("enable_prompt_embeds", True, f"must be False {why}")
+        return InvalidArgument(NAME, self.limit_mm_per_prompt, f'must be {{"image": 0}} {why}')
 
     @property
     def image_processing(self) -> dict[str, Any]:

@@ -50,18 +50,3 @@ def turned(images: PromptImages) -> tuple[np.ndarray, int]:
     tokens[images.positions] = VISUAL
     positions, after = mrope(tokens, [part.grid for part in images.parts])  # type: ignore[arg-type]
     return positions.T - np.arange(count, dtype=np.int32)[:, None], after
-
-
-def last_seen(tokens: Sequence[int], rows: Sequence[int]) -> np.ndarray:
-    """For each token of a prompt, the index of the last token that it sees, where an image's tokens see each
-    other: int32[tokens].
-
-    Args:
-        tokens: ids, with VISUAL at embedding rows; rows: of each image, in the order of the images.
-    """
-    out = np.arange(len(tokens), dtype=np.int32)
-    visual, start = np.flatnonzero(np.asarray(tokens, np.int64) == VISUAL), 0
-    for count in rows:
-        indices = visual[start : (start := start + count)]
-        out[indices] = indices[-1]
-    return out

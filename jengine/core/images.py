@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -15,9 +17,19 @@ KEY_BITS = 61  # of the hash of a part's content
 CONTENT = 1 << 62  # at least this in ids that stand for content; above all token ids
 
 
+def key_of(content: bytes) -> int:
+    """A hash of content, KEY_BITS."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> (64 - KEY_BITS)
+
+
+def prompt_key(ids: list[int]) -> int:
+    """An id that stands for a prompt whose tokens see each other, as a key of cached pages."""
+    return CONTENT + key_of(array("q", ids).tobytes())
+
+
 @dataclass(frozen=True, slots=True)
 class ImagePart:
-    """An image, or a part of one that the encoder reads by itself.
+    """An image, or a part of one that the encoder reads by itself; or embeddings that a prompt gives.
 
     Attributes:
         key: of its content, KEY_BITS; parts with equal keys have equal embeddings.
@@ -62,6 +74,11 @@ class PromptImages:
         ids = [CONTENT + part.key + row for part in self.parts for row in range(part.rows)]
         object.__setattr__(self, "content", ids)
         assert self.ends[-1:] == [len(self.positions)] or not self.parts, "an embedding without a position"
+
+    @property
+    def embeddings(self) -> bool:
+        """Whether these are embeddings that the prompt gives, not images: their rows have no places."""
+        return bool(self.parts) and not self.parts[0].places.size
 
     @property
     def rows(self) -> int:

@@ -26,7 +26,8 @@ class Limits:
         embedder: how the model embeds; None if the engine has no programs for embeddings.
         reranker: how the model scores pairs of texts; None if its folder does not say.
         lora: limits of adapters; None if the engine has no programs for them.
-        image_rows: embeddings that a prompt's images may have; 0 if the engine reads no images.
+        image_rows: embeddings that a prompt may have, of images or given; 0: none.
+        embedding_size: numbers of each that a prompt gives; 0: it may give none.
     """
 
     sequence: SequenceLimits
@@ -38,6 +39,7 @@ class Limits:
     reranker: Reranker | None = None
     lora: LoraLimits | None = None
     image_rows: int = 0
+    embedding_size: int = 0
 
     def require_lora(self, field: str, value: object) -> LoraLimits:
         """The limits of adapters. Raises InvalidArgument if the engine has no programs for them."""
@@ -63,14 +65,25 @@ class Limits:
         raise InvalidArgument("strategy", strategy, f"must be one of {', '.join(self.strategies)}{why}")
 
     def _check_images(self, request: Request, images: PromptImages) -> None:
-        shown = counted(len(images.parts), "part")
-        if not self.image_rows:
-            raise InvalidArgument("image", shown, "this model, or this engine, reads no images")
+        field, shown, size = "image", counted(len(images.parts), "part"), self.embedding_size
+        if images.embeddings:
+            field, shown = "prompt_embeds", counted(images.rows, "embedding")
+            if not size:
+                raise InvalidArgument(field, shown, "needs an engine with enable_prompt_embeds=True")
+            for part in images.parts:
+                if (width := part.pixels.shape[1]) != size:
+                    limit = f"must have shape [tokens, {size}]: {size} is the model's hidden size"
+                    raise InvalidArgument(field, f"[{len(part.pixels)}, {width}]", limit)
+            if request.params.prompt_logprobs is not None or request.params.repetition_penalty != 1.0:
+                limit = "no prompt_logprobs and no repetition_penalty: embeddings have no token ids"
+                raise InvalidArgument(field, shown, limit)
+        elif not self.image_rows or size:
+            raise InvalidArgument(field, shown, "this model, or this engine, reads no images")
         if request.pooling is not None:
-            raise InvalidArgument("image", shown, "not in a request for an embedding")
+            raise InvalidArgument(field, shown, "not in a request for an embedding")
         if images.rows > self.image_rows:
             limit = f"{images.rows} embeddings; at most image_pool_rows = {self.image_rows}"
-            raise InvalidArgument("image", shown, limit)
+            raise InvalidArgument(field, shown, limit)
 
     def validate(self, request: Request) -> None:
         """Checks one of a prompt's requests, as a representative of all of them.

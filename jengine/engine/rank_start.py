@@ -48,8 +48,7 @@ def check_ranks(config: EngineConfig, mesh: Mesh | None) -> None:
 def check_spec(config: EngineConfig, spec: ExecutionSpec) -> None:
     """Rejects models that data parallelism does not support."""
     if spec.ranks > 1 and spec.images is not None:
-        limit = f'must be {{"image": 0}} with data_parallel_size={spec.ranks}'
-        raise InvalidArgument("limit_mm_per_prompt", config.limit_mm_per_prompt, limit)
+        raise config.refused(f"with data_parallel_size={spec.ranks}")
 
 
 def prepare_ranks(

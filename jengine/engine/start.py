@@ -112,9 +112,15 @@ class EngineMaker:
             through_host=config.num_processes > 1,
         )
         images = None
-        if spec.images is not None:
-            vocab = spec.model.config.vocab_size
-            images = Images(spec.images.rows, vocab, turns=spec.turns, ahead=spec.ahead)
+        if spec.images is not None or spec.ahead:
+            images = Images(
+                0 if spec.images is None else spec.images.rows,
+                spec.model.config.vocab_size,
+                turns=spec.turns,
+                ahead=spec.ahead,
+                prefix=spec.model.config.prefix_lm,
+                embeddings=config.enable_prompt_embeds,
+            )
         options = config.scheduling
         scheduler = Scheduler(
             spec.table, cache, limits, options=options, costs=self._warmed_up.costs, images=images

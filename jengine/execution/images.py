@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jengine.parallel.mesh import with_shardings
 from jengine.scheduling.step_plan import Encoding
 from jengine.vision.declared import Encoder
-from jengine.vision.family import Vision
+from jengine.vision.family import RowEncoder
 
 
 class Visual(NamedTuple):
@@ -87,7 +87,7 @@ class ImageShapes:
         return buffer
 
     def _split[Array: (np.ndarray, jax.Array)](self, packed: Array, patches: int) -> list[Array]:
-        vision: Vision = self.encoder.vision
+        vision: RowEncoder = self.encoder.vision
         parts, at = list[Array](), 0
         for shape in (
             *((patches, vision.features), (patches, vision.places), (patches,)),

@@ -236,13 +236,15 @@ class ExecutionSpec:
 
     @property
     def turns(self) -> bool:
-        """Whether tokens of images have positions of three numbers (mrope)."""
-        return self.images is not None and bool(self.model.config.rope.sections)
+        """Whether tokens of images have positions of three numbers (mrope): those that have places do."""
+        sections = self.model.config.rope.sections
+        return self.images is not None and self.images.encoder.vision.places > 0 and bool(sections)
 
     @property
     def ahead(self) -> bool:
-        """Whether the tokens of an image see each other."""
-        return self.images is not None and self.images.encoder.vision.ahead
+        """Whether the tokens of an image, or of a prompt, see each other."""
+        images = self.images is not None and self.images.encoder.vision.ahead
+        return images or self.model.config.prefix_lm
 
     # Abstract values, with shardings, from which programs are lowered.
 

@@ -188,6 +188,11 @@ class Model:
         return getattr(self.module, "gives_states", False)
 
     @property
+    def takes_embeddings(self) -> bool:
+        """Whether prompts may give embeddings: its `hidden` calls `layers.with_images`, and needs no ids."""
+        return getattr(self.module, "takes_embeddings", False)
+
+    @property
     def reads(self) -> tuple[int, ...] | None:
         """As in Head; None for a model."""
         return cast(Head, self.module).reads if self.config.family in DRAFT_HEADS else None

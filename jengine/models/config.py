@@ -31,6 +31,7 @@ class ModelConfig:
             dtype.
         quantized_inputs: how the checkpoint's quantization rounds the inputs of products, such as "float8
             static by tensor"; "": not at all. `stored` says whether products here do so.
+        prefix_lm: the tokens of a prompt see each other; generated tokens see those before them.
         converted: how `jengine convert` quantized the parameters, if it did.
         shards: the number of devices that the parameters are laid out for. Kv heads are repeated if there are
             fewer of them than devices; heads, intermediate sizes and the vocabulary are padded with zeros to
@@ -61,6 +62,7 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     tie_embeddings: bool = False
+    prefix_lm: bool = False
     head: OutputHead = field(default_factory=OutputHead)
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()

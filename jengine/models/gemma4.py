@@ -194,6 +194,7 @@ class Gemma4(Llama):
             self.indivisible = "its last layers read the keys and values of earlier ones"
         if inputs is not None:
             self.indivisible = "each of its layers reads an embedding of the tokens"
+            self.takes_embeddings = False
             size, hidden, table = (
                 config.num_layers * inputs.size,
                 config.hidden_size,

@@ -23,6 +23,7 @@ from jengine.models.layers import (
     exact_matrix,
     lookup,
     vocabulary,
+    with_images,
 )
 from jengine.models.pieces import Part, Piece, stacked
 
@@ -38,6 +39,7 @@ class Gpt2Attention(Attention):
 class Gpt2(nnx.Module):
     prefix = "transformer."
     indivisible = ""
+    takes_embeddings = True
     entry: tuple[str, ...] = ("embed", "positions")
     head: tuple[str, ...] = ("lm_head",)
 
@@ -65,7 +67,8 @@ class Gpt2(nnx.Module):
         return whole_pass(self, tokens, positions, attend)
 
     def enter(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
-        return embed(self.embed[...], tokens) + lookup(self.positions[...], positions)
+        x = with_images(embed(self.embed[...], tokens), attend)
+        return x + lookup(self.positions[...], positions)
 
     def through(self, x: Any, positions: jax.Array, attend: Attend, layers: range) -> jax.Array:
         return in_order(self, x, attend, layers)

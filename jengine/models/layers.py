@@ -166,7 +166,9 @@ def embed(table: Weight, tokens: jax.Array) -> jax.Array:
 
 
 def with_images(x: jax.Array, attend: Attend) -> jax.Array:
-    """Embeddings of tokens [N, hidden], with those of images in the place of tokens that stand for them."""
+    """Embeddings of tokens [N, hidden], with those of images, or that prompts give, in the place of tokens
+    that stand for them.
+    """
     visual = getattr(attend, "visual", None)
     if visual is None:
         return x

@@ -44,7 +44,7 @@ class Llama(nnx.Module):
     head: tuple[str, ...] = ("lm_head",)
     entry: tuple[str, ...] = ("embed",)  # see Layered
     indivisible = ""
-    gives_states = True  # see Model
+    gives_states = takes_embeddings = True  # see Model
     # names in the checkpoint
     embed_name, layers_name, norm_name, head_name = "embed_tokens", "layers", "norm", "lm_head"
     attention: type[Attention] = Attention

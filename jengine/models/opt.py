@@ -26,6 +26,7 @@ from jengine.models.layers import (
     exact_matrix,
     lookup,
     vocabulary,
+    with_images,
 )
 from jengine.models.pieces import Piece
 from pallas_kernels.elementwise.rotary import Rotation
@@ -64,6 +65,7 @@ class PostNormLayer(Layer):
 class Opt(nnx.Module):
     prefix = "model."
     indivisible = ""
+    takes_embeddings = True
     entry: tuple[str, ...] = ("embed", "positions", "project_in")
     head: tuple[str, ...] = ("lm_head", "project_out")
 
@@ -108,7 +110,7 @@ class Opt(nnx.Module):
         x = embed(self.embed[...], tokens)
         if self.project_in is not None:
             x = dense(x, self.project_in[...])
-        return x + lookup(self.positions[...], positions + OFFSET)
+        return with_images(x, attend) + lookup(self.positions[...], positions + OFFSET)
 
     def through(self, x: Any, positions: jax.Array, attend: Attend, layers: range) -> jax.Array:
         return in_order(self, x, attend, layers)

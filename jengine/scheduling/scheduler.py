@@ -116,6 +116,7 @@ class Scheduler:
             tile_size=table.tile_size,
             whole=table.whole_tiles * table.tile_size,
             recurrent=recurrent,
+            prefix=images is not None and images.prefix,
         )
         self.timeline = Timeline(limits.stages)
         self.cohorts = Cohorts(limits.stages, limits.through_host)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jengine.base.model_files import malformed
-from jengine.vision.family import Vision
+from jengine.vision.family import RowEncoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Encoder:
     those of `models.Model`.
     """
 
-    vision: Vision = field(compare=False)
+    vision: RowEncoder = field(compare=False)
     facts: dict[str, Any]
     dtype: jnp.dtype
     params: Any
@@ -28,7 +28,7 @@ class Encoder:
     graph: nnx.GraphDef[Any] = field(repr=False, compare=False)
 
     @classmethod
-    def of(cls, vision: Vision, dtype: jax.typing.DTypeLike) -> Encoder:
+    def of(cls, vision: RowEncoder, dtype: jax.typing.DTypeLike) -> Encoder:
         """
         Raises:
             ModelError: a field of vision_config is missing, or has the wrong type or value.

@@ -24,22 +24,18 @@ class Patches(NamedTuple):
     grid: tuple[int, int]  # height and width of these rows in the image
 
 
-class Vision(Protocol):
-    """The images of one model. Made from the configuration files of its folder; holds no weights. A server's
-    process, which has no JAX, cuts images and makes prompts, so only `module` and `encode` may import it.
+class RowEncoder(Protocol):
+    """What turns patches into rows of embeddings. Holds no weights.
 
     Attributes:
         features: numbers of a patch.
-        places: numbers of its place.
+        places: numbers of its place; 0: the patches are embeddings that prompts give.
         patches_per_row: patches of one embedding.
         levels: hidden sizes in an embedding row: 1, or more with DeepStack.
         ahead: whether the tokens of a part see each other, those behind them too. They follow one another.
-        smallest, largest: patches of the smallest and of the largest part that `cut` makes. All parts have a
-            multiple of `smallest` patches.
+        smallest, largest: patches of the smallest and of the largest part. All parts have a multiple of
+            `smallest` patches, unless patches_per_row is 1.
         most_rows: embeddings of the largest image.
-        token: the token that stands for an image in a text prompt, before `prompt` replaces it.
-        marker: its text, as chat templates write it.
-        row_token: the token that stands for one embedding row, where prompts are shown or counted.
     """
 
     features: int
@@ -50,20 +46,6 @@ class Vision(Protocol):
     smallest: int
     largest: int
     most_rows: int
-    token: int
-    marker: str
-    row_token: int
-
-    def cut(self, image: Image) -> list[Patches]:
-        """An RGB image as its parts, in the order of their embeddings in a prompt."""
-
-    def limited(self, rows: int) -> Vision:
-        """This vision for images of at most so many embeddings: larger ones are scaled down, if the family
-        reads images of any size.
-        """
-
-    def prompt(self, parts: Sequence[Patches]) -> list[int]:
-        """Token ids that stand for the image in a prompt; VISUAL at each embedding row."""
 
     def module(self, dtype: Any) -> nnx.Module:
         """The encoder. Declares its weights as a Decoder does, with sources in the checkpoint."""
@@ -78,6 +60,32 @@ class Vision(Protocol):
 
     def facts(self) -> dict[str, Any]:
         """All that the encoder's programs depend on, as plain data."""
+
+
+class Vision(RowEncoder, Protocol):
+    """The images of one model. Made from the configuration files of its folder. A server's process, which has
+    no JAX, cuts images and makes prompts, so only `module` and `encode` may import it.
+
+    Attributes:
+        token: the token that stands for an image in a text prompt, before `prompt` replaces it.
+        marker: its text, as chat templates write it.
+        row_token: the token that stands for one embedding row, where prompts are shown or counted.
+    """
+
+    token: int
+    marker: str
+    row_token: int
+
+    def cut(self, image: Image) -> list[Patches]:
+        """An RGB image as its parts, in the order of their embeddings in a prompt."""
+
+    def limited(self, rows: int) -> Vision:
+        """This vision for images of at most so many embeddings: larger ones are scaled down, if the family
+        reads images of any size.
+        """
+
+    def prompt(self, parts: Sequence[Patches]) -> list[int]:
+        """Token ids that stand for the image in a prompt; VISUAL at each embedding row."""
 
 
 def require(fields: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jengine.base.display import counted
 from jengine.base.errors import InvalidArgument
-from jengine.core.images import KEY_BITS, CutImage, ImagePart, PromptImages
+from jengine.core.images import CutImage, ImagePart, PromptImages, key_of
 from jengine.vision.family import VISUAL, Patches, Vision
 
 if TYPE_CHECKING:
@@ -110,8 +110,7 @@ def _keys(image: Image, count: int, processing: str) -> list[int]:
     whole = hashlib.sha256(f"{image.width} {image.height} {processing}".encode())
     whole.update(image.tobytes())
     content = whole.digest()
-    digests = (hashlib.sha256(content + index.to_bytes(4, "little")).digest() for index in range(count))
-    return [int.from_bytes(digest[:8], "little") >> (64 - KEY_BITS) for digest in digests]
+    return [key_of(content + index.to_bytes(4, "little")) for index in range(count)]
 
 
 def _pillow() -> Any:

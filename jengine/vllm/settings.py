@@ -188,7 +188,6 @@ ENGINE: tuple[Setting, ...] = (
         "use logit_bias, allowed_token_ids, bad_words or structured_outputs"),
     unsupported("media_io_kwargs", "images are read as transformers does it"),
     unsupported("enable_mm_embeds", TEXT, False),
-    unsupported("enable_prompt_embeds", "prompts are text or token ids", False),
     unsupported("ec_transfer_config", ENCODERS),
     unsupported("kv_offloading_backend", OFFLOADING, "native"),
     unsupported("kv_sharing_fast_prefill", "models that share caches between layers compute prompts in full",

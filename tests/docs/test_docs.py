@@ -44,6 +44,7 @@ ENGINE = {
     "max_model_len": 512,
     "batch_invariant": True,
     "embeddings": True,
+    "enable_prompt_embeds": True,
 }
 GRPC, HTTP = "127.0.0.1:50051", "http://127.0.0.1:8000/v1"
 HTTP_ROOT = HTTP.removesuffix("/v1")

@@ -73,3 +73,18 @@ def write_image_model(folder: Path, variant: str, **changes: Any) -> None:
     more = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(more))
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[variant]))
+
+
+def last_seen(tokens: list[int], rows: list[int]) -> np.ndarray:
+    """For each token of a prompt, the index of the last token that it sees, where an image's tokens see each
+    other: int32[tokens].
+
+    Args:
+        tokens: ids, with -1 at embedding rows; rows: of each image, in the order of the images.
+    """
+    out = np.arange(len(tokens), dtype=np.int32)
+    visual, start = np.flatnonzero(np.asarray(tokens, np.int64) == -1), 0
+    for count in rows:
+        indices = visual[start : (start := start + count)]
+        out[indices] = indices[-1]
+    return out

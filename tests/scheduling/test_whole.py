@@ -33,14 +33,16 @@ def test_ranges(prompt: Cut) -> None:
     for position in range(length):
         kept = outside(ranges, position)
         assert kept not in inside and {*range(kept + 1, position + 1)} <= inside
-        later = [one for one in ranges if one[0] >= position]
+        later = [(max(start, position), end) for start, end in ranges if end > position]
         assert next_range(ranges, position) == (later[0] if later else None)
         for end in range(position + 1, length + 1):
             some = any(start < end and stop > position for start, stop in ranges)
             assert meets(ranges, position, end) == some
-    seen = ahead(ranges, 0, length)
     last = [next((end - 1 for start, end in ranges if start <= at < end), at) for at in range(length)]
-    assert ([0] * length if seen is None else seen.tolist()) == [to - at for at, to in enumerate(last)]
+    for begin in range(0, length, 3):
+        seen = ahead(ranges, begin, length)
+        wanted = [to - at for at, to in enumerate(last)][begin:]
+        assert ([0] * len(wanted) if seen is None else seen.tolist()) == wanted
 
 
 @given(prompts(), st.lists(st.integers(3, 12), min_size=1, max_size=6), st.integers(0, 40), st.booleans())

@@ -15,6 +15,7 @@ import jengine
 from jengine import EngineConfig, InvalidArgument
 from jengine.serving.config import KV_TOKEN, ServerConfig, resolve_config
 from jengine.serving.options import LoraModule
+from jengine.serving.processes.engines import model_engine
 
 OTHER: dict[str, Any] = {
     "host": "::1", "grpc_port": 1, "metrics_port": 2, "metrics_prefix": "vllm",
@@ -42,8 +43,8 @@ OTHER: dict[str, Any] = {
     "enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "max_cpu_loras": 4,
     "enable_expert_parallel": True,
     "lora_target_modules": ("q_proj",),
-    "limit_mm_per_prompt": '{"image": 3}', "mm_processor_kwargs": '{"max_pixels": 9999}',
-    "image_pool_rows": 4096,
+    "limit_mm_per_prompt": '{"image": 0}', "mm_processor_kwargs": '{"max_pixels": 9999}',
+    "image_pool_rows": 4096, "enable_prompt_embeds": True,
     "lora_modules": ("sql=adapters/sql",), "lora_dir": "adapters", "allow_lora_hub": True,
     "gpu_memory_utilization": 0.5, "weight_updates": True, "logprobs_mode": "processed_logprobs",
     "num_pages": 12, "enable_prefix_caching": False, "swap_space": 2.5, "batch_invariant": True,
@@ -108,6 +109,11 @@ def test_clients_of_a_server_get_equal_shares(given: dict[str, str], policy: str
     assert EngineConfig(model="demo").policy == "fcfs"
 
 
+def test_a_server_takes_no_embeddings() -> None:
+    with pytest.raises(InvalidArgument, match="enable_prompt_embeds=True: must be False: requests give text"):
+        model_engine(model="demo", enable_prompt_embeds=True)
+
+
 def test_a_server_answers_while_programs_are_compiled() -> None:
     assert resolve_config({"model": "demo"}, {})[1].warm_up == "progressive"
 
@@ -161,8 +167,8 @@ def test_flag_before_variable_before_file_before_default(
         ({}, {}, "prot = 1", "prot=1: there is no such option ({file})"),
         ({}, {"JENGINE_BLOK_SIZE": "1"}, "",
             "unset this environment variable; did you mean JENGINE_BLOCK_SIZE?"),
-        ({}, {"JENGINE_ENABLE_PROMPT_EMBEDS": "true"}, "",
-            "enable_prompt_embeds=True: prompts are text or token ids"),
+        ({}, {"JENGINE_ENABLE_MM_EMBEDS": "true"}, "",
+            "enable_mm_embeds=True: not supported for images: leave it out"),
         ({}, {}, "pipeline_parallel_size = 0",
             "pipeline_parallel_size=0: must be a whole number, at least 1"),
         ({"config": "vllm.yaml"}, {}, "", "config='vllm.yaml': must be TOML"),

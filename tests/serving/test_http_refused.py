@@ -118,6 +118,12 @@ def test_what_is_wrong_is_named(plain: httpx.Client, fields: dict[str, Any], par
     assert limit in error["message"]
 
 
+def test_completions_take_no_embeddings(plain: httpx.Client) -> None:
+    answer = plain.post("/v1/completions", json={"model": "mock", "prompt": "x", "prompt_embeds": "UEsDBA=="})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt_embeds", answer.text
+    assert "this server does not support it" in answer.json()["error"]["message"]
+
+
 def test_more_tokens_than_there_is_room_for_are_cut(plain: httpx.Client) -> None:
     answer = plain.post(
         "/v1/chat/completions", json={"model": "mock", "messages": HELLO, "max_tokens": 10**30}

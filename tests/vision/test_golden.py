@@ -20,7 +20,7 @@ from jengine.checkpoints.in_memory import in_memory
 from jengine.checkpoints.stored import Tensor
 from jengine.checkpoints.weights import assemble
 from jengine.core.config import EngineConfig
-from jengine.core.image_positions import last_seen, mrope
+from jengine.core.image_positions import mrope
 from jengine.engine.setup.model_source import ModelSource
 from jengine.models import build
 from jengine.models.recurrent import LinearAttention
@@ -30,6 +30,7 @@ from jengine.vision.declared import Encoder
 from jengine.vision.family import VISUAL, Patches, Vision
 from jengine.vision.folder import vision_of
 from tests.compiling import QUICK
+from tests.golden.images import last_seen
 from tests.golden.pictures import PICTURES, pictures, text
 from tests.golden.weights import VARIANTS, weights, write_model
 from tests.models.dense import DenseCausal

@@ -14,7 +14,7 @@ import pytest
 
 from jengine.checkpoints import load, read_config
 from jengine.core.config import EngineConfig
-from jengine.core.image_positions import last_seen, mrope
+from jengine.core.image_positions import mrope
 from jengine.engine.setup.shapes import describe
 from jengine.execution.batch import BatchLayout
 from jengine.execution.trunk import make_trunk
@@ -25,6 +25,7 @@ from jengine.scheduling.step_plan import Sample, Span, StepPlan
 from jengine.table.program_table import TrunkKey
 from jengine.vision.family import VISUAL
 from tests.compiling import QUICK
+from tests.golden.images import last_seen
 from tests.golden.weights import write_model
 
 PAGE, LENGTH, GRID = 16, 44, (4, 5)

@@ -145,7 +145,7 @@ class Engine:
     @property
     def limits(self) -> Limits:
         """Limits of requests that it can serve."""
-        scheduler = self.scheduler
+        scheduler, images = self.scheduler, self.scheduler.registry.images
         return Limits(
             sequence=scheduler.limits,
             max_num_seqs=scheduler.registry.max_num_seqs,
@@ -155,7 +155,8 @@ class Engine:
             embedder=self._embedder,
             reranker=self._reranker,
             lora=None if self.loras is None else self.loras.limits,
-            image_rows=scheduler.registry.images.rows,
+            image_rows=images.rows,
+            embedding_size=self.model.hidden_size if images.embeddings else 0,
         )
 
     @property

@@ -39,8 +39,9 @@ from jengine.hub.files import HUB_FILES, WITHOUT_WEIGHTS
 from jengine.models import Params
 from jengine.models.config import ModelConfig
 from jengine.models.eagle3 import of_model
-from jengine.vision.family import Vision
+from jengine.vision.family import RowEncoder
 from jengine.vision.folder import no_text, served_vision
+from jengine.vision.prompt_embeddings import PromptEmbeddings
 
 log = logging.getLogger("jengine")
 
@@ -55,7 +56,7 @@ class ModelSource:
         embedder: how the model embeds; None: it does not.
         params: weights in memory, by the names of a checkpoint's tensors; None: they are in the folder.
         draft: the draft model or head that the options name, if any.
-        vision: how it reads images; None: it serves text alone.
+        vision: how it reads images, or prompts' embeddings; None: it takes token ids alone.
     """
 
     folder: Path
@@ -63,7 +64,7 @@ class ModelSource:
     embedder: Embedder | None
     params: Tensors | None = None
     draft: ModelSource | None = None
-    vision: Vision | None = None
+    vision: RowEncoder | None = None
 
     @property
     def draft_config(self) -> ModelConfig | None:
@@ -110,6 +111,8 @@ class ModelSource:
     def _read(cls, options: EngineConfig, folder: Path) -> ModelSource:
         config = read_config(folder)
         embedder = choose_embedder(options.embeddings, folder, config.hidden_size)
+        if options.enable_prompt_embeds:
+            return cls(folder, config, embedder, vision=PromptEmbeddings(config.hidden_size))
         return cls(folder, config, embedder, vision=_vision(options, folder))
 
     def _draft(self, options: EngineConfig, weights: bool = True) -> ModelSource | None:
@@ -165,7 +168,7 @@ class ModelSource:
 
     def load_encoder(self, spec: ExecutionSpec) -> Params:
         """The weights of the encoder of images, on the devices; None: there is none."""
-        if spec.images is None:
+        if spec.images is None or not spec.images.leaves:
             return None
         return load_encoder(self.folder, spec.images.params, spec.images.encoder.sources, self.params)
 
@@ -182,7 +185,7 @@ class ModelSource:
         return {**weights, **shared}
 
 
-def _vision(options: EngineConfig, folder: Path) -> Vision | None:
+def _vision(options: EngineConfig, folder: Path) -> RowEncoder | None:
     """How the model reads images; None: it serves text alone. It also does if settings of its images are not
     supported, unless an option asks for images.
 

@@ -25,8 +25,7 @@ def with_stages(config: EngineConfig, spec: ExecutionSpec, meshes: Sequence[Mesh
     if count == 1:
         return spec
     if spec.images is not None:
-        limit = f'must be {{"image": 0}} with {PIPELINE}={count}: it then serves text alone'
-        raise InvalidArgument("limit_mm_per_prompt", config.limit_mm_per_prompt, limit)
+        raise config.refused(f"with {PIPELINE}={count}: it then serves text alone")
     check_divisible(model, count)
     layers = layer_numbers(count, config.pipeline_layers)
     if layers is None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jengine.base.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument, ModelError
 from jengine.checkpoints.calibration import check_stateless, check_unconverted
 from jengine.core.config import EngineConfig
 from jengine.core.device_options import check_pipeline
@@ -40,7 +40,7 @@ from jengine.parallel.collectives import TENSOR
 from jengine.parallel.link import SingleProcess
 from jengine.table.program_table import ProgramTable
 from jengine.vision.declared import Encoder
-from jengine.vision.family import Vision
+from jengine.vision.family import RowEncoder
 from pallas_kernels.devices import cpu_refused
 from pallas_kernels.products.dispatch import why_product_unsupported
 from pallas_kernels.products.weights import abstract
@@ -58,22 +58,26 @@ FEWEST_DRAFTED = 16
 SLACK = 1  # percent of the weights' bytes that devices may need beside them
 
 
-def with_images(config: EngineConfig, spec: ExecutionSpec, vision: Vision) -> ExecutionSpec:
+def with_images(config: EngineConfig, spec: ExecutionSpec, vision: RowEncoder) -> ExecutionSpec:
     """The spec with the encoder's programs.
 
     Raises:
-        InvalidArgument: an option does not work with images, or the pool is too small.
+        InvalidArgument: an option does not work with images, or with the model, or the pool is too small.
     """
     if spec.draft is not None:
-        limit = 'no draft model or head with images; limit_mm_per_prompt={"image": 0} serves text alone'
-        raise InvalidArgument(NAME, spec.draft.config.family, limit)
+        what = 'images; limit_mm_per_prompt={"image": 0} serves text alone'
+        what = "enable_prompt_embeds" if config.enable_prompt_embeds else what
+        raise InvalidArgument(NAME, spec.draft.config.family, f"no draft model or head with {what}")
+    if config.enable_prompt_embeds and not spec.model.takes_embeddings:
+        limit = f"must be False: {type(spec.model.module).__name__} does not set takes_embeddings, see Model"
+        raise InvalidArgument("enable_prompt_embeds", True, limit)
     part, rows = vision.largest // vision.patches_per_row, config.image_pool_rows
     if rows is not None and rows < part:
-        raise InvalidArgument("image_pool_rows", rows, f"must be at least {part}, as a part of an image has")
+        raise InvalidArgument("image_pool_rows", rows, f"must be at least {part}, as the largest part has")
     if rows is None:
         rows = max(min(spec.max_model_len, MOST_ROWS), min(vision.most_rows, MOST_ROWS), part)
     encoder, model = Encoder.of(vision, spec.model.dtype), spec.model
-    if model.text_part is not None:
+    if model.text_part is not None and not config.enable_prompt_embeds:
         model = dataclasses.replace(model, text_part=dataclasses.replace(model.text_part, why=""))
     buckets = encoder_buckets(vision.smallest, vision.largest, single=config.batch_invariant)
     table = dataclasses.replace(spec.table, encoders=buckets)
@@ -86,7 +90,7 @@ def with_images(config: EngineConfig, spec: ExecutionSpec, vision: Vision) -> Ex
 
 
 def with_whole(config: EngineConfig, spec: ExecutionSpec, table: ProgramTable, rows: int) -> ProgramTable:
-    """The table for images whose tokens see each other: a step can hold all of its `rows` tokens.
+    """The table for images, or prompts, whose tokens see each other: a step can hold `rows` of them.
 
     Raises:
         InvalidArgument: it cannot.
@@ -103,6 +107,31 @@ def with_whole(config: EngineConfig, spec: ExecutionSpec, table: ProgramTable, r
     if table.batch_invariant:
         table = dataclasses.replace(table, tile_buckets=(max(tiles, table.max_tiles),))
     return dataclasses.replace(table, whole_tiles=tiles)
+
+
+def with_prefix(config: EngineConfig, spec: ExecutionSpec) -> ExecutionSpec:
+    """The spec of a model whose prompts' tokens see each other (prefix-LM): a step can hold as long a prompt
+    as the budget allows.
+
+    Raises:
+        InvalidArgument: an option does not work with such a model.
+        ModelError: attention of its layers cannot see later tokens.
+    """
+    model, size = spec.model, spec.table.tile_size
+    refused = {
+        "pipeline_parallel_size": config.pipeline_parallel_size > 1,
+        "data_parallel_size": config.data_parallel_size > 1,
+        NAME: spec.draft is not None,
+    }
+    for name in filter(refused.get, refused):
+        raise InvalidArgument(name, getattr(config, name), f"not with {model.config.family}, a prefix-LM")
+    slopes = any(getattr(layer.attention, "slopes", False) for layer in model.module.layers)
+    if slopes or any(group.kind in ("latent", "state") for group in model.groups):
+        kinds = "latent attention, recurrent states or ALiBi"
+        raise ModelError(f"{model.config.family}: prefix_lm does not work with {kinds}")
+    budget = sizes(config, spec.mesh.devices.flat[0].platform).max_num_batched_tokens
+    rows = min(spec.max_model_len, (budget - spec.max_slots) // size * size)
+    return dataclasses.replace(spec, table=with_whole(config, spec, spec.table, rows))
 
 
 def encoder_buckets(smallest: int, largest: int, *, single: bool) -> tuple[int, ...]:
@@ -225,14 +254,14 @@ def describe(
     mesh: Mesh,
     root: Path,
     draft: ModelConfig | None = None,
-    vision: Vision | None = None,
+    vision: RowEncoder | None = None,
 ) -> ExecutionSpec:
     """Everything that determines the programs' shapes, with 0 as the number of pages. Allocates nothing on a
     device.
 
     Args:
         draft: configuration of the draft model, if the options name one.
-        vision: how the model reads images; None: it serves text alone.
+        vision: how the model reads images, or prompts' embeddings; None: it takes token ids alone.
 
     Raises:
         InvalidArgument: the model or device does not support an option.
@@ -294,7 +323,9 @@ def describe(
         spec = dataclasses.replace(spec, draft=build_draft(_stored(draft, str(dtype), device), spec))
     if vision is not None:
         spec = with_images(config, spec, vision)
-        table = spec.table
+    if declared.config.prefix_lm:
+        spec = with_prefix(config, spec)
+    table = spec.table
     if spec.num_states:
         _check_stateful(config, spec)
     if config.swap_space:

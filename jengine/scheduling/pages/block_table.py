@@ -108,8 +108,10 @@ CLEARED = PageChange("cleared")
 
 
 def next_range(ranges: Ranges, position: int) -> tuple[int, int] | None:
-    """The first range that starts at this position or later."""
+    """The first range, or its rest, that starts at this position or later."""
     at = bisect_left(ranges, (position,))
+    if at and (end := ranges[at - 1][1]) > position:
+        return position, end
     return ranges[at] if at < len(ranges) else None
 
 
@@ -126,11 +128,11 @@ def meets(ranges: Ranges, start: int, end: int) -> bool:
 
 
 def ahead(ranges: Ranges, start: int, end: int) -> np.ndarray | None:
-    """How many tokens behind it each token in [start, end) sees, int32; None: none. Splits no range."""
-    out = None
-    for at in range(bisect_left(ranges, (start,)), bisect_left(ranges, (end,))):
-        first, last = ranges[at]
+    """How many tokens behind it each token in [start, end) sees, int32; None: none. `end` splits no range."""
+    out, at = None, start
+    while (following := next_range(ranges, at)) is not None and following[0] < end:
+        first, at = following
         if out is None:
             out = np.zeros(end - start, np.int32)
-        out[first - start : last - start] = np.arange(last - first)[::-1]
+        out[first - start : at - start] = np.arange(at - first)[::-1]
     return out

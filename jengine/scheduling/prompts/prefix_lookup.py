@@ -51,7 +51,8 @@ class PrefixLookup:
         question = sequence.number, self._blocks.version
         if self._last_match[0] != question:  # the first waiting sequence is looked up in every step
             tokens, count, salt = sequence.keys, self._composition.prefilled(sequence), sequence.salt
-            tokens, whole = tokens[:count] if count < len(tokens) else tokens, sequence.whole
+            tokens = tokens[:count] if count < len(tokens) else tokens
+            whole = () if sequence.prefix else sequence.whole  # keys stand for whole prompts
             hit = self._blocks.match(tokens, salt, whole)
             both = self._blocks.match_both(tokens, salt, hit, whole)
             if sequence.request.pages_from is None:

@@ -61,15 +61,28 @@ class Images:
         vocab_size: ids from here on name the pool's rows.
         turns: whether positions have three numbers (mrope).
         ahead: whether a part's tokens see each other, so that a step computes all of them.
+        prefix: whether all tokens of a prompt do (prefix-LM).
+        embeddings: whether parts are embeddings that prompts give.
 
     Attributes:
         first: as vocab_size.
+        prefix, embeddings: as above.
         encoded: number of parts that were encoded.
         reused: number of parts that were there when a sequence started to need them.
     """
 
-    def __init__(self, rows: int, vocab_size: int, *, turns: bool = False, ahead: bool = False) -> None:
+    def __init__(
+        self,
+        rows: int,
+        vocab_size: int,
+        *,
+        turns: bool = False,
+        ahead: bool = False,
+        prefix: bool = False,
+        embeddings: bool = False,
+    ) -> None:
         self.rows, self.first, self._ahead = rows, vocab_size, ahead
+        self.prefix, self.embeddings = prefix, embeddings
         self._parts: dict[Key, Embedded] = {}
         self._free = [*range(rows)][::-1]
         self._held: dict[Sequence, Held] = {}
@@ -84,7 +97,9 @@ class Images:
     def came(self, sequence: Sequence) -> None:
         """A request was added."""
         self._waiting += sequence.images is not None
-        if self._ahead and sequence.images is not None:
+        if self.prefix:
+            sequence.prefix, sequence.whole = True, ((0, sequence.prompt_len),)
+        elif self._ahead and sequence.images is not None:
             sequence.whole = sequence.images.ranges
 
     def ended(self, sequence: Sequence) -> None:

@@ -167,6 +167,7 @@ class Registry:
             accepted=leader.accepted,
             beams=beams,
             lora=leader.lora,
+            prefix=leader.prefix,
         )
         beam.order = leader.order
         self._arrivals += 1

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from jengine.core.images import PromptImages
+from jengine.core.images import PromptImages, prompt_key
 from jengine.core.pooling import PooledStates
 from jengine.core.request import FinishReason, Request
 from jengine.core.updates import Beam
@@ -86,6 +86,7 @@ class Sequence:
     salt: Salt = field(init=False)  # which its cached pages are found by
     images: PromptImages | None = field(init=False)  # of its prompt
     whole: Ranges = ()  # of its prompt, that a step computes as a whole
+    prefix: bool = False  # whether the tokens of its prompt see each other
     _keys: list[int] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
@@ -111,11 +112,15 @@ class Sequence:
 
     @property
     def keys(self) -> list[int]:
-        """What its cached pages are found by, beside the salt: its tokens, with ids for images' content."""
-        if self.images is None:
+        """What its cached pages are found by, beside the salt: its tokens, with ids for images' content; the
+        first stands for the whole prompt if that is what its keys and values depend on.
+        """
+        if self.images is None and not self.prefix:
             return self.tokens
         if self.searches or not self._keys:  # beams exchange their tokens
-            self._keys = self.images.keyed(self.tokens)
+            self._keys = [*self.tokens] if self.images is None else self.images.keyed(self.tokens)
+            if self.prefix:
+                self._keys[0] = prompt_key(self._keys[: self.prompt_len])
         self._keys += self.tokens[len(self._keys) :]
         return self._keys
 

@@ -21,6 +21,7 @@ class SequenceLimits:
         tile_size: tokens of a tile.
         whole: tokens of the most tiles that a step must be able to hold, see ProgramTable.
         recurrent: whether the model has recurrent states.
+        prefix: whether the tokens of a prompt see each other (prefix-LM): a step computes all of them.
     """
 
     max_model_len: int
@@ -30,14 +31,15 @@ class SequenceLimits:
     tile_size: int = 1
     whole: int = 0
     recurrent: bool = False
+    prefix: bool = False
 
     def validate(self, request: Request, eos_token_ids: tuple[int, ...]) -> None:
         """Rejects requests that can never be served.
 
         Raises:
-            PromptTooLong: the prompt leaves no room for a token.
-            InvalidArgument: the prompt is empty, there are too many stop tokens, or the cache is too small
-                for this request alone.
+            PromptTooLong: the prompt leaves no room for a token, or no step can compute all of it at once.
+            InvalidArgument: the prompt is empty, there are too many stop tokens, the cache is too small for
+                this request alone, or its parameters do not work with the model.
         """
         params, prompt = request.params, request.prompt_token_ids
         if not prompt:
@@ -46,6 +48,12 @@ class SequenceLimits:
         if (tokens := len(prompt)) > longest:
             limit = f"{tokens} tokens; {limit}"
             raise PromptTooLong("prompt_token_ids", prompt, limit, tokens, self.max_model_len)
+        if self.prefix and tokens > self.whole:
+            limit = f"{tokens} tokens; at most {self.whole}, in one step: see max_num_batched_tokens"
+            raise PromptTooLong("prompt_token_ids", prompt, limit, tokens, self.whole)
+        if self.prefix and params.prompt_logprobs is not None:
+            limit = "must be None: the tokens of this model's prompts see those behind them"
+            raise InvalidArgument("prompt_logprobs", params.prompt_logprobs, limit)
         if request.beams is not None and self.recurrent:
             raise InvalidArgument(
                 "beam_width",

@@ -439,7 +439,7 @@ COMPLETION = BodyFields(
     CompletionBody,
     COMMON | {"prompt", "echo", "logprobs", "add_special_tokens", "use_beam_search", "length_penalty"},
     not_sampling=("logprobs",),
-    refused=("suffix",),
+    refused=("suffix", "prompt_embeds"),
 )
 CHAT_ONLY = frozenset((
     "messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format", "tools",

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jengine import EngineConfig, SamplingParams, StructuredOutputs, Tokenizer
+from jengine import EngineConfig, InvalidArgument, SamplingParams, StructuredOutputs, Tokenizer
 from jengine.serving.calls.model_provider import EventSource, PagesInfo
 from jengine.serving.processes.wire import EngineInfo
 from jengine.spi import Steps
@@ -36,6 +36,9 @@ def model_engine(report: Callable[[str, str, int, int], None] | None = None, **o
     from jengine.spi import start_engine  # imports jax, which the mock does not need
 
     config = EngineConfig(**options)
+    if config.enable_prompt_embeds:
+        limit = "must be False: requests give text, token ids and images; LLM and AsyncLLM take embeddings"
+        raise InvalidArgument("enable_prompt_embeds", True, limit)
     engine, started = start_engine(config, progress=report or True)
     tokenizer, events = prepared(started.require_tokenizer()), config.page_events
     info = EngineInfo(
