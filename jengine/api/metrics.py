@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Protocol
 
-from jengine.engine.ranks import AnyEngine
+from jengine.api.backend import Steps
 
 PREFIX = "vllm:"  # scripts look for vLLM's names
 # names, fields of Load, and what they are
@@ -103,7 +103,7 @@ class Model(Protocol):
     def model(self) -> str: ...
 
     @property
-    def engine(self) -> AnyEngine: ...
+    def engine(self) -> Steps: ...
 
 
 def get_metrics(llm: Model) -> list[Metric]:
