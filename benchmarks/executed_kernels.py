@@ -29,7 +29,10 @@ from tests.kernels import shipped
 from tests.kernels.executed import FEW, Executed
 from tests.kernels.faults import FAULTS, Report, reports_of
 
-TARGETS = {"h200": (shipped.CASES, ("decode", "prefill", "product")), "a100": (shipped.AMPERE, ("Ampere",))}
+TARGETS = {
+    "h200": (shipped.CASES, ("decode", "prefill", "product", "scaled product")),
+    "a100": (shipped.AMPERE, ("Ampere",)),
+}
 
 
 def executed(kernel: str, name: str, target: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from math import inf
@@ -241,7 +241,7 @@ def tile_of(rows: int, form: WeightFormat) -> Tile:
     if form.bits == 8:
         return Tile(
             "64 x 64",
-            64 * 64,
+            64 * 64 + (4 * 64 * 64 // form.group if form.group else 0),
             products=2 if form.inputs else 4,
             copies=1 if form.inputs or rows <= FEW else 2,
         )
@@ -254,10 +254,13 @@ def tile_of(rows: int, form: WeightFormat) -> Tile:
     return Tile("64 x 128", 64 * TILE // 2 + scales, products, copies)
 
 
+FP8_GROUPS = WeightFormat(FP8, 8, 128)
 FORMATS = {
     "int8": INT8,
     "fp8": WeightFormat(FP8, 8),
     "fp8 x fp8": FP8_BY_FP8,
+    "fp8 in groups of 128": FP8_GROUPS,
+    "fp8 x fp8, both in groups of 128": replace(FP8_GROUPS, inputs=FP8),
     **{f"int4, groups of {group}": WeightFormat("int4", 4, group, offset=True) for group in GROUPS},
     "MXFP4": WeightFormat("e2m1", 4, 32),
 }

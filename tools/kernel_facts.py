@@ -34,6 +34,7 @@ from pallas_kernels.quantization.quantized import Pages, movable, quantize
 Case = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments, jax.ShapeDtypeStruct
 ALL = {"window": 1024, "soft_cap": 30.0}
 THREADS = 256  # per block
+E4M3 = "float8_e4m3fn"
 
 
 def _last_as_sinks(function: partial[Any], *args: Any) -> Any:
@@ -134,10 +135,8 @@ WRITES: dict[str, Case] = {
     "4096 tokens, rotated": write(4096, 128, pairs=64),
     "64 tokens, normed, rotated in part, head dim 64, int8": write(64, 64, "int8", pairs=32, normed=True),
     "4096 tokens, normed, rotated in part, head dim 256": write(4096, 256, pairs=32, normed=True),
-    "4096 tokens, rotated, fp8": write(4096, 128, "float8_e4m3fn", pairs=64),
-    "4096 tokens, normed, rotated, head dim 256, fp8": write(
-        4096, 256, "float8_e4m3fn", pairs=128, normed=True
-    ),
+    "4096 tokens, rotated, fp8": write(4096, 128, E4M3, pairs=64),
+    "4096 tokens, normed, rotated, head dim 256, fp8": write(4096, 256, E4M3, pairs=128, normed=True),
 }
 
 
@@ -159,9 +158,9 @@ EIGHT_BITS: dict[str, Case] = {
     "head dim 64, int8": decode_eight_bits(64, 64, "int8"),
     "head dim 128, int8": decode_eight_bits(128, 64, "int8"),
     "head dim 256, int8": decode_eight_bits(256, 64, "int8"),
-    "head dim 128, fp8": decode_eight_bits(128, 64, "float8_e4m3fn"),
-    "head dim 64, fp8, pages of 16, window, cap": decode_eight_bits(64, 16, "float8_e4m3fn", **ALL),
-    "head dim 256, fp8, pages of 32, window, cap": decode_eight_bits(256, 32, "float8_e4m3fn", **ALL),
+    "head dim 128, fp8": decode_eight_bits(128, 64, E4M3),
+    "head dim 64, fp8, pages of 16, window, cap": decode_eight_bits(64, 16, E4M3, **ALL),
+    "head dim 256, fp8, pages of 32, window, cap": decode_eight_bits(256, 32, E4M3, **ALL),
 }
 EIGHT_BITS_INTERPRETED: dict[str, Case] = {
     "head dim 128, int8": decode_eight_bits(128, 64, "int8", in_registers=False)
@@ -169,7 +168,7 @@ EIGHT_BITS_INTERPRETED: dict[str, Case] = {
 COPIES: dict[str, Case] = {
     "pages of 64": copy("", 64),
     "pages of 16, int8": copy("int8", 16),
-    "pages of 128, fp8": copy("float8_e4m3fn", 128),
+    "pages of 128, fp8": copy(E4M3, 128),
 }
 
 
@@ -245,53 +244,44 @@ def grouped_rows(rows: int, kind: str = "", *, out: int = 1536, in_registers: bo
     return run, (x, chosen, weight, scale)
 
 
-def eight_bits(rows: int, kind: str, dtype: Any = jnp.bfloat16) -> Case:
-    """Rows by a dense weight."""
-    x, weight = (
-        jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16),
-        jax.ShapeDtypeStruct((1, 28672, 4096), jnp.dtype(kind)),
-    )
+def eight_bits(
+    rows: int,
+    kind: str,
+    out: int = 28672,
+    *,
+    dtype: Any = jnp.bfloat16,
+    both: bool = False,
+    blocks: bool = False,
+    experts: int = 1,
+) -> Case:
+    """Rows of 4096 inputs by weights in eight bits.
 
-    def run(x: Any, weight: Any, scale: Any) -> Any:
-        groups, block = one_group(rows)
-        return grouped_product(x, weight, scale, groups, block=block, dtype=dtype)
+    Args:
+        both: whether rows have eight bits too.
+        blocks: whether there is a scale for each group of inputs.
+    """
+    inputs, by_group = 4096, (4096 // 128,) * blocks
+    x = jax.ShapeDtypeStruct((rows, inputs), jnp.dtype(kind if both else jnp.bfloat16))
+    weight = jax.ShapeDtypeStruct((experts, out, inputs), jnp.dtype(kind))
+    scale = jax.ShapeDtypeStruct((experts, out, *by_group), jnp.float32)
+    x_scale = jax.ShapeDtypeStruct((*by_group, rows), jnp.float32) if both else None
 
-    return run, (x, weight, jax.ShapeDtypeStruct((1, 28672), jnp.float32))
+    def run(x: Any, weight: Any, scale: Any, x_scale: Any, chosen: Any) -> Any:
+        groups, block = (grouped(chosen, experts), None) if experts > 1 else one_group(rows)
+        if experts > 1:
+            x, x_scale = x[groups.row], x_scale[..., groups.row]
+        return grouped_product(x, weight, scale, groups, block=block, dtype=dtype, x_scale=x_scale)
 
-
-def both_eight_bits(rows: int, kind: str, out: int = 28672) -> Case:
-    """Rows and a dense weight, both in eight bits."""
-    groups, block = one_group(rows)
-
-    def run(x: Any, weight: Any, scale: Any, x_scale: Any) -> Any:
-        return grouped_product(x, weight, scale, groups, block=block, dtype=jnp.bfloat16, x_scale=x_scale)
-
-    x, weight = (jax.ShapeDtypeStruct(shape, jnp.dtype(kind)) for shape in ((rows, 4096), (1, out, 4096)))
-    return run, (
-        x,
-        weight,
-        jax.ShapeDtypeStruct((1, out), jnp.float32),
-        jax.ShapeDtypeStruct((rows,), jnp.float32),
-    )
-
-
-def by_blocks(rows: int, out: int = 28672) -> Case:
-    """Rows by a dense weight in FP8 with a scale for each group of inputs."""
-    run, (x, weight, _) = eight_bits(rows, "float8_e4m3fn")
-    return run, (
-        x,
-        jax.ShapeDtypeStruct((1, out, x.shape[1]), weight.dtype),
-        jax.ShapeDtypeStruct((1, out, x.shape[1] // 128), jnp.float32),
-    )
+    return run, (x, weight, scale, x_scale, jax.ShapeDtypeStruct((rows,), jnp.int32))
 
 
 def row_of(size: int, kind: str, **how: Any) -> Case:
     """Sum, norm and quantization of 64 rows; or, with `gate`, activation and quantization."""
     row = jax.ShapeDtypeStruct((64, size), jnp.bfloat16)
-    if how:
+    if "gate" in how:
         return partial(quantize_rows, kind=kind, **how), (jax.ShapeDtypeStruct((64, 2 * size), jnp.bfloat16),)
     weight = jax.ShapeDtypeStruct((size,), jnp.bfloat16)
-    return lambda x, add, weight: quantize_rows(x, kind, add=add, norm=Norm(weight, 1e-5, 0.0)), (
+    return lambda x, add, weight: quantize_rows(x, kind, add=add, norm=Norm(weight, 1e-5, 0.0), **how), (
         row,
         row,
         weight,
@@ -299,29 +289,38 @@ def row_of(size: int, kind: str, **how: Any) -> Case:
 
 
 ROWS: dict[str, Case] = {
-    "4096 numbers, summed and normed, fp8": row_of(4096, "float8_e4m3fn"),
+    "4096 numbers, summed and normed, fp8": row_of(4096, E4M3),
     "16384 numbers, summed and normed, int8": row_of(16384, "int8"),
-    "14336 numbers, gated, fp8": row_of(14336, "float8_e4m3fn", gate="silu"),
+    "14336 numbers, gated, fp8": row_of(14336, E4M3, gate="silu"),
     "28672 numbers, gated, int8": row_of(28672, "int8", gate="silu"),
+    "7168 numbers, summed and normed, fp8 by group": row_of(7168, E4M3, by_group=True),
+    "18432 numbers, gated, fp8 by group": row_of(18432, E4M3, gate="silu", by_group=True),
 }
 GROUPED_THREADS = 384
+in_blocks = partial(eight_bits, kind=E4M3, both=True, blocks=True)
 GROUPED: dict[str, Case] = {
     "64 rows": grouped_rows(64),
     "64 rows, int8": grouped_rows(64, "int8"),
-    "64 rows, fp8": grouped_rows(64, "float8_e4m3fn"),
+    "64 rows, fp8": grouped_rows(64, E4M3),
     "2048 rows": grouped_rows(2048),
     "2048 rows, int8": grouped_rows(2048, "int8"),
     "65536 rows": grouped_rows(65536),
-    "65536 rows, fp8": grouped_rows(65536, "float8_e4m3fn"),
+    "65536 rows, fp8": grouped_rows(65536, E4M3),
     "64 rows, 192 outputs": grouped_rows(64, out=192),
-    "8 rows, int8, one group, float32": eight_bits(8, "int8", jnp.float32),
-    "256 rows, fp8, one group": eight_bits(256, "float8_e4m3fn"),
-    "512 rows, int8, one group, float32": eight_bits(512, "int8", jnp.float32),
-    "8 rows, both fp8": both_eight_bits(8, "float8_e4m3fn"),
-    "8 rows, both fp8, few outputs": both_eight_bits(8, "float8_e4m3fn", 4096),
-    "64 rows, both int8": both_eight_bits(64, "int8"),
-    "8 rows, blocks of fp8": by_blocks(8),
-    "64 rows, blocks of fp8, few outputs": by_blocks(64, 4096),
+    "8 rows, int8, one group, float32": eight_bits(8, "int8", dtype=jnp.float32),
+    "256 rows, fp8, one group": eight_bits(256, E4M3),
+    "512 rows, int8, one group, float32": eight_bits(512, "int8", dtype=jnp.float32),
+    "8 rows, both fp8": eight_bits(8, E4M3, both=True),
+    "8 rows, both fp8, few outputs": eight_bits(8, E4M3, 4096, both=True),
+    "64 rows, both int8": eight_bits(64, "int8", both=True),
+    "8 rows, blocks of fp8": eight_bits(8, E4M3, blocks=True),
+    "64 rows, blocks of fp8, few outputs": eight_bits(64, E4M3, 4096, blocks=True),
+    "8 rows, both fp8 in blocks, few outputs": in_blocks(8, out=4096),
+    "32 rows, both fp8 in blocks": in_blocks(32),
+    "64 rows, both fp8 in blocks, few outputs": in_blocks(64, out=4096),
+    "2048 rows, both fp8 in blocks": in_blocks(2048),
+    "64 rows of experts, both fp8 in blocks": in_blocks(64, out=1536, experts=128),
+    "65536 rows of experts, both fp8 in blocks": in_blocks(1 << 16, out=1536, experts=128),
 }
 
 
@@ -385,9 +384,9 @@ PREFILL_CASES: dict[str, Case] = {
     "head dim 128, pages of 16, window, cap": prefill(128, 16, **ALL),
     "head dim 256, pages of 16, window, cap": prefill(256, 16, **ALL),
     "head dim 128, pages of 128, tiles of 128": prefill(128, 128, tile=128),
-    "head dim 64, fp8": prefill(64, 64, kind="float8_e4m3fn"),
+    "head dim 64, fp8": prefill(64, 64, kind=E4M3),
     "head dim 128, int8": prefill(128, 64, kind="int8"),
-    "head dim 128, fp8, pages of 16, window, cap": prefill(128, 16, kind="float8_e4m3fn", **ALL),
+    "head dim 128, fp8, pages of 16, window, cap": prefill(128, 16, kind=E4M3, **ALL),
     "head dim 128, sinks": _sinks(*prefill(128, 64)),
     "head dim 64, group 8, window, sinks": _sinks(*prefill(64, 64, group=8, window=128)),
 }

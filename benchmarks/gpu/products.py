@@ -18,8 +18,9 @@ from benchmarks.gpu.rows import FAILED, Row, attempt, skipped
 from benchmarks.gpu.timing import CHAIN, chained
 from pallas_kernels.products import dispatch as product_dispatch
 from pallas_kernels.products.weights import stored
+from pallas_kernels.quantization.formats import FP8
 from pallas_kernels.quantization.int4 import E2M1, pack, quantize_int4
-from pallas_kernels.quantization.quantized import dequantize, quantize
+from pallas_kernels.quantization.quantized import Quantized, dequantize, quantize
 
 GOAL = 0.7
 
@@ -48,6 +49,8 @@ def _mxfp4(x: jax.Array) -> Any:
 
 KINDS: dict[str, Callable[[jax.Array], Any]] = {
     "int8": partial(quantize, dtype="int8"),
+    "fp8 by fp8": partial(quantize, dtype=FP8, inputs=True),
+    "fp8 by fp8, both in groups of 128": partial(quantize, dtype=FP8, inputs=True, by_group=True),
     "int4": quantize_int4,
     "int4 in groups of 64": partial(quantize_int4, group=64),
     "int4 in groups of 32": partial(quantize_int4, group=32),
@@ -126,7 +129,9 @@ def _row(case: str, load: Load, weights: Any, rows: int, most: Ceilings, small: 
 
 def _error(got: jax.Array, x: jax.Array, weight: Any) -> float:
     """The largest error, relative to the error allowed for rounding the result and dequantized weights."""
-    wide = dequantize(weight).astype(jnp.float32)
-    want = np.asarray(jnp.einsum("oi,ri->ro", wide, x.astype(jnp.float32), precision="highest"))
+    wide, rows = dequantize(weight).astype(jnp.float32), x.astype(jnp.float32)
+    if isinstance(weight, Quantized) and weight.inputs:
+        rows = dequantize(quantize(rows, weight.kind, by_group=weight.by_group))
+    want = np.asarray(jnp.einsum("oi,ri->ro", wide, rows, precision="highest"))
     scaled = 2 * float(jnp.finfo(jnp.bfloat16).eps)
     return compare(got, want, scaled * (np.abs(want) + np.abs(want).max(-1, keepdims=True))).worst

@@ -159,20 +159,16 @@ def stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
             return None
         weights = groups[0]["weights"]
         others = tuple(_ignored(name) for name in config.get("ignore") or [])
+        form, strategy = f"{weights['type']}{weights['num_bits']}", weights.get("strategy")
         symmetric = bool(weights.get("symmetric", True))
-        if weights["num_bits"] == 4 and weights["type"] == "float":
+        if form == "float4":
             return StoredWeights(form="e2m1", group=int(weights["group_size"]), others=others)
-        if weights["num_bits"] == 4 and weights.get("strategy") == "group" and not weights.get("actorder"):
+        if form == "int4" and strategy == "group" and not weights.get("actorder"):
             return _four_bits(int(weights["group_size"]), not symmetric, others)
-        if weights["num_bits"] == 8 and weights.get("strategy") in ("channel", "tensor") and symmetric:
-            return _eight_bits(f"{weights['type']}8", config, others)
-        if (
-            weights["num_bits"] == 8
-            and weights.get("strategy") == "block"
-            and symmetric
-            and weights["type"] == "float"
-        ):
-            return _blocks(weights["block_structure"], others)
+        if form in ("int8", "float8") and strategy in ("channel", "tensor") and symmetric:
+            return _eight_bits(form, config, others)
+        if form == "float8" and strategy == "block" and symmetric:
+            return _blocks(weights["block_structure"], config, others)
         return None
     if method == "mxfp4":
         return StoredWeights(form="e2m1", group=32, others=(r"(?!.*\.experts$)",))
@@ -187,7 +183,7 @@ def stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
             return None
         return _four_bits(int(config["group_size"]), not config.get("sym", True), others)
     if block := config.get("weight_block_size"):
-        return _blocks(block, others)
+        return _blocks(block, config, others)
     return _eight_bits("float8", config, others)
 
 
@@ -197,9 +193,11 @@ def _eight_bits(kind: str, config: Mapping[str, Any], others: tuple[str, ...]) -
     return StoredWeights(form="int8" if kind == "int8" else FP8, inputs=inputs, others=others)
 
 
-def _blocks(block: Sequence[int], others: tuple[str, ...]) -> StoredWeights | None:
+def _blocks(block: Sequence[int], config: Mapping[str, Any], others: tuple[str, ...]) -> StoredWeights | None:
     """Blocks (outputs, inputs) of FP8, as groups of inputs of each output."""
-    return None if block[1] % GROUP else StoredWeights(form=FP8, group=GROUP, others=others)
+    sizes = {(group.get("input_activations") or {}).get("group_size") for group in config_groups(config)}
+    inputs = quantized_inputs(config) == "float8 dynamic by group" and sizes <= {GROUP}
+    return None if block[1] % GROUP else StoredWeights(form=FP8, group=GROUP, inputs=inputs, others=others)
 
 
 def _four_bits(group: int, offset: bool, others: tuple[str, ...]) -> StoredWeights | None:

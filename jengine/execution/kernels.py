@@ -116,7 +116,7 @@ def _products(spec: ExecutionSpec, device: jax.Device) -> dict[str, Choice]:
         x: Any = jax.ShapeDtypeStruct((1, local.shape[-1]), spec.model.dtype)
         operation = f"products of {'experts in ' if experts else ''}{stored(local).format.name}"
         _add(chosen, operation, explain_product(x, local, grouped=experts, device=device))
-        if isinstance(local, Quantized) and local.inputs and not experts:
+        if isinstance(local, Quantized) and local.inputs and (local.by_group or not experts):
             _add(chosen, "row quantization", explain(ROW_QUANTIZATION, device, x))
     return chosen
 

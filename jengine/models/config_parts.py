@@ -75,8 +75,8 @@ class StoredWeights:
             others have one for each output unless there are groups.
         group: the number of inputs that share a scale; 0: all.
         offset: whether groups also have offsets.
-        inputs: whether products quantize their other side too, row by row; of int8 and float8_e4m3fn without
-            groups.
+        inputs: whether products quantize their other side too, with a scale for each row or, if weights have
+            groups, each group; of int8 and float8_e4m3fn.
         others: regular expressions, matched from the start, for the names of modules that are stored in
             another format.
     """

@@ -27,11 +27,11 @@ from pallas_kernels.products.weight import Axes, QuantizedWeight
 from pallas_kernels.quantization.formats import FP8, WeightFormat
 from pallas_kernels.quantization.hadamard import transform
 from pallas_kernels.quantization.quantized import GROUP, Quantized, dequantize, quantize
-from pallas_kernels.targets import HOPPER, Impl, Implementation, choose, cores
+from pallas_kernels.targets import HOPPER, Impl, Implementation, choose, cores, why_none
 
 
 def _why_no_hopper_dense(x: Any, weight: EightBits) -> str | None:
-    if x.shape[0] > EIGHT_BIT_ROWS:
+    if x.shape[0] > EIGHT_BIT_ROWS and not weight.multiplies_groups:
         return f"rows={x.shape[0]}: the kernel for eight-bit weights takes at most {EIGHT_BIT_ROWS}"
     if weight.numbers.inputs and (why := why_no_hopper_rows(x)) is not None:
         return why
@@ -51,20 +51,25 @@ def _hopper_dense(x: Rows, weight: EightBits, dtype: jnp.dtype[Any], device: jax
     groups, block = one_group(size)
     if numbers.inputs:
         places = -(-size // block) * block  # a block reads all of its scales
-        rows, x_scale = quantize_rows(inputs, numbers.kind, places=places, device=device)
+        rows, x_scale = quantize_rows(
+            inputs, numbers.kind, places=places, by_group=numbers.by_group, device=device
+        )
     else:
         rows, x_scale = transform(array_of(inputs), numbers.hadamard).astype(x.dtype), None
         rows = jnp.pad(rows, ((0, -size % ROW_GRID), (0, 0)))  # a block reads zeros beyond these
-    values, scale = numbers.values, numbers.scale[None]
-    splits = splits_of(len(groups.place), values, rows.dtype, cores(device))
+    splits = splits_of(len(groups.place), numbers.values, rows.dtype, cores(device))
     options: dict[str, Any] = {"block": block, "dtype": dtype, "x_scale": x_scale, "splits": splits}
-    return grouped_product(rows, values[None], scale, groups, **options)[:size]
+    return grouped_product(rows, numbers.values[None], numbers.scale[None], groups, **options)[:size]
 
 
 def _hopper_grouped(x: jax.Array, weight: EightBits, groups: Groups) -> jax.Array:
     from pallas_kernels.products.hopper.grouped_product import grouped_product
+    from pallas_kernels.products.hopper.quantize_rows import quantize_rows
 
-    return grouped_product(weight.rounded(x), *weight.matrices, groups)
+    if not weight.multiplies_groups:
+        return grouped_product(weight.rounded(x), *weight.matrices, groups)
+    rows, x_scale, _ = quantize_rows(x, weight.numbers.kind, by_group=True)
+    return grouped_product(rows, *weight.matrices, groups, dtype=x.dtype, x_scale=x_scale)
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("numbers",), meta_fields=("forms",))
@@ -100,7 +105,7 @@ class EightBits(QuantizedWeight[Quantized]):
     def by_xla(self, x: jax.Array, dtype: jnp.dtype[Any]) -> jax.Array:
         numbers = self.numbers
         if numbers.by_group:
-            return xla.multiply(x, dequantize(numbers).astype(x.dtype), dtype)
+            return xla.multiply(self.rounded(x), dequantize(numbers).astype(x.dtype), dtype)
         if numbers.inputs:
             rows = quantize(transform(x, numbers.hadamard), numbers.kind)
             return xla.of_eight_bits(rows.values, rows.scale, numbers, dtype)
@@ -131,21 +136,27 @@ class EightBits(QuantizedWeight[Quantized]):
         self, x: Rows, dtype: jnp.dtype[Any], *, impl: Impl = "auto", device: jax.Device | None = None
     ) -> jax.Array:
         numbers = self.numbers
-        if numbers.inputs and choose(self.DENSE, impl, device, x, self) is None:
+        if numbers.inputs and not numbers.by_group and choose(self.DENSE, impl, device, x, self) is None:
             rows: Impl = "xla" if impl == "xla" else "auto"
             values, scale = quantize_rows(self.transformed(x), numbers.kind, impl=rows, device=device)
             return xla.of_eight_bits(values, scale, numbers, dtype)
         return super().on_gpu(x, dtype, impl=impl, device=device)
+
+    @property
+    def multiplies_groups(self) -> bool:
+        """Whether both sides have eight bits and a scale for each group of inputs."""
+        return self.numbers.inputs and self.numbers.by_group
 
     def transformed(self, x: Rows) -> Rows:
         """Rows as they are quantized."""
         return x if self.numbers.hadamard == 1 else transform(array_of(x), self.numbers.hadamard)
 
     def rounded(self, x: jax.Array) -> jax.Array:
-        """Rows of experts, rounded as a product of eight-bit numbers would."""
+        """Rows, rounded as a product of eight-bit numbers would."""
         if not self.numbers.inputs:
             return x
-        rows = quantize(transform(x, self.numbers.hadamard), self.numbers.kind)
+        x, by_group = transform(x, self.numbers.hadamard), self.numbers.by_group
+        rows = quantize(x, self.numbers.kind, by_group=by_group)
         return dequantize(rows).astype(x.dtype)
 
     @property
@@ -159,7 +170,7 @@ class EightBits(QuantizedWeight[Quantized]):
     def grouped_by_xla(self, x: jax.Array, groups: Groups) -> jax.Array:
         if self.numbers.by_group:
             matrices = dequantize(self.numbers).reshape(self.shape[0], -1, self.shape[-1])
-            return xla.grouped_product(x, matrices, None, groups)
+            return xla.grouped_product(self.rounded(x), matrices, None, groups)
         return xla.grouped_product(self.rounded(x), *self.matrices, groups)
 
     def axes(self, names: Axes) -> Any:
@@ -178,7 +189,10 @@ class EightBits(QuantizedWeight[Quantized]):
     def converted_bytes(
         self, x: jax.typing.DTypeLike, *, grouped: bool, device: jax.Device | None = None
     ) -> int:
-        return 4 * math.prod(self.shape)
+        rows, size = jax.ShapeDtypeStruct((1, self.shape[-1]), x), math.prod(self.shape)
+        if self.multiplies_groups and why_none(self.table(grouped=grouped), device, rows, self) is None:
+            return 0 if grouped else size // 4  # partial sums, as `input_splits` limits them
+        return 4 * size
 
     @property
     def parts(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:

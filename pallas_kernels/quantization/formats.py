@@ -16,8 +16,8 @@ class WeightFormat:
         bits: of a number.
         group: inputs that share a scale; 0: all inputs of an output share it, or there are no scales.
         offset: whether groups have offsets beside their scales.
-        inputs: the dtype to which products quantize each row of their other side; None: they take it in 16 or
-            32 bits.
+        inputs: the dtype to which products quantize their other side, with a scale for each row or, of eight
+            bits, each group of inputs; None: they take it in 16 or 32 bits.
     """
 
     numbers: str
@@ -34,7 +34,7 @@ class WeightFormat:
         if self.numbers in ("int4", "e2m1"):
             return "w4a8" if self.inputs else "int4"
         if self.bits == 8 and self.group:
-            return "by group"
+            return "fp8 inputs by group" if self.inputs else "by group"
         if self.inputs is None:
             return self.numbers
         return "w8a8" if self.inputs == "int8" else "fp8 inputs"

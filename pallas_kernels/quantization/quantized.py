@@ -36,7 +36,8 @@ class Quantized:
             XLA's gather and scatter would convert all of an fp8 array there and back.
         scale: float32 [...]; or [..., size / 128], one for each group of a row (FP8 checkpoints with blocks).
         dtype: dtype of the represented numbers.
-        inputs: whether products quantize their other side too, row by row, and multiply eight-bit numbers.
+        inputs: whether products quantize their other side too, with a scale for each row or each group of it,
+            and multiply eight-bit numbers.
         kind: int8 or float8_e4m3fn.
         hadamard: numbers of a row that were transformed together before quantization; 1: not transformed.
     """
@@ -74,18 +75,25 @@ Pages = jax.Array | Quantized  # of a cache: [num_pages, kv_heads, page_size, he
 
 
 def quantize(
-    x: jax.Array, dtype: jax.typing.DTypeLike, *, inputs: bool = False, hadamard: int = 1
+    x: jax.Array,
+    dtype: jax.typing.DTypeLike,
+    *,
+    inputs: bool = False,
+    hadamard: int = 1,
+    by_group: bool = False,
 ) -> Quantized:
     """Quantizes floats x [..., size] to int8 or float8_e4m3fn. A row's largest magnitude becomes the dtype's
-    largest number.
+    largest number, or the largest of each group of 128 numbers if these have scales (`by_group`).
 
     Args:
         inputs, hadamard: as in Quantized; products apply the same transform to the other side.
     """
     largest = LARGEST[jnp.dtype(dtype)]
     wide = transform(x.astype(jnp.float32), hadamard) / gain(hadamard)
+    if by_group:
+        wide = wide.reshape(*x.shape[:-1], -1, GROUP)
     scale = jnp.maximum(jnp.abs(wide).max(-1), SMALLEST) / largest
-    values = wide / scale[..., None]
+    values = (wide / scale[..., None]).reshape(x.shape)
     if jnp.dtype(dtype) == jnp.int8:
         values = jnp.round(values)
     return Quantized(values.astype(dtype), scale, str(x.dtype), inputs, str(jnp.dtype(dtype)), hadamard)

@@ -362,7 +362,8 @@ def test_products_of_experts_are_checked_before_they_are_timed(monkeypatch: pyte
 def test_quantized_products_are_checked_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "chained", lambda *args: 1.0)
     monkeypatch.setattr(products, "ceilings", lambda small: Ceilings(1e9, 1e9))
-    assert [row.outcome for row in products.measure(small=True)] == 10 * ["ok"]
+    every = len(products.KINDS) * len(products.SMALL.rows)  # beside XLA's rows in bfloat16
+    assert [row.outcome for row in products.measure(small=True)] == [*2 * [""], *every * ["ok"]]
     monkeypatch.setattr(
         products,
         "stored",
@@ -370,4 +371,4 @@ def test_quantized_products_are_checked_before_they_are_timed(monkeypatch: pytes
             on_gpu=lambda *args, **how: stored(weight).on_gpu(*args, **how) * 1.05
         ),
     )
-    assert [row.outcome for row in products.measure(small=True)] == 10 * ["failed"]
+    assert [row.outcome for row in products.measure(small=True)] == [*2 * [""], *every * ["failed"]]

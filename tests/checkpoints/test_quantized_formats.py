@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from jengine.base.errors import ModelError
-from jengine.capacity.planning.memory import described
+from jengine.capacity.planning.memory import described, formats_of
 from jengine.checkpoints import load, read_config
 from jengine.checkpoints.hugging_face import model_config
 from jengine.checkpoints.quantized_formats import stored_weights
@@ -19,6 +20,8 @@ from jengine.core.config import EngineConfig
 from jengine.core.quantization import QUANTIZATIONS
 from jengine.devices.device_spec import device_spec
 from jengine.engine.setup.shapes import describe
+from jengine.execution.kernels import described as described_kernels
+from jengine.execution.kernels import implementations
 from jengine.models import Params, build
 from jengine.models.config_parts import StoredWeights
 from jengine.parallel.mesh import make_mesh
@@ -65,6 +68,7 @@ MODELOPT = {
     "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
 }
 TOKENS = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
+GROUPED = {**TOKENS, "type": "float", "strategy": "group", "group_size": 128}
 STATIC = {**TOKENS, "dynamic": False, "strategy": "tensor"}
 CASES: dict[str, tuple[dict[str, Any], Quantizer, Any]] = {  # and the form in memory; None is dtype
     "awq": (
@@ -175,16 +179,17 @@ def test_blocks_of_128_inputs_stay_in_eight_bits(config: dict[str, Any], tmp_pat
         isinstance(gate_up, Quantized)
         and gate_up.by_group
         and gate_up.scale.shape == (320, 2, 2)
-        and not gate_up.inputs
+        and gate_up.inputs == (config["quant_method"] == "fp8")
     )
     np.testing.assert_allclose(
         dequantize(gate_up)[:, 1], stored["model.layers.1.mlp.up_proj.weight"], rtol=1e-6
     )
     assert isinstance(layer["attention"]["qkv"], Quantized) and not is_weight(down)
     np.testing.assert_allclose(down, stored["model.layers.1.mlp.down_proj.weight"], rtol=1e-6)
-    kept, plain = (
-        build(read_config(tmp_path), "float32", 64, quantization) for quantization in (None, "none")
-    )
+    read = read_config(tmp_path)
+    assert read.stored is not None
+    of_floats = replace(read, stored=replace(read.stored, inputs=False))
+    kept, plain = (build(of_floats, "float32", 64, quantization) for quantization in (None, "none"))
     params = [load(tmp_path, model, make_mesh(1), progress=False) for model in (kept, plain)]
     np.testing.assert_allclose(
         logits(kept, params[0], np.arange(9)), logits(plain, params[1], np.arange(9)), atol=1e-4
@@ -203,6 +208,25 @@ def test_blocks_are_converted_on_load_where_no_kernel_multiplies_by_them(tmp_pat
     spec = describe(EngineConfig.of("MODEL", {"max_model_len": 64}), config, make_mesh(1), tmp_path)
     assert spec.model.config.stored is None
     assert not any(is_weight(leaf) for leaf in jax.tree.leaves(spec.params, is_leaf=is_weight))
+
+
+def test_inputs_are_quantized_by_group_where_a_kernel_multiplies_groups(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {**FP8, "weight_block_size": [128, 128]}
+    write_quantized(tmp_path, config, fp8("blocks", "weight_scale_inv", block=128), **BLOCKS)
+    options = EngineConfig(model=str(tmp_path), max_model_len=64, dtype="bfloat16")
+    for device, inputs in (("h100", "float8_e4m3fn"), ("l4", None), ("a100", None)):
+        caplog.clear()
+        with caplog.at_level("WARNING", "jengine"):
+            spec = described(options, device_spec(device))
+        assert stored(spec.params["layers"][0]["mlp"]["gate_up"]).format.inputs == inputs
+        assert (spec.model.format.inputs, formats_of(spec).product) == (inputs, inputs or "bfloat16")
+        assert ("which no product here does" in caplog.text) == (inputs is None)
+        assert (not caplog.records) == (inputs is not None)
+        if inputs is not None:
+            chosen = described_kernels(implementations(spec))
+            assert "fp8 inputs by group" in chosen and "row quantization" in chosen
 
 
 def test_groups_of_16_are_converted_on_load_on_a_gpu() -> None:
@@ -341,7 +365,28 @@ def del_part(folder: Path, end: str) -> None:
         ),
         (FP8, "float8 dynamic by token", True),
         ({**FP8, "activation_scheme": "static"}, "float8 static by tensor", True),
-        ({**FP8, "weight_block_size": [128, 128]}, "float8 dynamic by group", False),
+        ({**FP8, "weight_block_size": [128, 128]}, "float8 dynamic by group", True),
+        (
+            {**FP8, "weight_block_size": [128, 128], "activation_scheme": "static"},
+            "float8 static by tensor",
+            False,
+        ),
+        (
+            compressed("float-quantized", GROUPED, **FLOAT, strategy="block", block_structure=[128, 128]),
+            "float8 dynamic by group",
+            True,
+        ),
+        (
+            compressed(
+                "float-quantized",
+                {**GROUPED, "group_size": 64},
+                **FLOAT,
+                strategy="block",
+                block_structure=[128, 128],
+            ),
+            "float8 dynamic by group",
+            False,
+        ),
         (GPTQ, "", False),
     ],
 )

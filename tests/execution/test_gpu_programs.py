@@ -137,10 +137,16 @@ QWEN3_30B_A3B = {
 }
 
 
+FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
 def check_experts_on_hopper(quantization: str | None, devices: int = 1) -> None:
     """A layer of Qwen3-30B-A3B. XLA's own form multiplied by all experts, and transposed their weights."""
     how: Any = {"quantization": quantization, "enable_expert_parallel": devices > 1}
-    spec = described("h200", devices, QWEN3_30B_A3B, max_num_batched_tokens=136, **how)
+    model: Any = QWEN3_30B_A3B
+    if quantization == "blocks":
+        how["quantization"], model = None, {**QWEN3_30B_A3B, "quantization_config": FP8_BLOCKS}
+    spec = described("h200", devices, model, max_num_batched_tokens=136, **how)
     config, most = spec.model.config, spec.table.trunks()[-1]
     experts = config.part(MixtureOfExperts)
     assert most.tiles == 2
@@ -148,8 +154,8 @@ def check_experts_on_hopper(quantization: str | None, devices: int = 1) -> None:
         compiled, thunks = compiled_with_thunks(lower(spec, key), {**gpu_options(spec), **UNTUNED})
         text, memory = compiled.as_text(), compiled.memory_analysis()
         assert text is not None and memory is not None
-        # attention's two weights are read as stored too; fp8 quantizes rows before each
-        dense = {"int8": 2, "int4": 2, "fp8": 4}.get(quantization or "", 0)
+        # attention's two weights are read as stored too; fp8 quantizes rows before each, and blocks experts'
+        dense = {"int8": 2, "int4": 2, "fp8": 4, "blocks": 6}.get(quantization or "", 0)
         assert len(re.findall(r'custom_call_target="mosaic_gpu', text)) == (5 if key.tiles else 4) + dense
         # few rows: each alone in its expert
         rows = spec.table.tokens(key) * experts.per_token * (1 if key.tiles else GRID)
@@ -164,7 +170,7 @@ def check_experts_on_hopper(quantization: str | None, devices: int = 1) -> None:
         assert not moved, "expert weights are read as they lie"
 
 
-MORE = [("int8", 1), ("fp8", 1), (None, 4), ("int4", 4)]
+MORE = [("int8", 1), ("fp8", 1), ("blocks", 1), (None, 4), ("int4", 4)]
 
 
 @pytest.mark.parametrize(
@@ -345,9 +351,6 @@ def test_on_hopper_latent_attention_reads_the_tokens_that_rows_have(on_hopper: C
 
 
 # as DeepSeek's and Qwen3's
-FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-
-
 def check_eight_bit_layer(keys: list[TrunkKey], more: int, quantization: str | None) -> None:
     """Kernels of a layer, beyond those of bfloat16 and of partial sums; no weight is converted or copied."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3, "dtype": "bfloat16"}

@@ -13,7 +13,7 @@ import numpy as np
 
 from tests.compiling import quickly_compiled
 from tests.kernels.executed import Executed, as_bytes, is_wrong
-from tests.kernels.shipped import PLAIN, Check, ampere_decode, decode, inputs_split, prefill
+from tests.kernels.shipped import E4M3, PLAIN, Check, ampere_decode, decode, eight_bits, inputs_split, prefill
 from tools.ptx_machine.capture import Compiled
 from tools.ptx_machine.findings import Finding
 from tools.ptx_machine.schedules import Schedule
@@ -22,6 +22,7 @@ VICTIMS: dict[str, Check] = {
     "decode": decode(128, 1, 4, 64, 3, "bfloat16", PLAIN, longest=330),
     "prefill": prefill(128, 1, 2, 64, 64, "bfloat16", PLAIN),
     "product": inputs_split("int8", 3, 64, 256, 1),
+    "scaled product": eight_bits(E4M3, 8, 64, 1280, by_group=True),  # more stages than there is memory for
     "Ampere": ampere_decode(128, 1, 9, 64, 2, "bfloat16", PLAIN),
 }
 # The first that tells of a fault counts.
@@ -47,6 +48,10 @@ DESCRIPTOR = r"(or\.b64 \t%rd\d+, %rd\d+, )(46116\d+);"
 DIFFERENCE = r"sub\.f32 \t(%r\d+), (%r\d+), (%r\d+);"
 FRAGMENT = r"\{(%r\d+),(%r\d+),(%r\d+),(%r\d+)\}, (%rd\d+), p"
 NEIGHBOUR = r"(shfl\.sync\.bfly\.b32[^,]*, [^,]*, )1,"
+# coordinates of a copy of scales, arrivals at its barrier, and a load of scales before their slot is released
+SCALES = r"(2d\.shared::cta\.global[^\n]*\{)(%r\d+),(%r\d+)\}"
+ARRIVALS = r"(mov\.b32 \t%r\d+), 384;"
+RELEASED = r"(ld\.shared\.v2\.b32[^\n]*\n)([\s\S]*?)(mbarrier\.arrive\.release[^\n]*\n)"
 MASKS = r"setp\.lt\.s32 \t(%p\d+, %r\d+, %r\d+;)(?=\n\tsetp\.lt)"
 
 
@@ -147,6 +152,9 @@ FAULTS = (
     Fault("stores not awaited", "prefill", r"(cp\.async\.bulk\.wait_group\.read) \t0", r"\1 \t1", "race"),
     Fault("sums not awaited", "product", WAIT, "\n\n", "race", at=1),
     Fault("wrong neighbour", "product", NEIGHBOUR, r"\g<1>2,", "other results", at=None),
+    Fault("scales of other inputs", "scaled product", SCALES, r"\1\2,\2}", "other results", at=1),
+    Fault("arrivals of scales not counted", "scaled product", ARRIVALS, r"\1, 256;", "fault"),
+    Fault("scales released early", "scaled product", RELEASED, r"\2\3\1", "race"),
     Fault("copies not awaited", "Ampere", r"(cp\.async\.wait_group) \t0", r"\1 \t1", "race"),
     Fault("missing barrier", "Ampere", rf"(cp\.async\.wait_group \t0;[^{{]*?){BAR}", r"\1", "race"),
 )

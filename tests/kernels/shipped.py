@@ -108,6 +108,8 @@ CASES: Cases = {
         "gated, int8": rows("int8", "bfloat16", False, False, "silu", 2, 384),
         "normed, fp8, float16": rows(E4M3, "float16", False, True, None, 3, 128),
         "float32, int8": rows("int8", "float32", False, False, None, 5, 384),
+        "by group, gated": rows(E4M3, "bfloat16", False, False, "silu", 3, 512, by_group=True),
+        "by group, summed, normed": rows(E4M3, "bfloat16", True, True, None, 3, 384, by_group=True),
     },
     "grouped_product": {
         "bfloat16": grouped("", "bfloat16", (3, 0, 5, 1), 128, 128),
@@ -115,8 +117,11 @@ CASES: Cases = {
         "fp8, float16": grouped(E4M3, "float16", (0, 0, 64), 192, 128),
         "both fp8": eight_bits(E4M3, 5, 64, 512),
         "both int8": eight_bits("int8", 20, 128, 192),
+        "both fp8 by group, 8 rows": eight_bits(E4M3, 8, 64, 512, by_group=True),
+        "both fp8 by group, 64 rows": eight_bits(E4M3, 64, 64, 256, by_group=True),
         "int8, inputs split": inputs_split("int8", 3, 64, 768, 2),
         "scales by group of inputs, split": scaled_by_group((0, 3), 2),
+        "experts, both fp8 by group": scaled_by_group((20, 0, 9), inputs=True),
     },
     "int4_product": {
         "9 rows, offsets": int4(9, 128, 640, 128, True, "int4", "bfloat16"),
@@ -188,6 +193,12 @@ MORE: Cases = {
         "both int8, inputs split": eight_bits("int8", 9, 64, 512, 2),
         "fp8, inputs split": inputs_split(E4M3, 20, 128, 384, 3),
         "scales by group of inputs, 29 rows": scaled_by_group((20, 0, 9)),
+        "both fp8 by group, 130 rows, split": eight_bits(E4M3, 130, 128, 512, 2, by_group=True),
+        "experts, both fp8 by group, split": scaled_by_group((0, 64, 3), 2, inputs=True),
+    },
+    "quantize_rows": {
+        "by group, two groups": rows(E4M3, "float16", False, False, None, 2, 256, by_group=True),
+        "by group, 5120 numbers": rows(E4M3, "bfloat16", False, True, None, 2, 5120, by_group=True),
     },
     "int4_product": {
         "20 rows, inputs split": int4(20, 64, 2304, 128, False, "int4", "float16"),

@@ -152,7 +152,7 @@ def test_queries_that_see_later_tokens_spill_little(head_dim: int, spilled: int)
     check_prefill(case, PREFILL_THREADS, blocks=1, spilled=spilled)
 
 
-FEW_GROUPED = "64 rows, int8", "8 rows, both fp8, few outputs"
+FEW_GROUPED = "64 rows, int8", "8 rows, both fp8, few outputs", "8 rows, both fp8 in blocks, few outputs"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.products.groups import GRID, Groups, block_rows, grouped, one_group, out_per_block
 from pallas_kernels.products.hopper.grouped_product import grouped_product, splits_of
-from pallas_kernels.quantization.quantized import GROUP, Quantized, dequantize, quantize
+from pallas_kernels.quantization.quantized import GROUP, dequantize, quantize
 from tests.kernels.interpreted import INTERPRETED, RACES, Runner, interpret, largest_error
 
 
@@ -57,6 +58,7 @@ def test_rows_of_groups_that_are_not_here_have_no_place(count: int, rows: int, s
     assert (np.bincount(chosen[here], minlength=count) == 0).tolist() == (groups.size == 0).tolist()
 
 
+E4M3 = "float8_e4m3fn"
 # kind, dtype, rows of each group, out, in
 SMALL = [
     ("", "bfloat16", (3, 0, 5, 1), 128, 128),
@@ -64,10 +66,10 @@ SMALL = [
 ]
 MORE = [
     ("", "float16", (0, 20, 0, 1), 64, 320),
-    ("float8_e4m3fn", "bfloat16", (3, 0, 5, 1), 128, 64),
+    (E4M3, "bfloat16", (3, 0, 5, 1), 128, 64),
     ("", "bfloat16", (100, 1, 0, 0, 60), 384, 128),
     ("int8", "float16", (9, 8, 0, 7, 1), 128, 512),
-    ("float8_e4m3fn", "float16", (0, 0, 64), 192, 128),
+    (E4M3, "float16", (0, 0, 64), 192, 128),
 ]
 
 
@@ -141,20 +143,27 @@ def test_a_dense_product_in_float32_is_one_of_a_single_group() -> None:
 
 
 def eight_bits(
-    kind: str, rows: int, out: int, size: int, splits: int = 1, *, runner: Runner = INTERPRETED
+    kind: str,
+    rows: int,
+    out: int,
+    size: int,
+    splits: int = 1,
+    *,
+    by_group: bool = False,
+    runner: Runner = INTERPRETED,
 ) -> float:
     """Both sides in eight bits; what no row is at is not read. Returns `largest_error`."""
     rng = np.random.default_rng(rows)
+    sizes = np.repeat(np.arange(1, -(-size // GROUP) + 1), GROUP)[:size]  # of each group of numbers
     x, weight = (
-        quantize(jnp.asarray(rng.normal(size=shape), jnp.float32), kind)
-        for shape in ((rows, size), (out, size))
+        quantize(jnp.asarray(rng.normal(size=shape) * factors, jnp.float32), kind, by_group=by_group)
+        for shape, factors in (((rows, size), sizes), ((out, size), sizes[::-1] ** 2))
     )
     groups, block = one_group(rows)
     more = -rows % block
-    values, scale = (
-        jnp.pad(x.values, ((0, more), (0, 0))),
-        jnp.pad(x.scale, (0, more), constant_values=jnp.nan),
-    )
+    values = jnp.pad(x.values, ((0, more), (0, 0)))
+    ends: Any = (*by_group * [(0, 0)], (0, more))
+    scale = jnp.pad(x.scale.T, ends, constant_values=jnp.nan)
     form = {"block": block, "dtype": jnp.float32, "splits": splits, **runner.form()}
 
     def run(x: jax.Array, values: jax.Array, scale: jax.Array, x_scale: jax.Array) -> jax.Array:
@@ -169,13 +178,20 @@ def eight_bits(
 @pytest.mark.parametrize(
     "case",
     [
-        ("float8_e4m3fn", 5, 64, 256),
+        (E4M3, 5, 64, 256),
         ("int8", 9, 64, 512, 2),
         pytest.param(("int8", 20, 128, 192), marks=pytest.mark.full),
     ],
 )
 def test_both_sides_in_eight_bits(case: tuple[str, int, int, int]) -> None:
     eight_bits(*case)
+
+
+@pytest.mark.parametrize(
+    "case", [(E4M3, 9, 64, 512, 2), pytest.param((E4M3, 40, 128, 384), marks=pytest.mark.full)]
+)
+def test_both_sides_scaled_by_group(case: tuple[str, int, int, int]) -> None:
+    eight_bits(*case, by_group=True)
 
 
 def inputs_split(
@@ -205,7 +221,7 @@ def inputs_split(
 
 @pytest.mark.parametrize(
     "case",
-    [("int8", 3, 64, 256, 4), pytest.param(("float8_e4m3fn", 20, 128, 384, 3), marks=pytest.mark.full)],
+    [("int8", 3, 64, 256, 4), pytest.param((E4M3, 20, 128, 384, 3), marks=pytest.mark.full)],
 )
 def test_blocks_share_the_inputs(case: tuple[str, int, int, int, int]) -> None:
     inputs_split(*case)
@@ -238,26 +254,33 @@ def test_a_layers_products_are_split_where_they_have_few_outputs() -> None:
     assert found == {1: [2, 4, 1, 4], 32: [2, 4, 1, 4], 256: [1, 1, 1, 2]}
 
 
-def scaled_by_group(sizes: tuple[int, ...], splits: int = 1, *, runner: Runner = INTERPRETED) -> float:
-    """The largest error, see `largest_error`."""
+def scaled_by_group(
+    sizes: tuple[int, ...], splits: int = 1, *, inputs: bool = False, runner: Runner = INTERPRETED
+) -> float:
+    """The largest error, see `largest_error`.
+
+    Args:
+        inputs: whether rows are quantized too.
+    """
     rng = np.random.default_rng(0)
     chosen = jnp.asarray(np.repeat(np.arange(len(sizes)), sizes))
     x, weight = (
         jnp.asarray(rng.normal(size=(len(chosen), 256)), jnp.bfloat16),
-        rng.normal(size=(len(sizes), 64, 2, GROUP)),
+        rng.normal(size=(len(sizes), 64, 256)) * np.repeat([1, 30], GROUP),
     )
-    parts = quantize(jnp.asarray(weight * [[1], [30]], jnp.float32), "float8_e4m3fn")
-    stored = Quantized(parts.values.reshape(len(sizes), 64, 256), parts.scale, kind="float8_e4m3fn")
+    stored = quantize(jnp.asarray(weight, jnp.float32), E4M3, by_group=True)
+    rows = quantize(x.astype(jnp.float32), E4M3, by_group=True) if inputs else None
     groups = grouped(chosen, len(sizes))
     form = {"dtype": jnp.float32, "splits": splits, **runner.form(operand_in_registers=False)}
 
-    def run(x: jax.Array, values: jax.Array, scale: jax.Array, groups: Groups) -> jax.Array:
-        return grouped_product(x[groups.row], values, scale, groups, **form)[groups.place]
+    def run(x: jax.Array, x_scale: Any, values: jax.Array, scale: jax.Array, groups: Groups) -> jax.Array:
+        scales = {} if x_scale is None else {"x_scale": x_scale[groups.row].T}
+        return grouped_product(x[groups.row], values, scale, groups, **scales, **form)[groups.place]
 
-    got = np.asarray(runner.run(run, x, stored.values, stored.scale, groups))
-    want = np.einsum(
-        "ri,roi->ro", np.asarray(x, np.float64), np.asarray(dequantize(stored), np.float64)[chosen]
-    )
+    given = (x, None) if rows is None else (rows.values, rows.scale)
+    got = np.asarray(runner.run(run, *given, stored.values, stored.scale, groups))
+    real = np.asarray(x if rows is None else dequantize(rows), np.float64)
+    want = np.einsum("ri,roi->ro", real, np.asarray(dequantize(stored), np.float64)[chosen])
     np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
     return largest_error(got, want)
 
@@ -265,8 +288,9 @@ def scaled_by_group(sizes: tuple[int, ...], splits: int = 1, *, runner: Runner =
 @pytest.mark.parametrize(
     ("sizes", "splits"), [((0, 3), 2), pytest.param((20, 0, 9), 1, marks=pytest.mark.full)]
 )
-def test_scales_by_group_of_inputs(sizes: tuple[int, ...], splits: int) -> None:
-    scaled_by_group(sizes, splits)
+@pytest.mark.parametrize("inputs", [False, True])
+def test_scales_by_group_of_inputs(sizes: tuple[int, ...], splits: int, inputs: bool) -> None:
+    scaled_by_group(sizes, splits, inputs=inputs)
 
 
 def test_few_outputs_make_small_blocks() -> None:

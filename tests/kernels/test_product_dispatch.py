@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +82,15 @@ def test_what_quantized_products_take_and_why_not() -> None:
         product_dispatch.why_product_unsupported(x, experts[:, :24], grouped=True, device=HOPPER)
         == "out=48: the kernel takes multiples of 64"
     )
+    both = quantize(jnp.zeros((64, 128)), "float8_e4m3fn", inputs=True, by_group=True)
+    for inputs, reason, temporaries in (
+        (True, None, 64 * 128 // 4),
+        (False, "rows=2048: the kernel for eight-bit weights takes at most 512", 4 * 64 * 128),
+    ):
+        sides = replace(both, inputs=inputs)
+        call: Any = jnp.zeros((2048, 128), jnp.bfloat16), sides
+        assert product_dispatch.why_product_unsupported(*call, grouped=False, device=HOPPER) == reason
+        assert stored(sides).converted_bytes("bfloat16", grouped=False, device=HOPPER) == temporaries
     with pytest.raises(ValueError, match=r"impl='mosaic': device=.*compute capability 9\.0"):
         stored(weight).on_gpu(x, x.dtype, impl="mosaic")
     np.testing.assert_array_equal(stored(weight).on_gpu(x, jnp.dtype("float32")), np.zeros((8, 64)))

@@ -47,6 +47,12 @@ def numbers(seed: int, *shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
+def whole(scale: jax.Array, size: int) -> np.ndarray:
+    """Scales [rows] or [rows, groups], for each of `size` numbers of a row."""
+    scales = np.asarray(scale).reshape(len(scale), -1)
+    return np.repeat(scales, size // scales.shape[1], axis=1)
+
+
 def check(
     kind: str,
     dtype: str,
@@ -56,20 +62,22 @@ def check(
     rows: int,
     size: int,
     *,
+    by_group: bool = False,
     runner: Runner = INTERPRETED,
 ) -> float:
-    """The largest error, see `largest_error`."""
+    """The largest error, see `largest_error`. Pallas does not interpret `by_group`."""
     x, y, weight = (
         numbers(i, *shape, dtype=dtype)
         for i, shape in enumerate(((rows, size * (2 if gate else 1)), (rows, size), (size,)))
     )
     x = x.at[-1].set(0)
     how: Any = {"add": y if add else None, "norm": Norm(weight, 1e-5, 1.0) if norm else None, "gate": gate}
+    forms = {"places": rows + 3, "by_group": by_group, **runner.form()}
 
     def run(x: jax.Array, **how: Any) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        values, scale, total = quantize_rows(x, kind, places=rows + 3, **how, **runner.form())
+        values, scale, total = quantize_rows(x, kind, **how, **forms)
         assert values.shape == (rows + 3, size)  # of which the last are undefined
-        return values[:rows], scale[:rows], total
+        return values[:rows], scale[..., :rows].T, total
 
     values, scale, total = runner.run(run, x, **how)
     want = x + y if add else x
@@ -77,12 +85,12 @@ def check(
     assert total is None or (total == want).all()
     want = rms_norm(want, weight, 1e-5, 1.0) if norm else want
     want = activations.gated(want.reshape(rows, -1, 2), gate) if gate else want
-    stored = quantize(want, kind)
+    stored = quantize(want, kind, by_group=by_group)
     np.testing.assert_allclose(scale, stored.scale, rtol=1e-2)
-    step = np.asarray(stored.scale[:, None]) * np.maximum(
+    step = whole(stored.scale, size) * np.maximum(
         1, np.abs(np.asarray(stored.values, np.float32)) / (127 if kind == "int8" else 8)
     )
-    got = np.asarray(values, np.float32) * np.asarray(scale)[:, None]
+    got = np.asarray(values, np.float32) * whole(scale, size)
     np.testing.assert_array_less(np.abs(got - np.asarray(want, np.float32)), step + 1e-30)
     assert not np.asarray(values[rows - 1]).astype(bool).any() or add, "zeros stay zeros"
     return largest_error(got, np.asarray(want, np.float32))
@@ -141,7 +149,9 @@ def test_a_kernel_quantizes_what_a_product_for_hopper_takes(
         norm: Any = None,
         gate: Any = None,
         places: int | None = None,
+        by_group: bool,
     ) -> Any:
+        assert not by_group
         named = {"sum": add, "norm": norm, "gate": gate}
         taken.append(
             " ".join(

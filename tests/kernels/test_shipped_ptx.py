@@ -5,17 +5,22 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels.products.groups import one_group
+from pallas_kernels.compilation.ahead_of_time import device
+from pallas_kernels.products.groups import grouped, one_group
 from pallas_kernels.products.hopper.grouped_product import grouped_product
+from pallas_kernels.products.weights import stored
+from pallas_kernels.quantization.quantized import Quantized, dequantize, quantize
 from tests.extras import compiler_for_gpus
 from tests.kernels.executed import FEW, Executed
 from tests.kernels.shipped import AMPERE, CASES, E4M3, MORE, MORE_AMPERE, Check, parameters
@@ -44,6 +49,33 @@ def test_every_eight_bit_number_is_converted_exactly(kind: str, dtype: str) -> N
     x, weight = jnp.eye(64, dtype=dtype), jnp.asarray(numbers)[None]
     got = Executed(FEW[:1]).runner.run(run, x, weight, None, groups)
     np.testing.assert_array_equal(got, numbers.T.astype(np.float32))
+
+
+@pytest.mark.parametrize("experts", [None, 3])
+def test_both_sides_of_a_product_are_scaled_by_group(experts: int | None) -> None:
+    """Rows are quantized in a kernel of their own. XLA's form rounds products of numbers and scales."""
+    rng, kernel = np.random.default_rng(0), dict[str, Any](impl="mosaic", device=device("h200"))
+    factors, shape = np.repeat([1, 8, 64], 128), (64, 384) if experts is None else (experts, 64, 384)
+    x = jnp.asarray(rng.normal(size=(9, 384)) * factors, jnp.bfloat16)
+    numbers = jnp.asarray(rng.normal(size=shape) / factors, jnp.bfloat16)
+    weight, chosen = quantize(numbers, E4M3, inputs=True, by_group=True), jnp.arange(9) % (experts or 1)
+    sides = quantize(x.astype(jnp.float32), E4M3, by_group=True), replace(weight, dtype="float32")
+    rows, matrices = (np.asarray(dequantize(side), np.float64) for side in sides)
+    want = np.einsum("ri,roi->ro", rows, matrices.reshape(-1, 64, 384)[np.asarray(chosen)])
+
+    def run(x: jax.Array, weight: Quantized, impl: str) -> jax.Array:
+        how = {**kernel, "impl": impl}
+        if experts is None:
+            return stored(weight).on_gpu(x, jnp.dtype("float32"), **how)
+        groups = grouped(chosen, experts)
+        return stored(weight).grouped_product(x[groups.row], groups, **how)[groups.place]
+
+    executed = Executed(FEW[:1])
+    got = executed.runner.run(run, x, weight, "mosaic")
+    assert {one.kernel for one in executed.runs} == {"quantize_rows", "grouped_product"}
+    exact = experts is None  # the result is in float32
+    for result, error in (got, 1e-5 if exact else 1e-2), (run(x, weight, "xla"), 1e-2):
+        np.testing.assert_allclose(np.asarray(result, np.float64), want, atol=error * np.abs(want).max())
 
 
 def sources() -> dict[str, str]:

@@ -343,7 +343,7 @@ def describe(
 
 def _by_row(model: ModelConfig) -> bool:
     """Whether the checkpoint quantizes inputs of products as products here do."""
-    return model.quantized_inputs.endswith("dynamic by token")
+    return model.quantized_inputs.endswith(("dynamic by token", "dynamic by group"))
 
 
 def _check_experts(config: EngineConfig, model: Model) -> None:

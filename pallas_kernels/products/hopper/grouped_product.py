@@ -38,6 +38,7 @@ SHARED_ROWS = {1: 32, 2: 16}
 IN_FLIGHT = 1 << 16  # bytes of weights, if this leaves shared memory for two blocks per multiprocessor
 SHARED = 110 << 10  # bytes of shared memory of such a block
 STAGES = 4  # otherwise
+ALIGNED = 32  # numbers of float32: TMA writes to multiples of 128 bytes
 LEAST_STEPS = 8  # minimum stages that a block reads if several share the inputs
 
 
@@ -66,7 +67,8 @@ def grouped_product(
         groups: from `groups.grouped`.
         block: rows per thread block, from `groups.one_group`; None chooses for several groups.
         dtype: dtype of the result; None: x's.
-        x_scale: float32 [places, rounded up to whole blocks], which multiplies results.
+        x_scale: float32 [places, rounded up to whole blocks], which multiplies results; or
+            [in / 128, the same], which multiplies the sums over 128 inputs.
         splits: thread blocks that share the inputs, from `splits_of`. XLA adds their sums in float32.
         operand_in_registers: the tensor cores read eight-bit weights, converted, from registers. False goes
             through shared memory, which is slower but the only form that Pallas interprets.
@@ -84,6 +86,8 @@ def grouped_product(
     turns = 2 if eight and warpgroups == 1 and block <= SHARED_ROWS[x.dtype.itemsize] else 1
     # bytes of a stage, and of sums and results
     read, more = warpgroups * ROWS * columns * weight.dtype.itemsize, block * columns * x.dtype.itemsize
+    x_scales = max(block, ALIGNED) if x_scale is not None and x_scale.ndim == 2 else 0  # of a stage
+    more += 4 * x_scales
     fixed = warpgroups * block * ROWS * (dtype.itemsize + 4 * (turns - 1))
     stages = IN_FLIGHT // read
     if stages * (read + more) + fixed > SHARED:
@@ -98,9 +102,10 @@ def grouped_product(
         "x_smem": tiled((stages, block, columns), x.dtype, at_once),
         "w_smem": tiled((stages, warpgroups * ROWS, columns), weight.dtype, at_once),
         "a_smem": through,
+        "scale_smem": plgpu.SMEM((stages, x_scales), jnp.float32) if x_scales else None,
         "sum_smem": plgpu.SMEM((ROWS, block), jnp.float32) if turns > 1 else None,
         "out_smem": plgpu.SMEM((warpgroups, block, ROWS), dtype),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        "full": plgpu.Barrier(num_arrivals=3 if x_scales else 2, num_barriers=stages),
         "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         "summed": plgpu.Barrier() if turns > 1 else None,
     }
@@ -141,7 +146,7 @@ def _columns(x: jnp.dtype[Any], size: int, rows: int) -> int:
 def _kernel(
     x_ref: Any, w_ref: Any, group_ref: Any, start_ref: Any, length_ref: Any, scale_ref: Any, x_scale_ref: Any,
     out_ref: Any, *,
-    x_smem: Any, w_smem: Any, a_smem: Any = None, sum_smem: Any = None, out_smem: Any,
+    x_smem: Any, w_smem: Any, a_smem: Any = None, scale_smem: Any = None, sum_smem: Any = None, out_smem: Any,
     full: Any, free: Any, summed: Any = None,
 ) -> None:  # fmt: skip
     stages, block, columns = x_smem.shape
@@ -155,6 +160,7 @@ def _kernel(
     # outputs of the block, and of all
     inside, mine = pl.ds(at_output, ROWS), pl.ds(first + at_output, ROWS)
     by_inputs = scale_ref is not None and len(scale_ref.shape) == 3
+    rows = pl.ds(start * GRID, block)
 
     def multiply(i: jax.Array, acc: Any) -> None:
         """Adds step i, without waiting for the sum."""
@@ -199,10 +205,12 @@ def _kernel(
             line = (
                 scale_of(scale_ref.at[group, mine, (begin + i) * columns // GROUP], 1) if by_inputs else None
             )
-            y = pl.run_scoped(one, accumulator)
+            y, slot = pl.run_scoped(one, accumulator), lax.rem(i, stages)
             if line is not None:
                 y *= lax.broadcast_in_dim(line, y.shape, [0])
-            plgpu.barrier_arrive(free.at[lax.rem(i, stages)])
+            if scale_smem is not None:
+                y *= lax.broadcast_in_dim(scale_of(scale_smem.at[slot, pl.ds(0, block)], 0), y.shape, [1])
+            plgpu.barrier_arrive(free.at[slot])
             total += y
             return total
 
@@ -239,8 +247,8 @@ def _kernel(
         """Scales the outputs and copies them out."""
         if scale_ref is not None and not by_inputs:
             y *= lax.broadcast_in_dim(scale_of(scale_ref.at[group, mine], 1), y.shape, [0])
-        if x_scale_ref is not None:
-            y *= lax.broadcast_in_dim(scale_of(x_scale_ref.at[pl.ds(start * GRID, block)], 0), y.shape, [1])
+        if x_scale_ref is not None and scale_smem is None:
+            y *= lax.broadcast_in_dim(scale_of(x_scale_ref.at[rows], 0), y.shape, [1])
         result = out_smem.at[warpgroup - turn]
         store_transposed(result, y.astype(out_smem.dtype))
         plgpu.commit_smem()
@@ -264,9 +272,10 @@ def _kernel(
             plgpu.copy_gmem_to_smem(
                 w_ref.at[group, pl.ds(first, warpgroups * ROWS), some], w_smem.at[slot], full.at[slot]
             )
-            plgpu.copy_gmem_to_smem(
-                x_ref.at[pl.ds(start * GRID, block), some], x_smem.at[slot], full.at[slot]
-            )
+            plgpu.copy_gmem_to_smem(x_ref.at[rows, some], x_smem.at[slot], full.at[slot])
+            if scale_smem is not None:
+                scales = x_scale_ref.at[(begin + i) * columns // GROUP, rows]
+                plgpu.copy_gmem_to_smem(scales, scale_smem.at[slot, pl.ds(0, block)], full.at[slot])
 
         # wait for each slot's last release: every barrier phase must be observed
         for slot in range(min(stages, steps)):

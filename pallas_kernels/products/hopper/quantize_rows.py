@@ -17,12 +17,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas.mosaic_gpu import Tiling
 
-from pallas_kernels.quantization.quantized import LARGEST, SMALLEST
+from pallas_kernels.mosaic.versions import store
+from pallas_kernels.quantization.quantized import GROUP, LARGEST, SMALLEST
 
 THREADS = 128  # of a block; the size of a row is a multiple
 CHUNK = 8 * THREADS  # numbers that a block processes at a time, at most
 AHEAD = 4  # chunks that are loaded together
+WARPS = THREADS // 32
 
 
 # as in `activations.ACTIVATIONS`, in float32
@@ -48,6 +51,7 @@ def quantize_rows(
     norm: Norm | None = None,
     gate: str | None = None,
     places: int | None = None,
+    by_group: bool = False,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Quantizes rows as `quantized.quantize` does, after a sum and a norm.
@@ -60,19 +64,22 @@ def quantize_rows(
         gate: the name of an activation in GATES. x is bfloat16 [rows, 2 * size]; each gate is next to its
             factor, as for `activations.gated`.
         places: number of rows of the result; None: as x. The others are undefined.
+        by_group: whether each 128 numbers of a row have a scale.
         interpret: as in `plgpu.kernel`.
 
     Returns:
-        Numbers [places, size], their scales float32 [places], and x + add, or None without `add`.
+        Numbers [places, size], their scales float32 [places] or, by group, [size / 128, places], and x + add,
+        or None without `add`.
     """
     if gate is not None:
         x = lax.bitcast_convert_type(x.reshape(len(x), -1, 2), jnp.uint32)  # no kernel: the bytes stay
     rows, size = x.shape
     dtype = jnp.bfloat16 if gate is not None else x.dtype
     places = places or rows
+    apart = (size // GROUP, GROUP) if by_group else (size,)
     out = [
-        jax.ShapeDtypeStruct((places, size), jnp.dtype(kind)),
-        jax.ShapeDtypeStruct((places,), jnp.float32),
+        jax.ShapeDtypeStruct((places, *apart), jnp.dtype(kind)),
+        jax.ShapeDtypeStruct((*apart[:-1], places), jnp.float32),
     ]
     values, scale, *total = plgpu.kernel(
         partial(_kernel, norm=None if norm is None else (norm.eps, norm.offset), gate=gate),
@@ -83,7 +90,7 @@ def quantize_rows(
         kernel_name="quantize_rows",
         interpret=interpret,
     )(x, add, None if norm is None else norm.weight)
-    return values, scale, *(total or [None])
+    return values.reshape(places, size), scale, *(total or [None])
 
 
 def _kernel(
@@ -130,11 +137,39 @@ def _kernel(
             y = (y * (load(weight_ref, place).astype(jnp.float32) + offset)).astype(dtype)
             smem[place] = y
             largest = jnp.maximum(largest, jnp.abs(y.astype(jnp.float32)))
-    scale = jnp.maximum(jnp.max(largest), SMALLEST) / LARGEST[jnp.dtype(kind)]
-    scale_ref[row] = scale
-    for place in chunks:
-        values = load(smem, place).astype(jnp.float32) / scale
-        values_ref[row, place] = (jnp.round(values) if kind == jnp.int8 else values).astype(kind)
+
+    def scale_of(largest: jax.Array) -> jax.Array:
+        return jnp.maximum(largest, SMALLEST) / LARGEST[jnp.dtype(kind)]
+
+    def rounded(values: jax.Array) -> jax.Array:
+        return (jnp.round(values) if kind == jnp.int8 else values).astype(kind)
+
+    if len(values_ref.shape) == 2:
+        scale = scale_of(jnp.max(largest))
+        scale_ref[row] = scale
+        for place in chunks:
+            values_ref[row, place] = rounded(load(smem, place).astype(jnp.float32) / scale)
+        return
+    plgpu.commit_smem()  # other threads read what a thread has written
+    groups = size // GROUP
+    count, by_warp = math.gcd(groups, WARPS), _groups_by_warp(groups)
+    for at in range(0, groups, count):
+        part = pl.ds(at, count)
+        y = plgpu.load(smem.reshape(groups, GROUP).at[part], layout=by_warp).astype(jnp.float32)
+        scales = scale_of(jnp.abs(y).max(axis=1))
+        store(scale_ref.at[part, row], scales)
+        store(values_ref.at[row, part], rounded(y / lax.broadcast_in_dim(scales, y.shape, [0])))
+
+
+def _groups_by_warp(groups: int) -> Any:
+    """Layout of [gcd(groups, WARPS), GROUP]: each warp has a row or, of fewer rows, an equal part."""
+    layouts = {
+        4: (Tiling(((4, GROUP), (4,))), (-3,)),
+        2: (Tiling(((2, GROUP), (64,), (2,))), (-4, -3)),
+        1: (Tiling(((1, GROUP), (32,), (1,))), (-3,)),
+    }
+    tiling, warps = layouts[math.gcd(groups, WARPS)]
+    return plgpu.Layout.TILED(tiling, warp_dims=warps, lane_dims=(-2,), vector_dim=-1)
 
 
 def _gated(words: jax.Array, activation: str) -> jax.Array:
