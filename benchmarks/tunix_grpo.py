@@ -2,7 +2,8 @@
 
     python -m benchmarks.tunix_grpo [--steps 20]
 
-Needs the extra `tunix`. Both start from the same weights; their random numbers differ.
+Needs the extra `tunix`. Both start from the same weights; their random numbers differ. `rollouts` measures a
+loop without Tunix.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -139,6 +140,69 @@ def speeds(rollouts: dict[str, Any], rounds: int, tokens: int, ends: list[int] |
     }
 
 
+class Call(NamedTuple):
+    """A call of a rollout engine: start and end in seconds, tokens that it generated, and compilations of the
+    engine until its end.
+    """
+
+    name: str
+    begun: float
+    ended: float
+    tokens: int
+    compilations: int
+
+
+def measured(calls: list[Call]) -> Any:
+    """The class of a JengineRollout that records its calls."""
+    from jengine.integrations.tunix.rollout import JengineRollout
+
+    class MeasuredRollout(JengineRollout):
+        def generate(self, *args: Any, **options: Any) -> Any:
+            begun = time.perf_counter()
+            out = super().generate(*args, **options)
+            self.record("generate", begun, sum(map(len, out.tokens)))
+            return out
+
+        def update_params(self, *args: Any, **options: Any) -> None:
+            begun = time.perf_counter()
+            super().update_params(*args, **options)
+            self.record("update", begun, 0)
+
+        def record(self, name: str, begun: float, tokens: int) -> None:
+            compiled = self.llm.stats["compiles_since_start"]
+            calls.append(Call(name, begun, time.perf_counter(), tokens, compiled))
+
+    return MeasuredRollout
+
+
+def loop_figures(calls: list[Call]) -> dict[str, Any]:
+    """Of the steps after the first, in which Tunix compiles."""
+    first, *updates = [call for call in calls if call.name == "update"]
+    begun, ended = first.ended, updates[-1].ended
+    generated = [call for call in calls if call.name == "generate" and begun < call.begun < ended]
+    seconds = sum(call.ended - call.begun for call in generated)
+    return {
+        "tokens_per_second": round(sum(call.tokens for call in generated) / seconds, 1),
+        "share_of_time_in_generation": round(seconds / (ended - begun), 3),
+        "sync_ms": round(1e3 * statistics.median(call.ended - call.begun for call in updates), 2),
+        "compilations_after_first_step": updates[-1].compilations - first.compilations,
+    }
+
+
+def logprob_difference(rollout: Any, actor: nnx.Module) -> dict[str, float]:
+    """Between log probabilities that the engine sampled with and Tunix's."""
+    from tests.integrations.tunix.models import per_token
+
+    out = rollout.generate(PROMPTS, rollout_config(32))
+    width, pad = max(map(len, out.tokens)), rollout.pad_id()
+    completions = np.stack([np.pad(row, (0, width - len(row)), constant_values=pad) for row in out.tokens])
+    trained = per_token(actor, out.left_padded_prompt_tokens, completions, pad, rollout.eos_id(), 1.0)
+    differences = np.concatenate(
+        [np.abs(row[: len(mine)] - mine) for row, mine in zip(np.asarray(trained), out.logprobs, strict=True)]
+    )
+    return {"largest": float(differences.max()), "mean": float(differences.mean())}
+
+
 def batches(steps: int, prompts: int) -> Iterator[dict[str, Any]]:
     for step in range(steps):
         yield {"prompts": np.array([PROMPTS[(step * prompts + at) % len(PROMPTS)] for at in range(prompts)])}
@@ -149,7 +213,6 @@ def main() -> None:
     from tunix.rl.rollout.base_rollout import CacheConfig
     from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
-    from jengine.integrations.tunix.rollout import JengineRollout
     from tests.integrations.tunix.models import actor_of, mesh, tokenizer_of, write_folder
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -161,9 +224,11 @@ def main() -> None:
     folder = write_folder(
         Path(tempfile.mkdtemp()), hidden_size=256, intermediate_size=640, num_hidden_layers=4
     )
-    engine = partial(JengineRollout, model=folder, dtype="float32", max_num_seqs=64)
+    calls = list[Call]()
+    engine = partial(measured(calls), model=folder, dtype="float32", max_num_seqs=64)
     saved = RESULTS / "tunix_grpo.json"
-    rewards = {} if args.steps else json.loads(saved.read_text())["mean_reward_by_step"]
+    earlier = {} if args.steps else json.loads(saved.read_text())
+    rewards = earlier.get("mean_reward_by_step", {})
     for name, each in (("jengine", engine), ("tunix", "vanilla")) if args.steps else ():
         start = time.perf_counter()
         rewards[name] = train(
@@ -183,10 +248,14 @@ def main() -> None:
         "32 tokens each": speeds(rollouts, args.rounds, 32, None),
         f"up to {LONGEST} tokens": speeds(rollouts, args.rounds, LONGEST, list(range(2, 27))),
     }
+    loop = loop_figures(calls) if args.steps else earlier["loop"]
+    loop["sync_bytes"] = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(actor, nnx.Param)))
+    loop["logprob_difference"] = logprob_difference(ours, actor)
     ours.close()
+    print(loop)
     for name, each in found.items():
         print(name, each)
-    save("tunix_grpo", {"mean_reward_by_step": rewards, "rollouts": found})
+    save("tunix_grpo", {"mean_reward_by_step": rewards, "loop": loop, "rollouts": found})
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from jengine.base.errors import JengineError as JengineError
 from jengine.base.errors import ModelError as ModelError
 from jengine.base.errors import OutOfMemory as OutOfMemory
 from jengine.base.errors import PromptTooLong as PromptTooLong
+from jengine.checkpoints.layouts import trainer_weights as trainer_weights
 from jengine.core.beam_outputs import BeamSearchOutput as BeamSearchOutput
 from jengine.core.beam_outputs import BeamSearchSequence as BeamSearchSequence
 from jengine.core.beam_params import BeamSearchParams as BeamSearchParams

@@ -33,6 +33,7 @@ from jengine.base.options import seconds as seconds
 from jengine.base.options import types_in as types_in
 from jengine.base.options import whole as whole
 from jengine.base.process import uninterrupted as uninterrupted
+from jengine.checkpoints.layouts import LeafLayout as LeafLayout
 from jengine.core.beam_outputs import GenerationParams as GenerationParams
 from jengine.core.images import CutImage as CutImage
 from jengine.core.images import ImagePart as ImagePart

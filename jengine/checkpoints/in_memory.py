@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jengine.base.errors import InvalidArgument, ModelError
+from jengine.checkpoints.layouts import LeafTensor
 from jengine.checkpoints.safetensors import DTYPES, READABLE
 from jengine.checkpoints.stored import Tensor
 from jengine.models.pieces import Piece
@@ -30,7 +31,8 @@ def in_memory(params: Any) -> Tensors:
 
     Args:
         params: a mapping of names to numpy or JAX arrays; the same nested, whose names are joined by dots; an
-            nnx.State or nnx.Module; or an iterator of (name, array), which is read to its end.
+            nnx.State or nnx.Module; or an iterator of (name, array), which is read to its end. What
+            `trainer_weights` returns takes the place of arrays.
 
     Raises:
         InvalidArgument: it is none of these.
@@ -38,18 +40,19 @@ def in_memory(params: Any) -> Tensors:
     """
     tensors: dict[str, Tensor] = {}
     for name, array in _named(params):
-        if not isinstance(name, str) or not isinstance(array, np.ndarray | jax.Array):
+        leaf = array.leaf if isinstance(array, LeafTensor) else array
+        if not isinstance(name, str) or not isinstance(leaf, np.ndarray | jax.Array):
             limit = "must map names of a checkpoint's tensors to numpy or JAX arrays"
             raise InvalidArgument("params", f"{name}: {type(array).__name__}", limit)
         if name in tensors:
             raise ModelError("is given twice", file=PLACE, tensor=name)
-        if array.dtype not in READABLE.values():
+        if leaf.dtype not in READABLE.values():
             raise ModelError(
-                f"dtype {array.dtype} is not supported; {', '.join(map(str, DTYPES.values()))} are",
+                f"dtype {leaf.dtype} is not supported; {', '.join(map(str, DTYPES.values()))} are",
                 file=PLACE,
                 tensor=name,
             )
-        if isinstance(array, jax.Array) and array.is_deleted():
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise ModelError("was deleted; was it donated to a jitted function?", file=PLACE, tensor=name)
         tensors[name] = Tensor(PLACE, array)
     return tensors

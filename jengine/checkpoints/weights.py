@@ -21,6 +21,7 @@ from jengine.checkpoints import orbax
 from jengine.checkpoints.converted import PARAMS, is_converted
 from jengine.checkpoints.files import found_tensors
 from jengine.checkpoints.in_memory import PLACE, Tensors, assemble_on_devices
+from jengine.checkpoints.layouts import LeafTensor
 from jengine.checkpoints.output_head import OUTPUT_HEADS, check_tied
 from jengine.checkpoints.own_tree import own_makers, own_names
 from jengine.checkpoints.quantization import Parameter, Target, fitted, placed, plain
@@ -162,7 +163,8 @@ def makers(
 
 
 def place_whole(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: Tensors) -> jax.Array:
-    arrays = {piece.name: tensors[piece.name].array for piece in source}
+    stored = {piece.name: tensors[piece.name].array for piece in source}
+    arrays = {name: each.read() if isinstance(each, LeafTensor) else each for name, each in stored.items()}
     if all(isinstance(array, jax.Array) for array in arrays.values()):
         return assemble_on_devices(target, source, cast(dict[str, jax.Array], arrays))
     return placed(assemble(target, source, tensors), target)
@@ -370,7 +372,9 @@ def check_tensors(
 ) -> None:
     for piece in wanted:
         if piece.name not in tensors:
-            raise ModelError("is missing", file=path, tensor=piece.name)
+            leaves = (tensor.array for tensor in tensors.values() if isinstance(tensor.array, LeafTensor))
+            leaf = next((f": no leaf {array.missing(piece.name)}" for array in leaves), "")
+            raise ModelError(f"is missing{leaf}", file=path, tensor=piece.name)
         file, array = tensors[piece.name]
         code = next((code for code, dtype in NUMBERS.items() if dtype == array.dtype), None)
         if code is not None and piece.name not in integers:

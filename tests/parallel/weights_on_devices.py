@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jengine import trainer_weights
 from jengine.base.compiles import compile_count
 from jengine.core.config import EngineConfig
 from jengine.core.request import SamplingParams
@@ -16,6 +17,7 @@ from jengine.engine.operations import UpdateWeights
 from jengine.engine.start import start_engine
 from jengine.models import build
 from jengine.parallel.collectives import TENSOR
+from tests.checkpoints.trainer_trees import levanter
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, run
 from tests.golden.weights import VARIANTS, weights, write_model
@@ -124,5 +126,18 @@ def test_sharded_weights_are_replaced(tmp_path: Path) -> None:
     engine.do(UpdateWeights(jax.tree.unflatten(jax.tree.structure(tree), moved)))
     jax.tree.map(np.testing.assert_array_equal, engine.runner.worker.state.leaves, leaves[1])  # type: ignore[attr-defined]
     assert compile_count() == counted
+
+    def on_trainer(array: np.ndarray) -> jax.Array:
+        axes = ("fsdp", "tp") if array.ndim > 1 and array.shape[-2] % 4 == 0 else ()
+        spec = PartitionSpec(*[None] * (array.ndim - 2), *axes) if axes else PartitionSpec()
+        return jax.device_put(array, NamedSharding(trainer, spec))
+
+    stacked = jax.tree.map(on_trainer, levanter(weights("llama_mqa"), VARIANTS["llama_mqa"]))
+    for factor in (3.0, 1.1):
+        counted = compile_count()
+        tree = jax.tree.map(lambda leaf, factor=factor: factor * leaf, stacked)
+        engine.do(UpdateWeights(trainer_weights(tree, "levanter")))
+    assert compile_count() == counted, "by a trainer's stacked layers"
+    jax.tree.map(np.testing.assert_array_equal, engine.runner.worker.state.leaves, leaves[1])  # type: ignore[attr-defined]
     work = [([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))]
     assert run(engine, work)[0].tokens == run(expected, work)[0].tokens

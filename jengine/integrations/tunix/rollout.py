@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,16 @@ from flax import nnx
 from jax.sharding import Mesh
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
-from jengine import LLM, CompletionOutput, InvalidArgument, RequestOutput, SamplingParams, TokensPrompt
-from jengine.integrations.tunix.weights import LORA, checkpoint_tensors, merged, named, state_of
+from jengine import (
+    LLM,
+    CompletionOutput,
+    InvalidArgument,
+    RequestOutput,
+    SamplingParams,
+    TokensPrompt,
+    trainer_weights,
+)
+from jengine.integrations.tunix.weights import LORA, merged, named, state_of
 
 # fields of RolloutConfig that other engines alone have
 OTHERS = ("rollout_vllm_", "rollout_sglang_jax_", "rollout_mapping_config")
@@ -46,7 +55,7 @@ class JengineRollout(BaseRollout):  # type: ignore[misc]  # tunix's types are no
         rollout_config: gives defaults of options: kv_cache_size for max_model_len, data_type for dtype.
         model: a folder with the model's configuration and tokenizer, or a hub id; see LLM.
         weights: turns the policy's parameters, by their paths in its state, into the tensors of a checkpoint.
-            None: as `checkpoint_tensors` does for Tunix's own models.
+            None: as `trainer_weights` does with the layout `tunix`.
         lora_alpha: the alpha of the policy's LoRA parameters, which are added to the weights that they adapt.
         options: of the engine, see EngineConfig.
 
@@ -68,7 +77,7 @@ class JengineRollout(BaseRollout):  # type: ignore[misc]  # tunix's types are no
         **options: Any,
     ) -> None:
         self._actor, self._tokenizer, self.mesh = rollout_actor, tokenizer, mesh
-        self._weights, self._lora_alpha = weights or checkpoint_tensors, lora_alpha
+        self._weights, self._lora_alpha = weights or partial(trainer_weights, layout="tunix"), lora_alpha
         _check(rollout_config, mesh)
         state = nnx.state(rollout_actor, nnx.Param)
         if any(array.sharding.memory_kind == OFFLOADED for array in named(state).values()):
