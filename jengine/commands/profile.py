@@ -22,7 +22,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             " server allows"
             " this for API keys with admin=1 or, without keys, for clients on its machine."
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("server", metavar="HOST:PORT", help="address of a `jengine serve`")
     parser.add_argument(
