@@ -115,7 +115,7 @@ def test_the_sdist_holds_sources_alone(sdist: Path) -> None:
         "serving/protos/jengine/v1/generate.proto",
         "pallas_kernels/compilation/targets/h200.txtpb",
     }
-    data.add("jengine/serving/playground/static/index.html")
+    data |= {"jengine/serving/playground/static/index.html", "jengine/insight/profiling/report.html"}
     assert data <= names
 
 

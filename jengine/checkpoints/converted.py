@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import types
-from collections.abc import Collection
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
-from jengine.base.errors import ModelError
+from jengine.base.errors import ModelError, shown
 from jengine.base.model_files import malformed
 from jengine.models.config import ModelConfig
 from jengine.models.hf_config import MAX_SIZE, check
@@ -27,10 +26,6 @@ PARAMS = "params"
 FORMAT = 2
 REVISION = 2  # of fp8: see Converted
 ORBAX_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint")
-
-
-class _Refused(Exception):
-    """What is wrong with a field."""
 
 
 def is_converted(folder: Path) -> bool:
@@ -64,16 +59,13 @@ def stored_config(fields: dict[str, Any], file: object = MARK) -> ModelConfig:
             " model again"
         )
         raise ModelError(reason, file=file)
-    try:
-        with malformed(file):
-            model = fields.get("model")
-            parts = _parts(model) if isinstance(model, dict) else ()
-            config: ModelConfig = dataclasses.replace(
-                _record(ModelConfig, model, "model", but=("parts",)), parts=parts
-            )
-            check(config)
-    except _Refused as wrong:
-        raise ModelError(str(wrong), file=file) from None
+    with malformed(file):
+        model = fields.get("model")
+        if not isinstance(model, dict):
+            raise ModelError(f"model={model!r} must be an object")
+        stored = {name: value for name, value in model.items() if name != "parts"}
+        config: ModelConfig = dataclasses.replace(_record(ModelConfig, stored, "model"), parts=_parts(model))
+        check(config)
     if (done := config.converted) is not None and done.quantization == "fp8" and done.revision != REVISION:
         reason = (
             "was converted with fp8 by another version, which stored embeddings in another format; convert"
@@ -87,56 +79,37 @@ def _parts(model: dict[str, Any]) -> tuple[Any, ...]:
     """The parts of a model, from objects by the names of their types."""
     parts, family = model.get("parts", {}), family_of(str(model.get("family")))
     if not isinstance(parts, dict):
-        raise _Refused(f"parts={parts!r} must be an object")
+        raise ModelError(f"parts={parts!r} must be an object")
     known = {} if family is None else {kind.__name__: kind for kind in family.parts}
     for name in parts:
         if name not in known:
-            raise _Refused(f"parts has an unknown part {name!r}: a newer version wrote it")
+            raise ModelError(f"parts has an unknown part {name!r}: a newer version wrote it")
     return tuple(_record(known[name], value, name) for name, value in parts.items())
 
 
-def _record(of: type, value: Any, name: str, but: Collection[str] = ()) -> Any:
-    """A dataclass from a JSON object. Fields with defaults may be missing: they are younger than the file.
+def _record(of: type, value: Any, name: str) -> Any:
+    """A dataclass from a JSON object. Fields with defaults may be missing: they are younger than the file."""
+    from pydantic import ConfigDict, TypeAdapter, ValidationError  # only converted folders need it
 
-    Args:
-        but: fields that are left out.
-    """
-    if not isinstance(value, dict):
-        raise _Refused(f"{name}={value!r} must be an object")
-    hints = get_type_hints(of)
-    for field in value:
-        if field not in hints:
-            raise _Refused(f"{name} has an unknown field {field!r}: a newer version wrote it")
-    for field in dataclasses.fields(of):
-        if field.name not in value and field.default is field.default_factory is dataclasses.MISSING:
-            raise _Refused(f"{name} lacks the field {field.name!r}")
-    return of(
-        **{field: _value(hints[field], item, field) for field, item in value.items() if field not in but}
-    )
-
-
-def _value(hint: Any, value: Any, name: str) -> Any:
-    """Converts JSON to the field's type: lists to tuples, and objects to dataclasses."""
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin in (types.UnionType, Union):  # all unions are with None
-        return None if value is None else _value(arguments[0], value, name)
-    if origin is Literal:
-        return _checked(value in arguments, value, name, f"one of {', '.join(arguments)}")
-    if origin is tuple:
-        return tuple(
-            _value(arguments[0], item, name)
-            for item in _checked(isinstance(value, list), value, name, "a list")
-        )
-    if dataclasses.is_dataclass(hint):
-        return _record(hint, value, name)  # type: ignore[arg-type]
-    if hint is float and type(value) is int:
-        return float(value)
-    if hint is int:
-        return _checked(type(value) is int and abs(value) <= MAX_SIZE, value, name, "int of 32 bits")
-    return _checked(type(value) is hint, value, name, hint.__name__)
+    # in a tuple, since a dataclass itself takes no configuration
+    adapter = TypeAdapter(tuple[of], config=ConfigDict(extra="forbid", strict=True))  # type: ignore[valid-type]
+    try:
+        [record] = adapter.validate_json(json.dumps([value]))
+    except ValidationError as wrong:
+        error = wrong.errors(include_url=False)[0]
+        place = ".".join([name, *map(str, error["loc"][1:])])
+        stated = "" if error["type"] == "missing" else f"={shown(error['input'])}"
+        newer = ": a newer version wrote it" if error["type"] == "unexpected_keyword_argument" else ""
+        raise ModelError(f"{place}{stated}: {error['msg']}{newer}") from None
+    if any(abs(number) > MAX_SIZE for number in _whole_numbers(dataclasses.asdict(record))):
+        raise ModelError(f"{name} has a whole number of more than 32 bits")
+    return record
 
 
-def _checked(holds: bool, value: Any, name: str, kind: str) -> Any:
-    if not holds:
-        raise _Refused(f"{name}={value!r} must be {kind}")
-    return value
+def _whole_numbers(value: Any) -> Iterator[int]:
+    """All whole numbers in dicts and tuples."""
+    if type(value) is int:
+        yield value
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else ()
+    for item in inside:
+        yield from _whole_numbers(item)

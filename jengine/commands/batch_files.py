@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Self
 
 from jengine import InvalidArgument, JengineError
 from jengine.commands.terminal import write
@@ -51,36 +51,13 @@ OWN = RecordFormat(
 )
 
 
-class Output(Protocol):
-    """A destination for answers.
+class Output:
+    """Writes answers to standard output. No line counts as already answered.
 
     Attributes:
         done: keys of lines that already have a record.
         failed: number of these records that are errors.
     """
-
-    done: set[Key]
-    failed: int
-
-    def write(self, records: list[Record]) -> None: ...
-
-    def forget_errors(self) -> None:
-        """Treats failed lines as unanswered."""
-
-    def __enter__(self) -> Output: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-def output_of(path: Path, form: RecordFormat) -> Output:
-    """The output for records that are lines of JSON."""
-    return Stdout() if path == STDOUT else OutputFile(path, form)
-
-
-class Stdout:
-    """Writes answers to standard output. No line counts as already answered."""
 
     def __init__(self) -> None:
         self.done: set[Key] = set()
@@ -89,17 +66,24 @@ class Stdout:
     def write(self, records: list[Record]) -> None:
         write("".join(json.dumps(record) + "\n" for record in records))
 
-    def forget_errors(self) -> None: ...
+    def forget_errors(self) -> None:
+        """Treats failed lines as unanswered."""
 
-    def __enter__(self) -> Stdout:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        """Ends the output."""
 
 
-class OutputFile:
+def output_of(path: Path, form: RecordFormat) -> Output:
+    """The output for records that are lines of JSON."""
+    return Output() if path == STDOUT else OutputFile(path, form)
+
+
+class OutputFile(Output):
     """The output file. Answers are appended; existing answers are identified by their keys.
 
     If a killed process left an incomplete last line, it is removed. Only one process at a time may use the
@@ -114,8 +98,7 @@ class OutputFile:
     """
 
     def __init__(self, path: Path, form: RecordFormat = OWN) -> None:
-        self.done: set[Key] = set()
-        self.failed = 0
+        super().__init__()
         self._path, self._form = path, form
         self._synced = time.monotonic()
         try:
@@ -142,9 +125,6 @@ class OutputFile:
         """Removes records of failed lines, so that these lines are answered again."""
         if self.failed:
             self._drop_errors()
-
-    def __enter__(self) -> OutputFile:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -6,10 +6,11 @@ import contextlib
 import dataclasses
 import json
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from jengine import EngineDead, InvalidArgument, JengineError, RequestOutput, SamplingParams
 from jengine.api.chat import ChatOptions
@@ -58,45 +59,50 @@ class Line:
 Answer = Callable[[Line], Awaitable[Record]]
 
 
-class Source(Protocol):
-    """A file of requests."""
+class Source(ABC):
+    """A file of requests.
+
+    Args:
+        raw: see `numbered`.
+    """
 
     form: RecordFormat
 
+    def __init__(self, path: Path, raw: Iterable[tuple[int, bytes]]) -> None:
+        self._path, self._raw = path, raw
+
     def count(self) -> int | None:
         """Number of requests; None if the file can be read only once."""
+        return count_lines(self._path)
 
+    @abstractmethod
     def lines(self) -> Iterator[Line]:
         """Lines in the file's order, read lazily."""
 
     def output(self, path: Path) -> Output:
         """The output for the answers."""
+        return output_of(path, self.form)
 
+    @abstractmethod
     def answering(self, llm: AsyncLLM) -> contextlib.AbstractContextManager[Answer]:
         """A context with the function that answers requests."""
 
 
-class JsonLines:
+class JsonLines(Source):
     """A Source in the command's own format.
 
     Args:
-        raw: see `numbered`.
         defaults: sampling parameters for lines that do not set them.
     """
 
     form = OWN
 
     def __init__(self, path: Path, raw: Iterable[tuple[int, bytes]], defaults: dict[str, Any]) -> None:
-        self._path, self._raw, self._defaults = path, raw, defaults
-
-    def count(self) -> int | None:
-        return count_lines(self._path)
+        super().__init__(path, raw)
+        self._defaults = defaults
 
     def lines(self) -> Iterator[Line]:
         return unique(read_line(number, text, self._defaults) for number, text in self._raw)
-
-    def output(self, path: Path) -> Output:
-        return output_of(path, self.form)
 
     @contextlib.contextmanager
     def answering(self, llm: AsyncLLM) -> Iterator[Answer]:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jengine import EngineDead, InvalidArgument, JengineError
-from jengine.commands.batch_files import Key, Output, Record, RecordFormat, output_of
-from jengine.commands.batch_lines import Answer, Line, count_lines, excerpt, json_object, unique
+from jengine.commands.batch_files import Key, Record, RecordFormat
+from jengine.commands.batch_lines import Answer, Line, Source, excerpt, json_object, unique
 
 if TYPE_CHECKING:
     from jengine import AsyncLLM
@@ -53,27 +53,21 @@ def is_batch_line(text: bytes) -> bool:
         return False
 
 
-class OpenAiBatch:
-    """A Source.
+class OpenAiBatch(Source):
+    """A Source in OpenAI's format.
 
     Args:
-        raw: see batch_lines.numbered.
         model: the model name that bodies may use.
     """
 
     form = OPENAI
 
     def __init__(self, path: Path, raw: Iterable[tuple[int, bytes]], model: str) -> None:
-        self._path, self._raw, self._model = path, raw, model
-
-    def count(self) -> int | None:
-        return count_lines(self._path)
+        super().__init__(path, raw)
+        self._model = model
 
     def lines(self) -> Iterator[Line]:
         return unique((_line(number, text) for number, text in self._raw), "custom_id")
-
-    def output(self, path: Path) -> Output:
-        return output_of(path, self.form)
 
     @contextlib.contextmanager
     def answering(self, llm: AsyncLLM) -> Iterator[Answer]:

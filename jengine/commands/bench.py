@@ -28,7 +28,9 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
-        "bench", help="measure a local model or a server", description=(__doc__ or "").partition(": ")[2]
+        "bench",
+        help="measure a local model or a server",
+        description="Throughput and latency of a local model or a server, with options as in `vllm bench`.",
     )
     parser.set_defaults(run=lambda _: parser.print_help())
     kinds = parser.add_subparsers(metavar="KIND")

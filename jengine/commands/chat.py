@@ -58,7 +58,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             " stdin is a message."
         ),
         epilog="while it runs:\n" + "".join(f"  {line}\n" for line in KEYS.splitlines()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
     add_help(parser, (*COMMON_SAMPLING, *COMMON_ENGINE, "server", *CONNECTION))

@@ -35,7 +35,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             " started with\n--programs DIR on such a device, with the same model, options and versions, loads"
             " them and compiles nothing."
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
     parser.add_argument(

@@ -22,7 +22,6 @@ def add(
         help="print a shell completion script",
         description="Print a script that completes jengine's commands, options and file names.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
     parser.set_defaults(run=lambda options: _print(whole, commands, options.shell))

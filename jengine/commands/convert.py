@@ -23,7 +23,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             " DIR`. Needs no accelerator, and host\nmemory for a batch of parameters: 64 MiB, and the largest"
             " parameter; with --quantization, for all of them."
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
     parser.add_argument("out", metavar="DIR", type=Path, help="the folder to write, new or empty")

@@ -23,7 +23,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             "Find the bottlenecks of a server's engine, or of a saved trace: the evidence, the option to"
             " change,\nand the predicted effect. Needs the same permission as `jengine trace`."
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "source",

@@ -39,7 +39,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         description="Complete a prompt and stream the text to stdout; progress and statistics go to stderr.\n"
         "With --input, complete a file of prompts instead.",
         epilog=batch.FORMAT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
     add_help(parser, ("n", *COMMON_SAMPLING, *COMMON_ENGINE, "input", "output"))

@@ -46,7 +46,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             " fit, or"
             " no layout meets the targets."
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
     add_target(parser, "such as h100, l4 or rtx4090; an unknown name prints all (default: this machine)")

@@ -8,7 +8,7 @@ from pathlib import Path
 from jengine import InvalidArgument, Profile, ProfileOptions
 from jengine.commands.connection import add_connection, connect
 from jengine.commands.terminal import note, write
-from jengine.insight.profiling.data import SYSTEM_CALLS
+from jengine.vllm.flags import add_fields, flag_values
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -22,7 +22,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             " server allows"
             " this for API keys with admin=1 or, without keys, for clients on its machine."
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("server", metavar="HOST:PORT", help="address of a `jengine serve`")
     parser.add_argument(
@@ -33,40 +32,13 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         default=Path("profile.html"),
         help="the report (default: profile.html)",
     )
-    parser.add_argument(
-        "--seconds", metavar="NUMBER", type=float, default=10.0, help="duration (default: 10)"
-    )
-    boolean = argparse.BooleanOptionalAction
-    parser.add_argument(
-        "--heap",
-        action=boolean,
-        default=True,
-        help="measure the heap's growth, after the timings (default: on)",
-    )
-    parser.add_argument(
-        "--jax", action=boolean, default=True, help="capture with jax.profiler for up to 2 s (default: on)"
-    )
-    parser.add_argument(
-        "--system-calls",
-        choices=SYSTEM_CALLS,
-        default="proc",
-        help="whether to count system calls (default: proc, which reads /proc)",
-    )
-    parser.add_argument(
-        "--rate", metavar="N", type=int, default=100, help="samples of stacks a second (default: 100)"
-    )
+    add_fields(parser.add_argument_group("measurements"), ProfileOptions)
     add_connection(parser.add_argument_group("connection"))
     parser.set_defaults(run=_profile)
 
 
 def _profile(options: argparse.Namespace) -> None:
-    wanted = ProfileOptions(
-        seconds=options.seconds,
-        heap=options.heap,
-        jax=options.jax,
-        system_calls=options.system_calls,
-        rate=options.rate,
-    )
+    wanted = ProfileOptions(**flag_values(options, ProfileOptions))
     _check_output(options.output)
     with connect(options.server, options) as client:
         profile, jax = client.profile(wanted)

@@ -24,7 +24,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             " read. Says before what the\ndownload and an engine need, and refuses what fits neither this"
             " disk nor\nthis machine's or GPU's memory."
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL)
     parser.add_argument("--revision", metavar="TEXT", help="a branch, tag or commit (default: main)")

@@ -33,7 +33,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             " or follows PROMPT."
         ),
         epilog="in a conversation:\n" + "".join(f"  {line}\n" for line in KEYS.splitlines()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
     add_help(parser, (*COMMON_SAMPLING, *COMMON_ENGINE))

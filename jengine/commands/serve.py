@@ -46,7 +46,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             " ready, prints its\naddresses and a first request to stdout; progress and the log go to stderr."
         ),
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
     add_help(parser, (*COMMON, *COMMON_ENGINE))

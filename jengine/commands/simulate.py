@@ -26,7 +26,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             " how many engines the targets need."
         ),
         epilog=TRACES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
     add_trace(parser)

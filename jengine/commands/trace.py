@@ -23,7 +23,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
         "trace",
         help="save a server engine's recent activity for Perfetto",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("server", metavar="HOST:PORT", help="address of a `jengine serve`")
     parser.add_argument(

@@ -39,7 +39,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             " measured first."
         ),
         epilog=TRACES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
     add_trace(parser)

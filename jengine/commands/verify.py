@@ -32,7 +32,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
             " position, the tokens that\nboth would choose, importance ratios, and hidden states by layer."
             " The exit code is 1 if rounding in the model's dtype\ndoes not explain the differences."
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_model(parser)
     parser.add_argument(

@@ -18,12 +18,6 @@ PORT = 14579  # vLLM's default
 Role = Literal["kv_producer", "kv_consumer", "kv_both"]
 Connector = Literal["disk", "remote", "sockets"]
 Address = tuple[str, int]
-COMMON = ("load_timeout",)
-FIELDS: dict[str, tuple[str, ...]] = {  # of each connector, in kv_connector_extra_config
-    "disk": ("root_dir", "max_bytes", *COMMON),
-    "remote": ("token_file", *COMMON),
-    "sockets": ("token_file", "peers", "kv_lease_duration", *COMMON),
-}
 NOT_HERE = {
     "kv_connector_module_path": "must be left out: connectors are part of jengine",
     "kv_rank": "must be left out: engines find each other by their addresses",

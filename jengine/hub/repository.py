@@ -5,6 +5,7 @@ downloads into huggingface_hub's cache.
 from __future__ import annotations
 
 import functools
+import glob
 import re
 import shutil
 import tempfile
@@ -162,7 +163,7 @@ class Repository:
             ModelError: see `download`.
         """
         _remove_abandoned(self.name.repo)
-        files = [*map(_literal, self.sizes)]
+        files = [*map(glob.escape, self.sizes)]
         # by its branch, so that the cache knows where that points to
         return download(self.name.repo, self.revision, files, quiet=quiet)
 
@@ -268,11 +269,6 @@ def _cached_gguf(name: HubName, revision: str | None) -> Path | None:
 
 def _ggufs(folder: Path) -> list[str]:
     return [str(file.relative_to(folder)) for file in folder.rglob(f"*{SUFFIX}")]
-
-
-def _literal(file: str) -> str:
-    """A pattern that only this name matches."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in file)
 
 
 def _cache() -> Path:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import msgspec
@@ -33,13 +33,17 @@ REPORT, NUMBER = 4, 8  # bytes of a report, and of a result's number, which prec
 END = b""  # the last frame of process 0
 
 
-class Link(Protocol):
-    """A process's connection to the others of its engine."""
+class Link:
+    """A process's connection to the others of its engine; here there are none."""
+
+    def __init__(self) -> None:
+        self.results: dict[int, bytes] = {}
 
     def agree(self, value: Any, choose: Callable[[list[Any]], Any]) -> Any:
         """Process 0's choice from the values of all processes, in their order. Values must be numbers, text
         or lists.
         """
+        return choose([value])
 
     def broadcast(self, frame: bytes) -> None:
         """Process 0: sends a frame to all others."""
@@ -59,45 +63,24 @@ class Link(Protocol):
 
     def reported(self) -> int | None:
         """Process 0: how many of them all other processes have; None if there are no others."""
-
-    @property
-    def results(self) -> dict[int, bytes]:
-        """Process 0: results that others have sent, by number. The caller removes those that it uses."""
-
-
-class SingleProcess:
-    """The only process."""
-
-    def agree(self, value: Any, choose: Callable[[list[Any]], Any]) -> Any:
-        return choose([value])
-
-    def broadcast(self, frame: bytes) -> None:
-        pass
-
-    def wait(self, ready: Callable[[], bool]) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def report(self, count: int) -> None:
-        pass
-
-    def reported(self) -> int | None:
         return None
 
-    @property
-    def results(self) -> dict[int, bytes]:
-        return {}
+
+class SingleProcess(Link):
+    """The only process."""
 
 
-class Leader:
-    """The link in process 0."""
+class Leader(Link):
+    """The link in process 0.
+
+    Attributes:
+        results: results that others have sent, by number. The caller removes those that it uses.
+    """
 
     def __init__(self, host: str, processes: int) -> None:
+        super().__init__()
         self._lost: int | None = None  # the process that has ended
         self._reported: dict[int, int] = {}  # by process
-        self.results: dict[int, bytes] = {}
         token = secrets.token_bytes(TOKEN)
         with socket.create_server((host, 0)) as server:
             server.settimeout(PATIENCE)
@@ -141,9 +124,6 @@ class Leader:
                 self.results[int.from_bytes(frame[:NUMBER], "big")] = frame[NUMBER:]
         self._lost = process
 
-    def report(self, count: int) -> None:
-        pass
-
     def reported(self) -> int:
         return min(self._reported.get(process, 0) for process in self._others)
 
@@ -179,10 +159,11 @@ class Leader:
             other.close()
 
 
-class Follower:
+class Follower(Link):
     """The link in any other process."""
 
     def __init__(self, host: str, process: int) -> None:
+        super().__init__()
         self._sending = threading.Lock()  # threads send reports and results
         word = _broadcast(np.zeros(TOKEN + 2, np.uint8)).tobytes()
         self._leader = socket.create_connection((host, int.from_bytes(word[TOKEN:], "big")), timeout=PATIENCE)
@@ -225,22 +206,6 @@ class Follower:
         """Sends a result to process 0, which is longer than a report."""
         with contextlib.suppress(OSError):  # `heard` reports the failure
             self._send(number.to_bytes(NUMBER, "big") + frame)
-
-    def broadcast(self, frame: bytes) -> None:
-        raise AssertionError("only process 0 sends")
-
-    def reported(self) -> None:
-        raise AssertionError("only process 0 receives reports")
-
-    @property
-    def results(self) -> dict[int, bytes]:
-        raise AssertionError("only process 0 receives results")
-
-    def wait(self, ready: Callable[[], bool]) -> None:
-        raise AssertionError("only process 0 waits")
-
-    def settle(self) -> None:
-        raise AssertionError("only process 0 waits")
 
 
 def join(coordinator: str, processes: int, process: int) -> None:

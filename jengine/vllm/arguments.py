@@ -22,7 +22,8 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{**options, "allow_abbrev": False})
+        form = argparse.RawDescriptionHelpFormatter  # descriptions and examples have lines of their own
+        super().__init__(*args, **{"formatter_class": form, **options, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
         self.exit(

@@ -14,11 +14,11 @@ from jengine.insight.profiling.report import report_html, summary
 from tests.profiling.profiles import process, stepping
 from tests.profiling.test_findings import HELD, LEAK, LOG, STORM
 
-VOID = {"meta", "rect", "line", "tr", "td", "th", "li", "p"}
+VOID = {"meta", "br", "tr", "td", "th", "li", "p"}
 
 
 class Page(HTMLParser):
-    """A page's text, links and unclosed tags."""
+    """A page's text and tooltips, links and unclosed tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -29,6 +29,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.links += [value or "" for name, value in attributes if name in ("href", "src", "xlink:href")]
+        self.words += " ".join(value or "" for name, value in attributes if name == "title") + " "
         if tag not in VOID:
             self.open.append(tag)
 

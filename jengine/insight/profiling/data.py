@@ -7,27 +7,29 @@ Threads are identified by name. If names are not unique, the thread's id is appe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
 from jengine.base.errors import InvalidArgument
+from jengine.base.options import check_options, number, whole
 from jengine.insight.recording.records import Pause
 
 if TYPE_CHECKING:
     from jengine.insight.recording.trace import Trace  # imports numpy
 
-SYSTEM_CALLS = ("proc", "off")  # how system calls are counted
 MAX_SECONDS = 120.0
 
 
-class ProfileOptions(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
     """What a profile measures.
 
     Args:
         seconds: duration of the timings. The heap is measured afterwards, for up to five more seconds.
         heap: whether to compare two snapshots of tracemalloc, which slows allocations.
-        jax: whether to capture with jax.profiler, in processes that use JAX.
+        jax: whether to capture with jax.profiler, for up to 2 s, in processes that use JAX.
         system_calls: `proc` counts reads and writes by /proc and estimates times from samples; `off` counts
             none.
         rate: samples of the threads' stacks a second.
@@ -36,21 +38,14 @@ class ProfileOptions(msgspec.Struct, frozen=True):
         InvalidArgument: a value out of range.
     """
 
-    seconds: float = 10.0
+    seconds: Annotated[float, number(f"from 0.1 to {MAX_SECONDS:g}", 0.1, MAX_SECONDS)] = 10.0
     heap: bool = True
     jax: bool = True
-    system_calls: str = "proc"
-    rate: int = 100
+    system_calls: Literal["proc", "off"] = "proc"
+    rate: Annotated[int, whole(1, 1000)] = 100
 
     def __post_init__(self) -> None:
-        if not 0.1 <= self.seconds <= MAX_SECONDS:
-            raise InvalidArgument("seconds", self.seconds, f"must be from 0.1 to {MAX_SECONDS:g}")
-        if self.system_calls not in SYSTEM_CALLS:
-            raise InvalidArgument(
-                "system_calls", self.system_calls, f"must be one of {', '.join(SYSTEM_CALLS)}"
-            )
-        if not 1 <= self.rate <= 1000:
-            raise InvalidArgument("rate", self.rate, "must be from 1 to 1000 samples a second")
+        check_options(self)
 
     @property
     def heap_seconds(self) -> float:

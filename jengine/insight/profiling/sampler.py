@@ -20,7 +20,7 @@ from functools import cache, lru_cache
 from types import CodeType, FrameType
 
 from jengine.insight.profiling.data import Flame, InterpreterWait, LockWait, SlowCall
-from jengine.insight.profiling.proc import FILES, RUNS, UNKNOWN, call_name, call_now, processor
+from jengine.insight.profiling.proc import UNKNOWN, call_now, file_call_name, processor
 
 # of threading: wait for a notification, not for a held lock
 NOTIFIED = ("wait", "wait_for", "join", "_wait_for_tstate_lock")
@@ -369,9 +369,8 @@ class ThreadSampler:
         """
         number, known = call_now(native), self._in_call.get(ident)
         self.knows_calls = self.knows_calls and number != UNKNOWN
-        call = call_name(number) if number > RUNS else ""
-        seen = call in FILES
-        call = call if seen else file_call(top)
+        seen = file_call_name(number)
+        call = seen or file_call(top)
         where = frame_name(top.f_code, top.f_lineno) if call else ""
         if known is not None:
             if known.name == call and known.where == where:

@@ -14,7 +14,6 @@ from jengine.table.program_table import SamplerKey, TrunkKey
 # stages of the loop, in the order of a step
 STAGES = ("schedule", "pack", "dispatch", "mask", "wait", "collect", "text", "away")
 RESUMPTIONS = ("cached", "swap", "recompute")  # kinds of preemption, by how the sequence resumed
-HOST = tuple(stage for stage in STAGES if stage != "wait")
 
 
 class StepRecord(msgspec.Struct, array_like=True, gc=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import math
 import queue
@@ -293,7 +294,7 @@ class AsyncClient(_Connection):
         Needs the same permission as reset_prefix_cache.
         """
         options = options or ProfileOptions()
-        request = pb.ProfileRequest(**msgspec.structs.asdict(options))
+        request = pb.ProfileRequest(**dataclasses.asdict(options))
         deadline = 2 * options.seconds + options.heap_seconds + PROFILE_SECONDS
         answer = await self._call(self._stub.Profile, request, deadline)
         return Profile.from_json(answer.profile), bytes(answer.jax_capture)

@@ -11,7 +11,6 @@ from pydantic_core import SchemaValidator
 from jengine import InvalidArgument, SamplingParams
 from jengine.serving.http import policy
 
-STRICT = ConfigDict(extra="forbid", strict=True)
 # Fields that clients send to all servers, and that do not affect answers.
 IGNORED = policy.fields(policy.CHAT, "accepted")
 # as long as the body
@@ -33,8 +32,12 @@ FREE = frozenset((
 NEUTRAL: Mapping[str, object] = {"best_of": 1, "modalities": ["text"], "suffix": ""}
 
 
-@with_config(STRICT)
-class StreamOptions(TypedDict, total=False):
+@with_config(ConfigDict(extra="forbid", strict=True))
+class Strict(TypedDict):
+    """An object without other members, whose values are not converted."""
+
+
+class StreamOptions(Strict, total=False):
     """`continuous_usage_stats`: include usage in every event."""
 
     include_usage: bool
@@ -60,10 +63,10 @@ class Extras(Level, total=False):
     kv_transfer_params: dict[str, Any]
     return_token_ids: bool
     return_tokens_as_token_ids: bool
+    stream_options: StreamOptions
 
 
-@with_config(STRICT)
-class CompletionBody(Extras, total=False):
+class CompletionBody(Extras, Strict, total=False):
     """/v1/completions. `use_beam_search`: n is the width."""
 
     model: Required[str]
@@ -78,8 +81,7 @@ class CompletionBody(Extras, total=False):
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-@with_config(STRICT)
-class ReasoningConfig(TypedDict, total=False):
+class ReasoningConfig(Strict, total=False):
     """`exclude`: the answer does not show the reasoning."""
 
     effort: Effort
@@ -88,8 +90,7 @@ class ReasoningConfig(TypedDict, total=False):
     exclude: bool
 
 
-@with_config(STRICT)
-class ThinkingSwitch(TypedDict, total=False):
+class ThinkingSwitch(Strict, total=False):
     type: Required[Literal["enabled", "disabled", "adaptive", "auto"]]
     budget_tokens: int
 
@@ -133,8 +134,7 @@ class PlainFormat(TypedDict):
     type: Literal["text", "json_object"]
 
 
-@with_config(STRICT)
-class ChatBody(Extras, total=False):
+class ChatBody(Extras, Strict, total=False):
     """/v1/chat/completions."""
 
     model: Required[str]
@@ -160,8 +160,7 @@ class ChatBody(Extras, total=False):
     reasoning: ReasoningConfig
 
 
-@with_config(STRICT)
-class EmbeddingBody(TypedDict, total=False):
+class EmbeddingBody(Strict, total=False):
     """/v1/embeddings, with fields of PoolingParams."""
 
     model: Required[str]
@@ -178,7 +177,7 @@ class EmbeddingBody(TypedDict, total=False):
     normalize: bool
 
 
-class ScoringExtras(TypedDict, total=False):
+class ScoringExtras(Strict, total=False):
     """Fields of both requests for scores. `instruction`: for rerankers."""
 
     model: str
@@ -190,7 +189,6 @@ class ScoringExtras(TypedDict, total=False):
     instruction: str
 
 
-@with_config(STRICT)
 class ScoreBody(ScoringExtras, total=False):
     """/v1/score: vLLM has given the texts three pairs of names, of which a request uses one."""
 
@@ -202,14 +200,12 @@ class ScoreBody(ScoringExtras, total=False):
     data_2: str | list[str]
 
 
-@with_config(STRICT)
-class Document(TypedDict):
+class Document(Strict):
     """A document in the form of Cohere and Jina."""
 
     text: str
 
 
-@with_config(STRICT)
 class RerankBody(ScoringExtras, total=False):
     """/v1/rerank. `top_n`: 0 for all."""
 
@@ -219,8 +215,7 @@ class RerankBody(ScoringExtras, total=False):
     return_documents: bool
 
 
-@with_config(STRICT)
-class TokenizeBody(TypedDict, total=False):
+class TokenizeBody(Strict, total=False):
     """/tokenize: a text or a conversation."""
 
     model: str
@@ -236,16 +231,14 @@ class TokenizeBody(TypedDict, total=False):
     tools: list[FunctionTool]
 
 
-@with_config(STRICT)
-class DetokenizeBody(TypedDict, total=False):
+class DetokenizeBody(Strict, total=False):
     """/detokenize."""
 
     model: str
     tokens: list[int]
 
 
-@with_config(STRICT)
-class LoadLoraBody(TypedDict, total=False):
+class LoadLoraBody(Strict, total=False):
     """/v1/load_lora_adapter. `load_inplace`: replace the adapter of this name."""
 
     lora_name: str
@@ -253,8 +246,7 @@ class LoadLoraBody(TypedDict, total=False):
     load_inplace: bool
 
 
-@with_config(STRICT)
-class UnloadLoraBody(TypedDict, total=False):
+class UnloadLoraBody(Strict, total=False):
     """/v1/unload_lora_adapter. `lora_int_id`: 1 for the first adapter that was loaded, and so on."""
 
     lora_name: str
@@ -304,8 +296,7 @@ class BodyFields:
 
     Args:
         type: a TypedDict.
-        supported: the fields of it that are read here; by default all.
-        own: fields that are not sampling parameters, although SamplingParams has a field of that name.
+        not_sampling: fields that are not sampling parameters, although SamplingParams has one of that name.
         ignored: fields that clients send, and that do not affect answers.
         refused: fields of the API that are not in the type, and do not work here.
         neutral: values equivalent to leaving the field out.
@@ -314,7 +305,6 @@ class BodyFields:
     def __init__(
         self,
         type: Any,
-        supported: Iterable[str] = (),
         not_sampling: Iterable[str] = (),
         sampling: bool = True,
         ignored: Iterable[str] = IGNORED,
@@ -322,9 +312,8 @@ class BodyFields:
         neutral: Mapping[str, object] = NEUTRAL,
     ) -> None:
         self._validator = validator_of(type)
-        hints = frozenset(get_type_hints(type))
-        self._known = hints.union(refused)
-        self._supported = frozenset(supported) or hints
+        self._supported = frozenset(get_type_hints(type))
+        self._known = self._supported.union(refused)
         # OpenAI's APIs do not all have all of them
         self._ignored = frozenset(ignored) if sampling else self._known.intersection(ignored)
         self._neutral = neutral
@@ -363,14 +352,8 @@ class BodyFields:
                 raise InvalidArgument(name, value, "there is no such field")
         if sampling.keys() & {"structured_outputs"} and not isinstance(sampling["structured_outputs"], dict):
             raise InvalidArgument("structured_outputs", sampling["structured_outputs"], "must be an object")
-        self._check({"model": "", **fields} if "model" in self._known else dict(fields))
+        checked(self._validator, {"model": "", **fields} if "model" in self._known else fields)
         return Body(fields, sampling)
-
-    def _check(self, fields: dict[str, Any]) -> None:
-        options = fields.pop("stream_options", None)
-        if options is not None:
-            checked(STREAM_OPTIONS, options, "stream_options")
-        checked(self._validator, fields)
 
 
 def checked(validator: SchemaValidator, value: Any, root: str = "") -> Any:
@@ -432,23 +415,10 @@ def _unknown(name: str, value: Any) -> None:
     raise InvalidArgument(name, value, "there is no such field")
 
 
-STREAM_OPTIONS, TOOLS = validator_of(StreamOptions), validator_of(list[FunctionTool])
+TOOLS = validator_of(list[FunctionTool])
 LEVEL = ("model", *get_type_hints(Level))
-COMMON = frozenset(("model", "stream_options", *get_type_hints(Extras)))
-COMPLETION = BodyFields(
-    CompletionBody,
-    COMMON | {"prompt", "echo", "logprobs", "add_special_tokens", "use_beam_search", "length_penalty"},
-    not_sampling=("logprobs",),
-    refused=("suffix", "prompt_embeds"),
-)
-CHAT_ONLY = frozenset((
-    "messages", "logprobs", "top_logprobs", "max_completion_tokens", "response_format", "tools",
-    "tool_choice", "parallel_tool_calls", "reasoning_effort", "add_generation_prompt",
-    "continue_final_message", "chat_template", "chat_template_kwargs", "mm_processor_kwargs",
-    "include_reasoning", "enable_thinking", "thinking", "thinking_budget", "thinking_budget_tokens",
-    "reasoning",
-))  # fmt: skip
-CHAT = BodyFields(ChatBody, COMMON | CHAT_ONLY, not_sampling=("logprobs",), refused=("modalities",))
+COMPLETION = BodyFields(CompletionBody, not_sampling=("logprobs",), refused=("suffix", "prompt_embeds"))
+CHAT = BodyFields(ChatBody, not_sampling=("logprobs",), refused=("modalities",))
 EMBEDDING = BodyFields(EmbeddingBody, sampling=False)
 SCORE, RERANK = BodyFields(ScoreBody, sampling=False), BodyFields(RerankBody, sampling=False)
 TOKENIZE, DETOKENIZE = BodyFields(TokenizeBody, sampling=False), BodyFields(DetokenizeBody, sampling=False)

@@ -48,7 +48,6 @@ class Task(NamedTuple):
     params: GenerationParams
     prompts: list[Prompt]
     llm: AsyncLLM
-    reply_id: str
     model: NamedModel
     hides_output: bool
     head: Parts
@@ -88,11 +87,15 @@ class CompletionService(HttpService):
                 check_ids("prompt", len(prompt), model)
         params = self._bounds.params(completion_params(body, llm.get_default_sampling_params()))
         hides = bool(body.get("echo")) and body.sampling.get("max_tokens") == 0
-        reply_id = f"cmpl-{tracked.request_id}"
         head = portions.encoded(
-            {"id": reply_id, "object": "text_completion", "created": int(time.time()), "model": model.name}
+            {
+                "id": f"cmpl-{tracked.request_id}",
+                "object": "text_completion",
+                "created": int(time.time()),
+                "model": model.name,
+            }
         )
-        return Task(body, params, prompts, llm, reply_id, model, hides, head)
+        return Task(body, params, prompts, llm, model, hides, head)
 
     async def _queue_all(
         self,

@@ -4,19 +4,17 @@ requests that work here; the API's own types have no others.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Required, TypedDict
-
-from pydantic import with_config
+from typing import Any, Literal, Required
 
 from jengine import InvalidArgument
 from jengine.serving.grpc.conversions import MAX_MESSAGES
 from jengine.serving.http import policy
 from jengine.serving.http.bodies import (
     LEVEL,
-    STRICT,
     Body,
     BodyFields,
     Level,
+    Strict,
     checked,
     validator_of,
     without_nulls,
@@ -27,50 +25,43 @@ from jengine.serving.http.parameters import thinking_variables
 from jengine.serving.http.turns import Turns, image, text, type_of
 
 
-class CacheControl(TypedDict, total=False):
+class CacheControl(Strict, total=False):
     """Marks of caching: any object. Prefixes are cached without them."""
 
     cache_control: dict[str, Any]
 
 
-@with_config(STRICT)
 class Text(CacheControl, total=False):
     type: Required[Literal["text"]]
     text: Required[str]
 
 
-@with_config(STRICT)
-class Base64Image(TypedDict):
+class Base64Image(Strict):
     type: Literal["base64"]
     media_type: str
     data: str
 
 
-@with_config(STRICT)
-class UrlImage(TypedDict):
+class UrlImage(Strict):
     type: Literal["url"]
     url: str
 
 
-@with_config(STRICT)
 class Image(CacheControl, total=False):
     type: Required[Literal["image"]]
     source: Required[Base64Image | UrlImage]
 
 
-@with_config(STRICT)
-class Thinking(TypedDict, total=False):
+class Thinking(Strict, total=False):
     type: Required[Literal["thinking"]]
     thinking: Required[str]
     signature: str
 
 
-@with_config(STRICT)
-class DirectCaller(TypedDict):
+class DirectCaller(Strict):
     type: Literal["direct"]
 
 
-@with_config(STRICT)
 class ToolUse(CacheControl, total=False):
     type: Required[Literal["tool_use"]]
     id: Required[str]
@@ -79,7 +70,6 @@ class ToolUse(CacheControl, total=False):
     caller: DirectCaller
 
 
-@with_config(STRICT)
 class ToolResult(CacheControl, total=False):
     type: Required[Literal["tool_result"]]
     tool_use_id: Required[str]
@@ -87,13 +77,11 @@ class ToolResult(CacheControl, total=False):
     is_error: bool
 
 
-@with_config(STRICT)
-class Message(TypedDict):
+class Message(Strict):
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
 
-@with_config(STRICT)
 class Tool(CacheControl, total=False):
     type: Literal["custom"]
     name: Required[str]
@@ -104,42 +92,36 @@ class Tool(CacheControl, total=False):
     defer_loading: Literal[False]
 
 
-@with_config(STRICT)
-class ToolChoice(TypedDict, total=False):
+class ToolChoice(Strict, total=False):
     type: Required[Literal["auto", "any", "tool", "none"]]
     name: str
     disable_parallel_tool_use: bool
 
 
-@with_config(STRICT)
-class ThinkingConfig(TypedDict, total=False):
+class ThinkingConfig(Strict, total=False):
     type: Required[Literal["enabled", "adaptive", "disabled"]]
     budget_tokens: int
     display: Literal["summarized", "omitted"]
 
 
-@with_config(STRICT)
-class OutputFormat(TypedDict):
+class OutputFormat(Strict):
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
-@with_config(STRICT)
-class OutputConfig(TypedDict, total=False):
+class OutputConfig(Strict, total=False):
     effort: Literal["low", "medium", "high", "xhigh", "max"]
     format: OutputFormat
 
 
-@with_config(STRICT)
-class KeepThinking(TypedDict):
+class KeepThinking(Strict):
     """What happens anyway."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
 
 
-@with_config(STRICT)
-class ContextManagement(TypedDict):
+class ContextManagement(Strict):
     edits: list[KeepThinking]
 
 
@@ -156,12 +138,10 @@ class Prompt(CacheControl, total=False):
     context_management: ContextManagement
 
 
-@with_config(STRICT)
 class CountBody(Prompt, total=False):
     """/v1/messages/count_tokens."""
 
 
-@with_config(STRICT)
 class MessagesBody(Prompt, Level, total=False):
     """/v1/messages."""
 

@@ -6,63 +6,56 @@ from typing import Annotated, Any, Literal, Required, TypedDict
 
 from pydantic import ConfigDict, Field, with_config
 
-from jengine.serving.http.bodies import STRICT, Level, validator_of
-
-# Items come back from clients with members that other servers have added.
-LOOSE = ConfigDict(extra="ignore", strict=True)
-FREE = ConfigDict(extra="allow", strict=True)
+from jengine.serving.http.bodies import Level, StreamOptions, Strict, validator_of
 
 
-@with_config(LOOSE)
-class Message(TypedDict, total=False):
+@with_config(ConfigDict(extra="ignore", strict=True))
+class Loose(TypedDict):
+    """An item. Items come back from clients with members that other servers have added."""
+
+
+class Message(Loose, total=False):
     role: Required[Literal["user", "assistant", "system", "developer"]]
     content: Required[str | list[dict[str, Any]]]
 
 
-@with_config(LOOSE)
-class FunctionCall(TypedDict, total=False):
+class FunctionCall(Loose, total=False):
     call_id: Required[str]
     name: Required[str]
     namespace: str
     arguments: Required[str]
 
 
-@with_config(LOOSE)
-class CustomToolCall(TypedDict, total=False):
+class CustomToolCall(Loose, total=False):
     call_id: Required[str]
     name: Required[str]
     namespace: str
     input: Required[str]
 
 
-@with_config(LOOSE)
-class CallOutput(TypedDict, total=False):
+class CallOutput(Loose, total=False):
     call_id: Required[str]
     output: Required[str | list[dict[str, Any]]]
 
 
-@with_config(LOOSE)
-class ReasoningText(TypedDict):
+class ReasoningText(Loose):
     text: str
 
 
-@with_config(LOOSE)
-class Reasoning(TypedDict, total=False):
+class Reasoning(Loose, total=False):
     summary: list[ReasoningText]
     content: list[ReasoningText]
 
 
-@with_config(LOOSE)
-class ItemReference(TypedDict):
+class ItemReference(Loose):
     id: str
 
 
-@with_config(LOOSE)
-class Compaction(TypedDict):
+class Compaction(Loose):
     """What another server has made of earlier turns."""
 
 
-@with_config(FREE)
+@with_config(ConfigDict(extra="allow", strict=True))
 class OtherCall(TypedDict, total=False):
     """A call of a tool of another server, or its output. `id` and `call_id` have their usual meaning; other
     members depend on the tool.
@@ -73,75 +66,64 @@ class OtherCall(TypedDict, total=False):
     status: str
 
 
-@with_config(LOOSE)
-class TextPart(TypedDict):
+class TextPart(Loose):
     text: str
 
 
-@with_config(LOOSE)
-class Refusal(TypedDict):
+class Refusal(Loose):
     refusal: str
 
 
-@with_config(LOOSE)
-class InputImage(TypedDict):
+class InputImage(Loose):
     """`detail` has no effect."""
 
     image_url: str
 
 
-@with_config(STRICT)
-class FunctionTool(TypedDict, total=False):
+class FunctionTool(Strict, total=False):
     type: Required[Literal["function"]]
     name: Required[str]
     description: str
     parameters: dict[str, Any]
 
 
-@with_config(STRICT)
-class TextFormat(TypedDict):
+class TextFormat(Strict):
     type: Literal["text"]
 
 
-@with_config(STRICT)
-class GrammarFormat(TypedDict):
+class GrammarFormat(Strict):
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
     definition: str
 
 
-@with_config(STRICT)
-class CustomTool(TypedDict, total=False):
+class CustomTool(Strict, total=False):
     type: Required[Literal["custom"]]
     name: Required[str]
     description: str
     format: Annotated[TextFormat | GrammarFormat, Field(discriminator="type")]
 
 
-@with_config(STRICT)
-class NamespaceTool(TypedDict, total=False):
+class NamespaceTool(Strict, total=False):
     type: Required[Literal["namespace"]]
     name: Required[str]
     description: str
     tools: Required[list[dict[str, Any]]]
 
 
-@with_config(STRICT)
-class NamedTool(TypedDict, total=False):
+class NamedTool(Strict, total=False):
     type: Required[Literal["function", "custom"]]
     name: Required[str]
     namespace: str
 
 
-@with_config(STRICT)
-class AllowedTools(TypedDict, total=False):
+class AllowedTools(Strict, total=False):
     type: Required[Literal["allowed_tools"]]
     mode: Literal["none", "auto", "required"]
     tools: Required[list[dict[str, Any]]]
 
 
-@with_config(STRICT)
-class Format(TypedDict, total=False):
+class Format(Strict, total=False):
     type: Required[Literal["text", "json_object", "json_schema"]]
     name: str
     schema: dict[str, Any]
@@ -149,14 +131,12 @@ class Format(TypedDict, total=False):
     strict: bool
 
 
-@with_config(STRICT)
-class TextConfig(TypedDict, total=False):
+class TextConfig(Strict, total=False):
     format: Format
     verbosity: str
 
 
-@with_config(STRICT)
-class ReasoningConfig(TypedDict, total=False):
+class ReasoningConfig(Strict, total=False):
     effort: str
     summary: str
     generate_summary: str
@@ -164,12 +144,7 @@ class ReasoningConfig(TypedDict, total=False):
     mode: str
 
 
-@with_config(STRICT)
-class StreamOptions(TypedDict, total=False):
-    include_obfuscation: bool
-
-
-class Prompt(TypedDict, total=False):
+class Prompt(Strict, total=False):
     """What the prompt depends on."""
 
     model: str
@@ -183,12 +158,10 @@ class Prompt(TypedDict, total=False):
     text: TextConfig
 
 
-@with_config(STRICT)
 class CountBody(Prompt, total=False):
     """/v1/responses/input_tokens."""
 
 
-@with_config(STRICT)
 class ResponsesBody(Prompt, Level, total=False):
     """/v1/responses."""
 
