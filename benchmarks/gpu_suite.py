@@ -15,6 +15,7 @@ programs      programs compiled without a GPU (`--programs DIR`), and by another
               and run
 answers       the demo model: log probabilities compared with float32 on a CPU; equal bits in other batches
 features      every feature of the engine, compared with the engine without it or with a CPU
+rollouts      a GRPO loop with a Llama of 1B parameters: an engine and a trainer on one device
 engine        a Llama with 8B parameters, random weights: decoding and prefilling relative to the roofline,
               and the host's time
 transformers  the same Llama in transformers
@@ -24,10 +25,10 @@ those of earlier runs: FILE's own or, if it is new, the repository's. So a run t
 results. The exit status is 1 if anything failed. Without a GPU, XLA's implementations replace the kernels at
 the smallest sizes, and nothing is saved unless FILE is given: this only tests the suite itself.
 
-Only programs, answers, features and engine need jengine's dependencies. On a machine without network access,
-`pip install --target DIR` the packages reported as missing elsewhere, and put DIR on PYTHONPATH. `--programs
-DIR` uses a folder compiled for this device (`jengine compile --target h100` or h200) with the same version of
-JAX.
+Only programs, answers, features, rollouts and engine need jengine's dependencies. On a machine without
+network access, `pip install --target DIR` the packages reported as missing elsewhere, and put DIR on
+PYTHONPATH. `--programs DIR` uses a folder compiled for this device (`jengine compile --target h100` or h200)
+with the same version of JAX.
 
 benchmarks/gpu/README.md lists the commands for a GPU that is new to the kernels, in order.
 """
@@ -53,13 +54,14 @@ from benchmarks.gpu.rows import Row
 from benchmarks.machine import facts
 
 PARTS = (
-    "correctness", "decode", "prefill", "experts", "products", "programs", "answers", "features", "engine",
-    "transformers",
+    "correctness", "decode", "prefill", "experts", "products", "programs", "answers", "features", "rollouts",
+    "engine", "transformers",
 )  # fmt: skip
 SHARING = (
     "programs",
     "answers",
     "features",
+    "rollouts",
     "prefill",
     "transformers",
 )  # parts in which JAX must leave GPU memory to others

@@ -209,7 +209,10 @@ def test_killed_in_the_middle_it_leaves_rows_that_can_be_read(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "part",
-    [part if part == "features" else pytest.param(part, marks=pytest.mark.full) for part in gpu_suite.PARTS],
+    [
+        part if part in ("features", "rollouts") else pytest.param(part, marks=pytest.mark.full)
+        for part in gpu_suite.PARTS
+    ],
 )
 def test_every_part_runs_without_a_gpu(part: str, tmp_path: Path) -> None:
     """At the smallest sizes; results are kept in the file that is named."""
