@@ -220,7 +220,7 @@ def trainer_weights(tree: Any, layout: str | Layout) -> dict[str, Any]:
             an Equinox module with Haliax arrays, a restored Orbax checkpoint, or a mapping of paths to Keras
             variables. Leaves that are no arrays are left out.
         layout: `levanter` (Llama, Qwen 2, Qwen 3), `maxtext` (Qwen 2.5, Qwen 3 with and without experts),
-            `maxtext_llama` (Llama 3), `keras_hub` (Llama, Mistral, Qwen 2, Qwen 3), or `tunix` (Llama 3,
+            `maxtext_llama` (Llama 3), `keras_hub` (Llama, Qwen 2, Qwen 3), or `tunix` (Llama 3,
             Qwen 2, Qwen 3, Gemma, Gemma 3). Or layouts of leaves by their paths: keys joined by dots, with
             `*` for a layer's index.
 
