@@ -27,6 +27,7 @@ from jengine import EngineConfig, Load, SamplingParams
 from jengine.base.options import groups_of
 from jengine.core import beam_params, lora, request, service_level
 from jengine.core.updates import LoraLoad, StoreLoad
+from jengine.insight.profiling import data as profiles
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.policy import POLICIES
 from jengine.serving.metrics.model_metrics import ModelMetrics
@@ -36,7 +37,7 @@ from jengine.vllm.setting import Setting
 from jengine.vllm.settings import CALLS, ENGINE, SAMPLING, SERVER, STRUCTURED
 
 ROOT = Path(__file__).parent.parent
-LIMITS = beam_params, lora, request, service_level
+LIMITS = beam_params, lora, profiles, request, service_level
 MARKER = re.compile(r"^<!-- from the code: (.+) -->$", re.MULTILINE)
 
 # the first field of each section
