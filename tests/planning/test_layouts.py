@@ -59,7 +59,7 @@ def test_a_quarter_of_deepseek_v3_on_two_hosts(tmp_path: Path) -> None:
     assert choice.refused and all(one.replicas > 1 for one, _ in choice.refused)
     assert all("does not fit: weights" in why for _, why in choice.refused)
     text = report("V3", plan_layouts(choice))
-    assert "4 x NVIDIA H200 on 2 hosts: weights float8_e4m3fn, activations bfloat16 (not float8 " in text
+    assert "4 x NVIDIA H200 on 2 hosts: weights float8_e4m3fn, activations bfloat16, cache" in text
     assert "jengine does not take data_parallel_size with num_processes yet." in text
     crossing = [one for one in plain(plan_layouts(choice))["layouts"] if "stages x data" in one["layout"]]
     assert crossing and all(one["flags"] is None for one in crossing)
