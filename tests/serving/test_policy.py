@@ -35,7 +35,7 @@ BASE: dict[str, dict[str, Any]] = {
 }
 # all fields of their clients' types, and those that are read without a rule
 FIELDS = {
-    "/v1/chat/completions": (CompletionCreateParamsBase, {*bodies.COMMON, *bodies.CHAT_ONLY, "modalities"}),
+    "/v1/chat/completions": (CompletionCreateParamsBase, {*get_type_hints(bodies.ChatBody), "modalities"}),
     "/v1/messages": (MessageCreateParamsBase, {*get_type_hints(MessagesBody), "max_tokens"}),
 }
 OUTCOMES = get_args(Outcome)
