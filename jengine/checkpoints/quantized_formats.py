@@ -310,7 +310,7 @@ def _by_input(
 
 
 def _compressed(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> StoredTensor:
-    if {"weight_global_scale", "weight_scale_2"} & parts.keys() or config["format"].startswith("mxfp4"):
+    if config["format"] in ("mxfp4-pack-quantized", "nvfp4-pack-quantized"):
         return _float4(parts)
     if "weight_packed" not in parts:
         return _scaled(parts, config)
@@ -343,14 +343,17 @@ def _float4(parts: Mapping[str, np.ndarray]) -> StoredTensor:
     """
     packed = parts["weight" if "weight_packed" not in parts else "weight_packed"]
     scale, shape = parts["weight_scale"], (packed.shape[0], 2 * packed.shape[1])
+    # of all weights: Model Optimizer's multiplies the scales, compressed-tensors' divides them
+    multiplies = "weight_scale_2" in parts
+    name = "weight_scale_2" if multiplies else "weight_global_scale"
+    shared = None if scale.dtype == np.uint8 else parts[name].reshape(())
 
     def read() -> GroupedValues:
-        if scale.dtype == np.uint8:
+        if shared is None:
             halved = _half_powers(scale, "weight_scale")
         else:
-            divisor = parts["weight_global_scale"] if "weight_global_scale" in parts else np.float32(1)
-            factor = parts["weight_scale_2"] if "weight_scale_2" in parts else np.float32(1)
-            halved = scale.astype(np.float32) / divisor.reshape(()) * factor.reshape(()) / 2
+            wide = scale.astype(np.float32)
+            halved = (wide * shared if multiplies else wide / shared) / 2
         return GroupedValues(_doubled(packed), halved, None, (1, shape[1] // scale.shape[1]))
 
     return StoredTensor(shape, read)

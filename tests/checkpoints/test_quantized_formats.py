@@ -328,6 +328,10 @@ def test_a_checkpoint_that_is_not_what_its_configuration_says(tmp_path: Path) ->
     del_part(tmp_path, ".scales")
     with pytest.raises(ModelError, match=r"_proj\.scales: is missing"):
         loaded(tmp_path)
+    write_quantized(tmp_path, MODELOPT, nvfp4)
+    del_part(tmp_path, ".weight_scale_2")
+    with pytest.raises(ModelError, match=r"_proj\.weight_global_scale: is missing"):
+        loaded(tmp_path)
 
 
 def del_part(folder: Path, end: str) -> None:
