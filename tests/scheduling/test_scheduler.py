@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from jengine.base.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument, PromptTooLong
 from jengine.core.request import DEVICE_STOPS, MASKED_STOPS, Request, SamplingParams
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.requests.sequence import State
@@ -73,6 +73,17 @@ def test_stop_tokens_are_limited_only_where_the_device_suppresses_them(
             match="min_tokens=3: must be 0: the model has 17 end-of-sequence tokens; 33 with stop",
         ):
             limits.validate(request, tuple(range(ends)))
+
+
+def test_a_prompt_whose_tokens_see_each_other_fits_a_step() -> None:
+    limits = SequenceLimits(max_model_len=64, page_size=4, pages=60, whole=8, prefix=True)
+    for tokens in (8, 9):
+        request = Request(request_id="0", prompt_token_ids=[1] * tokens, params=SamplingParams())
+        if tokens == 8:
+            limits.validate(request, ())
+        else:
+            with pytest.raises(PromptTooLong, match="9 tokens; at most 8, in one step"):
+                limits.validate(request, ())
 
 
 def test_an_id_is_refused_while_its_request_lives():
