@@ -34,13 +34,12 @@ class BeamSearchParams:
     Args:
         beam_width: the number of beams, at most MAX_BEAM_WIDTH.
         max_tokens: the most tokens to generate.
-        ignore_eos: continue after end-of-sequence tokens. The length in a beam's score still leaves out one
-            at the end, as in vLLM.
+        ignore_eos: continue after end-of-sequence tokens.
         temperature: above 0, each beam has a sampled token among its candidates. Log probabilities are those
             of the raw logits.
         length_penalty: a beam's score is its cumulative log probability divided by its length to this power.
-            The length includes the prompt, and no end-of-sequence token. In [-MAX_LENGTH_PENALTY,
-            MAX_LENGTH_PENALTY].
+            The length includes the prompt, but not an end-of-sequence token at the end, also with ignore_eos
+            (as in vLLM). In [-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY].
         include_stop_str_in_output: keep an end-of-sequence token's text at the end of the text.
 
     Raises:
