@@ -171,6 +171,7 @@ def _of_the_demo(work: Work, folder: Path, small: bool) -> Iterator[Row]:
             "embeddings": lambda case: _embeddings(case, llm, plain, work),
             "sleep": lambda case: _sleep(case, llm, work, expected),
             "new weights": lambda case: _weights(case, llm, work, expected),
+            "profile of the device": lambda case: _profile(case, llm, many),
             "nothing compiled": lambda case: _nothing_compiled(case, llm),
         }
         for case, check in cases.items():
@@ -273,6 +274,31 @@ def _weights(case: str, llm: Any, work: Work, wanted: Any) -> Row:
     seconds = time.perf_counter() - begin
     row = _equal(case, work.run(llm), wanted, sum(a != b for a, b in zip(other, wanted, strict=True)))
     return Row(case, {**row.values, "s": seconds}, outcome=row.outcome)
+
+
+def _profile(case: str, llm: Any, work: Work) -> Row:
+    """A capture by jax.profiler has the GPU's kernels, and its parts add up."""
+    import jax
+
+    from jengine.insight.profiling.capture import JaxCapture
+    from jengine.insight.profiling.device_trace import device_times, operations_of
+
+    with tempfile.TemporaryDirectory() as scratch:
+        capture = JaxCapture(Path(scratch))
+        capture.start()
+        work.run(llm)
+        trace = capture.stop()
+    figures = {"operations": float(len(operations_of(trace)))}
+    right = figures["operations"] > 0.0
+    if jax.default_backend() == "gpu":
+        times = device_times(trace)[0]
+        parts = times.computing + times.copying + times.launching + times.waiting
+        right = times.kernels > 0 and abs(parts - times.seconds) < 1e-3 * times.seconds
+        figures |= {
+            "kernels": float(times.kernels),
+            "idle": (times.launching + times.waiting) / times.seconds,
+        }
+    return Row(case, figures, outcome="ok" if right else FAILED)
 
 
 def _nothing_compiled(case: str, llm: Any) -> Row:

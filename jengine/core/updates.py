@@ -199,8 +199,8 @@ class Load(NamedTuple):
             faster.
         host_spilled, host_fetched: pages copied to the host since the start, and back.
         host_evictions: host pages reused for other tokens since the start.
-        resumptions: numbers of preempted sequences that resumed with pages that were still on the device, with
-            pages from the host, and with none.
+        resumptions: preempted sequences that resumed with pages still on the device, with pages from the
+            host, and with none.
         programs_ready, programs: programs that steps can use so far, and all programs of the table.
         strategy: the strategy in use.
         decisions: steps with prompts since the start, by strategy and the reason for their size.

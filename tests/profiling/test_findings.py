@@ -16,6 +16,7 @@ from jengine.insight.profiling.data import (
     Profile,
     SlowCall,
 )
+from jengine.insight.profiling.device_trace import DeviceGap, DeviceTimes
 from jengine.insight.profiling.findings import findings
 from jengine.insight.profiling.slow_steps import events, slow_steps, turns
 from jengine.insight.recording.records import Pause
@@ -56,6 +57,15 @@ def named(**fields: Any) -> list[str]:
             ["cruncher", "a.py:2"],
         ),
         ("heap_growth", {"growth": LEAK, "heap_seconds": 5.0}, ["600 MiB a minute", "app.py:5"]),
+        (
+            "device_idle",
+            {
+                "device_times": [
+                    DeviceTimes("GPU:0", 2.0, 1.2, 0.2, 0.1, 0.5, 900, [DeviceGap("add", "dot", 100, 0.4)])
+                ]
+            },
+            ["GPU:0", "30%", "until the host starts the next program", "400 ms in 100 gaps"],
+        ),
     ],
 )
 def test_what_is_provoked_is_named_alone(name: str, fields: dict[str, Any], words: list[str]) -> None:

@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 import pytest
 
 from jengine import InvalidArgument
-from jengine.insight.profiling.capture import longest_operations
 from jengine.insight.profiling.data import Flame, Profile, ProfileOptions
+from jengine.insight.profiling.device_trace import DeviceGap, DeviceTimes, device_times, operations_of
 from jengine.insight.profiling.report import report_html, summary
 from tests.profiling.profiles import process, stepping
 from tests.profiling.test_findings import HELD, LEAK, LOG, STORM
@@ -127,7 +127,54 @@ def test_operations_of_jax() -> None:
         {"ph": "X", "name": "dot", "dur": 500.0},
         {"ph": "M", "name": "process_name"},
     ]
-    assert longest_operations({"traceEvents": [*events, {"ph": "X", "name": "add", "dur": 1.0}]}) == [
+    trace = {"traceEvents": [*events, {"ph": "X", "name": "add", "dur": 1.0}]}
+    assert operations_of(trace) == [
         ("dot", 2, pytest.approx(0.0015)),
         ("add", 1, pytest.approx(1e-6)),
     ]
+    assert device_times(trace) == [] == device_times({})
+
+
+GPU_LANES = [
+    {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "/device:GPU:0"}},
+    {"ph": "M", "name": "process_name", "pid": 9, "args": {"name": "/host:CPU"}},
+    {"ph": "M", "name": "thread_name", "pid": 1, "tid": 7, "args": {"name": "Stream #7(Compute)"}},
+    {"ph": "M", "name": "thread_name", "pid": 1, "tid": 8, "args": {"name": "Stream #8(MemcpyD2H)"}},
+    {"ph": "M", "name": "thread_name", "pid": 1, "tid": 2, "args": {"name": "XLA Ops"}},
+    {"ph": "M", "name": "thread_name", "pid": 9, "tid": 7, "args": {"name": "python"}},
+]
+
+
+def on_gpu(name: str, start: float, end: float, lane: int = 7) -> dict[str, object]:
+    return {"ph": "X", "pid": 1, "tid": lane, "name": name, "ts": start, "dur": end - start}
+
+
+def test_times_of_a_gpu() -> None:
+    """Lanes that repeat kernels by operation count once; overlapping copies are hidden behind kernels."""
+    trace = {
+        "traceEvents": [
+            *GPU_LANES,
+            on_gpu("dot", 1000, 1400),
+            on_gpu("fusion", 1000, 1400, lane=2),
+            on_gpu("add", 1410, 1500),
+            on_gpu("MemcpyD2H", 1450, 1600, lane=8),
+            on_gpu("dot", 1900, 2000),
+            {"ph": "X", "pid": 9, "tid": 7, "name": "call", "ts": 0, "dur": 5000.0},
+        ]
+    }
+    (times,) = device_times(trace)
+    assert times == DeviceTimes(
+        "GPU:0",
+        *[pytest.approx(1e-6 * us) for us in (1000, 590, 100, 10, 300)],
+        3,
+        [DeviceGap("MemcpyD2H", "dot", 1, pytest.approx(3e-4))],
+    )
+    assert operations_of(trace) == [
+        ("dot", 2, pytest.approx(5e-4)),
+        ("MemcpyD2H", 1, pytest.approx(1.5e-4)),
+        ("add", 1, pytest.approx(9e-5)),
+    ]
+    page = report_html(
+        Profile(target="demo", processes=[process(device_times=[times], operations=[("dot", 2, 5e-4)])])
+    )
+    assert "3 kernels in 1 ms" in page and "idle for longer<td>300 us<td>30%" in page

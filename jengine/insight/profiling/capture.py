@@ -22,6 +22,7 @@ import msgspec
 
 from jengine.base.errors import InvalidArgument
 from jengine.insight.profiling.data import CallCount, HeapGrowth, ProcessProfile, Profile, ProfileOptions
+from jengine.insight.profiling.device_trace import device_times, operations_of
 from jengine.insight.profiling.proc import input_output, thread_ids
 from jengine.insight.profiling.sampler import ThreadSampler
 from jengine.insight.recording.engines import engines
@@ -36,7 +37,6 @@ NOT_ASKED = "it was not requested"
 HEAP_LINES = 20
 SETTLE = 0.2  # share of the time before the heap's first snapshot, so that both have temporary allocations
 OTHERS = [tracemalloc.Filter(False, tracemalloc.__file__), tracemalloc.Filter(False, __file__)]
-JAX_OPERATIONS = 25  # maximum number that is listed
 JAX_BYTES = 256 << 20  # maximum size of jax.profiler's capture
 JAX_SECONDS = 2.0  # maximum duration: writing it takes about as long again, and blocks the process
 Wait = Callable[[float], object]
@@ -170,7 +170,8 @@ def _capture_jax(profile: ProcessProfile, options: ProfileOptions, folder: Path,
         capture.start()
         if not capture.why:
             wait(min(options.seconds, JAX_SECONDS))
-        profile.operations = capture.stop()
+        if trace := capture.stop():
+            profile.operations, profile.device_times = operations_of(trace), device_times(trace)
         capture.pack(folder / JAX)
     if capture.why:
         profile.missing["jax.profiler"] = capture.why
@@ -254,8 +255,8 @@ def _usual_frames(sampler: ThreadSampler) -> dict[tuple[str, str], str]:
 
 
 class JaxCapture:
-    """A capture by jax.profiler from `start` until `stop`: a folder for XProf, and the most expensive
-    operations. JAX allows one capture at a time.
+    """A capture by jax.profiler from `start` until `stop`: a folder for XProf. JAX allows one capture at a
+    time.
 
     Attributes:
         why: the reason why there is no capture; empty if there is one.
@@ -280,15 +281,15 @@ class JaxCapture:
         except RuntimeError as error:  # another capture is running
             self.why = str(error)
 
-    def stop(self) -> list[tuple[str, int, float]]:
-        """(name, count, seconds) of the most expensive operations, over all threads and devices."""
+    def stop(self) -> dict[str, Any]:
+        """The capture's events in Chrome's format; empty if there is none."""
         if not self._started:
-            return []
+            return {}
         self._started = False
         jax: Any = sys.modules["jax"]
         jax.profiler.stop_trace()
         files = sorted(self._folder.rglob("*.trace.json.gz"))
-        return longest_operations(json.loads(gzip.decompress(files[-1].read_bytes()))) if files else []
+        return json.loads(gzip.decompress(files[-1].read_bytes())) if files else {}
 
     def pack(self, to: Path) -> bool:
         """Writes the capture to a zip file. Returns False if there is none, or it is too large; see `why`."""
@@ -305,15 +306,3 @@ class JaxCapture:
             for file in files:
                 packed.write(file, file.relative_to(self._folder))
         return True
-
-
-def longest_operations(trace: dict[str, Any]) -> list[tuple[str, int, float]]:
-    """(name, count, seconds) from a capture's events in Chrome's format."""
-    counts: dict[str, int] = defaultdict(int)
-    seconds: dict[str, float] = defaultdict(float)
-    for event in trace.get("traceEvents", ()):
-        if event.get("ph") == "X":
-            counts[event["name"]] += 1
-            seconds[event["name"]] += 1e-6 * event.get("dur", 0.0)
-    longest = sorted(seconds, key=lambda name: -seconds[name])[:JAX_OPERATIONS]
-    return [(name[:120], counts[name], seconds[name]) for name in longest]

@@ -14,6 +14,7 @@ import msgspec
 
 from jengine.base.errors import InvalidArgument
 from jengine.base.options import check_options, number, whole
+from jengine.insight.profiling.device_trace import DeviceTimes
 from jengine.insight.recording.records import Pause
 
 if TYPE_CHECKING:
@@ -144,7 +145,9 @@ class ProcessProfile(msgspec.Struct, kw_only=True):
         counters: of the kernel, for this process.
         memory: resident bytes by part; device: bytes by part on devices with separate memory.
         heap_seconds: seconds between the two snapshots of `growth`.
-        operations: (name, count, seconds) of JAX's most expensive operations, over all threads.
+        operations: (name, count, seconds) of the most expensive operations in jax.profiler's capture: kernels
+            and copies of GPUs, or calls on all threads.
+        device_times: what GPUs did during that capture.
         missing: measurements that failed, and the reasons.
         trace: step records, JSON of jengine.Trace; empty if no engine ran.
     """
@@ -171,6 +174,7 @@ class ProcessProfile(msgspec.Struct, kw_only=True):
     growth: list[HeapGrowth] = []
     heap_seconds: float = 0.0
     operations: list[tuple[str, int, float]] = []
+    device_times: list[DeviceTimes] = []
     missing: dict[str, str] = {}
     trace: bytes = b""
 

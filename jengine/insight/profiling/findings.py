@@ -18,6 +18,8 @@ CALLS_A_SECOND = 5000.0
 LOCKED, LONG_LOCK = 0.05, 0.1  # share of time; seconds
 INTERPRETER = 0.1  # share of time for which a thread that wakes up waits
 GROWTH = 200 << 20  # bytes a minute
+DEVICE_IDLE = 0.2  # share of time
+NO_REQUESTS = 0.05  # mean seconds of idle gaps above which there was no work
 MIB = 1 << 20
 
 
@@ -204,7 +206,41 @@ def heap_growth(profile: ProcessProfile) -> Finding | None:
     )
 
 
-RULES = (garbage_collection, system_calls, lock, interpreter_lock, heap_growth)
+def device_idle(profile: ProcessProfile) -> Finding | None:
+    """A GPU is idle while the engine works."""
+    times = max(profile.device_times, key=lambda times: times.launching + times.waiting, default=None)
+    if times is None or sum(gap.seconds for gap in times.gaps) > NO_REQUESTS * sum(
+        gap.count for gap in times.gaps
+    ):
+        return None
+    share = (times.launching + times.waiting) / times.seconds
+    if share < DEVICE_IDLE:
+        return None
+    between = times.launching > times.waiting
+    return Finding(
+        "device_idle",
+        share,
+        f"{times.device} is idle {percent(share)} of the time, mostly"
+        + (" between the kernels of a program" if between else " until the host starts the next program"),
+        {
+            "kernels": percent(times.computing / times.seconds),
+            "copies alone": percent(times.copying / times.seconds),
+            "idle between kernels of a program": percent(times.launching / times.seconds),
+            "idle for longer": percent(times.waiting / times.seconds),
+            **{
+                f"after {gap.before}": f"{duration(gap.seconds)} in {gap.count} gaps"
+                for gap in times.gaps[:2]
+            },
+        },
+        "max_num_seqs" if between else "the host's work in a step",
+        "larger batches: the gaps of a step do not grow with its rows"
+        if between
+        else "see the finding host, and what is slow in the loop's thread",
+        f"up to {1.0 / (1.0 - share):.1f} times as many tokens a second",
+    )
+
+
+RULES = (garbage_collection, system_calls, lock, interpreter_lock, heap_growth, device_idle)
 
 
 def _slow(profile: ProcessProfile, kind: str) -> dict[str, str]:
