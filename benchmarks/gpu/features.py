@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import sys
 import tempfile
 import time
@@ -332,17 +333,32 @@ def _drafting(work: Work, folder: Path) -> Iterator[Row]:
 
 
 def _bursts(work: Work, wanted: Any) -> Row:
-    """Counts the tokens that are the same from the beginning. A burst is another program, so rounding may
-    differ, and it gives no log probabilities.
+    """Counts the tokens that are the same from the beginning, and times a stream. A burst is another program,
+    so rounding may differ, and it gives no log probabilities: a request that asks for these takes single
+    steps.
     """
     with _started("demo", {"speculative_config": "none", "num_scheduler_steps": 8}) as llm:
         outputs = llm.generate(work.prompts, work.params(logprobs=None), use_tqdm=False)
         used = sum(step.steps > 1 for step in llm.trace().steps)
+        times = {
+            "ms a token": _stream_ms(llm, work, None),
+            "by single steps, with log probabilities": _stream_ms(llm, work, 1),
+        }
     pairs = zip(outputs, wanted, strict=False)  # of which the first half is greedy
     same = [common(output.outputs[0].token_ids, tokens) for output, (tokens, _) in pairs]
     share = sum(same) / (len(same) * work.tokens)
     outcome = "ok" if used > 0 and share > 0.5 else FAILED
-    return Row("bursts", {"used": used, "same tokens": share}, outcome=outcome)
+    return Row("bursts", {"used": used, "same tokens": share, **times}, outcome=outcome)
+
+
+def _stream_ms(llm: Any, work: Work, logprobs: int | None) -> float:
+    """Median milliseconds a token of one stream, its prompt included."""
+    params, took = work.params(logprobs=logprobs), []
+    for _ in range(5):
+        start = time.perf_counter()
+        llm.generate(work.prompts[:1], params, use_tqdm=False)
+        took.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(took) / work.tokens
 
 
 def common(first: Sequence[int], second: Sequence[int]) -> int:
