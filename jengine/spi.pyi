@@ -89,7 +89,7 @@ from jengine.text.grammars import shown_value as shown_value
 from jengine.text.masks import make_masks as make_masks
 from jengine.text.thinking import bound_thinking as bound_thinking
 from jengine.text.thinking import can_bound as can_bound
-from jengine.vision.images import MOST_IMAGE_BYTES as MOST_IMAGE_BYTES
+from jengine.vision.reader import MOST_IMAGE_BYTES as MOST_IMAGE_BYTES
 from jengine.vision.reader import ImageReader as ImageReader
 from jengine.vllm.setting import whole_number as whole_number
 from jengine.vllm.translate import SERVE_SETTINGS as SERVE_SETTINGS

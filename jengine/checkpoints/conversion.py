@@ -30,8 +30,7 @@ from jengine.core.model_options import DTYPES, Dtype
 from jengine.core.quantization import Quantization
 from jengine.hub.files import IN_FOLDERS
 from jengine.models import Model, build
-from jengine.models.config import ModelConfig
-from jengine.models.config_parts import Converted
+from jengine.models.config import Converted, ModelConfig
 from jengine.parallel.mesh import make_mesh
 from jengine.text.gguf_tokenizer import write_tokenizer
 from jengine.text.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ import numpy as np
 from jengine.base.errors import ModelError
 from jengine.base.gguf_file import GgufFile, GgufTensor, dequantized, open_gguf
 from jengine.checkpoints.stored import GroupedValues, StoredTensor, Tensor
-from jengine.models.config_parts import StoredWeights
+from jengine.models.config import StoredWeights
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}  # llama.cpp's name -> model_type
 INTERLEAVED = ("llama",)  # queries and keys are stored in the other order

@@ -19,8 +19,7 @@ from jengine.checkpoints.stored import StoredTensor, Tensor
 from jengine.core.speculation import NAME
 from jengine.models import DRAFT_HEADS
 from jengine.models.config import ModelConfig
-from jengine.models.eagle3 import ARCHITECTURES
-from jengine.models.mtp import Ahead
+from jengine.models.draft_heads import ARCHITECTURES, Ahead
 
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
 BLOCK = 1 << 22  # numbers that are compared at a time
@@ -114,7 +113,7 @@ def mtp_prefix(head: ModelConfig) -> str:
 
 def eagle3_config(folder: Path) -> ModelConfig:
     """The configuration of a head in a separate folder, in the format of its authors or of speculators;
-    `eagle3.of_model` completes it.
+    `draft_heads.of_model` completes it.
 
     Raises:
         ModelError: the folder has none, or it is not supported.

@@ -19,7 +19,7 @@ import numpy as np
 
 from jengine.base.errors import ModelError
 from jengine.checkpoints.stored import GroupedValues, StoredTensor, Tensor, dense
-from jengine.models.config_parts import StoredWeights
+from jengine.models.config import StoredWeights
 from pallas_kernels.quantization.formats import FP8
 from pallas_kernels.quantization.int4 import E2M1, GROUPS
 from pallas_kernels.quantization.quantized import GROUP

@@ -1,7 +1,8 @@
 """Model families: functions of arrays that take an `attend` function, with each weight declared once.
 
-A new family is one file here: its module, the reader of its config.json, dataclasses of what only it has, and
-a dict FAMILIES that maps Hugging Face's model_type to a Family. Families of other packages: see `register`.
+A new family is a file here, or a part of one: its module, the reader of its config.json, dataclasses of what
+only it has, and an entry in FAMILIES, which maps Hugging Face's model_type to a Family. Families of other
+packages: see `register`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Gemma 4: other heads in layers without a window, layers that share keys and values, embeddings for each
-layer, experts beside an MLP.
+layer, experts beside an MLP. What Gemma 3n has of it, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,10 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jengine.base.errors import ModelError
-from jengine.models.by_layer import FullAttention, LayerInputs, SharedKeysValues, at, key_value_rows, kv_layer
 from jengine.models.cache import CacheEntry
-from jengine.models.config import ModelConfig
-from jengine.models.config_parts import OutputHead, RopeScaling
+from jengine.models.config import ModelConfig, OutputHead, RopeScaling
 from jengine.models.facts import Working
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import (
@@ -34,7 +33,6 @@ from jengine.models.layers import (
     RMSNorm,
     dense,
     embed,
-    exact_matrix,
     matrix,
     param,
     row_parallel_dense,
@@ -44,13 +42,84 @@ from jengine.models.layers import (
 )
 from jengine.models.llama import Llama
 from jengine.models.moe import Experts, MixtureOfExperts, has_experts
-from jengine.models.pieces import EVERY, Part, Piece, apart, qkv_parts
+from jengine.models.pieces import Part, Piece, apart, qkv_parts
 from jengine.models.rope import local_rope, rope
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.cache.qkv import Qkv, QueriesOnly
 from pallas_kernels.elementwise.activations import ACTIVATIONS
 from pallas_kernels.elementwise.rotary import Rotation
 from pallas_kernels.products.rows import Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullAttention:
+    """Heads of layers without a window, if they differ from those of layers with one.
+
+    Attributes:
+        keys_as_values: keys and values come from one matrix; their norms differ.
+    """
+
+    head_dim: int
+    kv_heads: int
+    keys_as_values: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedKeysValues:
+    """The last layers read the keys and values of the last layer before them with the same window.
+
+    Attributes:
+        layers: their number.
+        wide_mlp: their MLPs are twice as wide.
+    """
+
+    layers: int
+    wide_mlp: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputs:
+    """An embedding of each token for each layer, which the layer adds to the residual stream through a gate.
+
+    Attributes:
+        size: channels per layer.
+        vocab_size: rows of the embedding table, which holds the channels of all layers.
+    """
+
+    size: int
+    vocab_size: int
+
+
+def at(config: ModelConfig, layer: int) -> ModelConfig:
+    """The configuration with the sizes of one layer."""
+    changes: dict[str, Any] = {}
+    full, shared = config.find(FullAttention), config.find(SharedKeysValues)
+    if full is not None and config.window(layer) is None:
+        changes |= {"head_dim": full.head_dim, "num_kv_heads": full.kv_heads}
+    if shared is not None and shared.wide_mlp and kv_layer(config, layer) != layer:
+        changes |= {"intermediate_size": 2 * config.intermediate_size}
+    return dataclasses.replace(config, **changes) if changes else config
+
+
+def kv_layer(config: ModelConfig, layer: int) -> int:
+    """Index of the layer whose keys and values a layer reads: its own, except in those of SharedKeysValues.
+
+    Raises:
+        ValueError: no layer before these has the layer's window.
+    """
+    shared = config.find(SharedKeysValues)
+    first = config.num_layers - (0 if shared is None else shared.layers)
+    return (
+        layer if layer < first else max(i for i in range(first) if config.window(i) == config.window(layer))
+    )
+
+
+def key_value_rows(config: ModelConfig, layer: int) -> int:
+    """Number of matrices that a layer has for keys and values: 2, 1 or 0."""
+    if kv_layer(config, layer) != layer:
+        return 0
+    full = config.find(FullAttention)
+    return 1 if full is not None and full.keys_as_values and config.window(layer) is None else 2
 
 
 class Gemma4Attention(Attention):
@@ -94,23 +163,12 @@ class Gemma4Experts(Experts):
     """Experts with norms of their own, before the router and before themselves; each has a factor."""
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
-        config, experts, ffn = self.config, self.sizes.count, self.sizes.size
-        hidden = config.hidden_size
-        every, real, both = self.real, slice(0, ffn), (experts, 2 * ffn, hidden)
-        halves = (
-            Piece(
-                f"{name}.experts.gate_up_proj", both, (every, real, i), (EVERY, slice(i * ffn, (i + 1) * ffn))
-            )
-            for i in range(2)
-        )
-        down = Piece(f"{name}.experts.down_proj", (experts, hidden, ffn), (every, EVERY, real))
-        self.router = exact_matrix(
-            (experts, hidden), dtype, (None, None), Piece(f"{name}.router.proj.weight", (experts, hidden))
-        )
+        config, experts, hidden = self.config, self.sizes.count, self.config.hidden_size
+        self.declare_router(dtype, f"{name}.router.proj")
+        self.declare_stacked(dtype, f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj")
         self.router_scale = param((hidden,), dtype, (None,), Piece(f"{name}.router.scale", (hidden,)))
         self.scale = param((experts,), dtype, (None,), Piece(f"{name}.router.per_expert_scale", (experts,)))
         self.norm = RMSNorm(hidden, config, dtype, f"{name}.pre_feedforward_layernorm_2")
-        self.hold(dtype, halves, [down])
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         config = self.config
@@ -262,6 +320,11 @@ def read_gemma4(hf: Fields) -> dict[str, Any]:
         parts.append(LayerInputs(size=size, vocab_size=int(hf["vocab_size_per_layer_input"])))
     if hf.get("enable_moe_block"):
         parts.append(_experts(hf, layers))
+    return {**completed(hf, fields, types, local_theta), "parts": tuple(parts)}
+
+
+def completed(hf: Fields, fields: dict[str, Any], types: list[str], local_theta: float) -> dict[str, Any]:
+    """`decoder`'s fields, with those that Gemma 3n and 4 share."""
     return {
         **fields,
         **attention_biases(hf),
@@ -271,7 +334,6 @@ def read_gemma4(hf: Fields) -> dict[str, Any]:
         "attention_scale": 1.0,
         "head": OutputHead(soft_cap=hf.get("final_logit_softcapping")),
         "rope": dataclasses.replace(fields["rope"], local_theta=local_theta),
-        "parts": tuple(parts),
     }
 
 
@@ -344,6 +406,8 @@ DEFAULTS = {
 PARTS = (FullAttention, SharedKeysValues, LayerInputs, MixtureOfExperts)
 OTHER_PARTS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 TEXT = TextPart(("gemma4_text",), OTHER_PARTS, tied=True)
+
+
 FAMILIES = {
     "gemma4": Family(
         "Gemma 4 with images",

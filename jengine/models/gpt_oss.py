@@ -14,9 +14,9 @@ from jax import lax
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, windows_by_layer_types
-from jengine.models.layers import Attention, Block, dense, exact_matrix, param
+from jengine.models.layers import Attention, dense, param
 from jengine.models.llama import Llama
-from jengine.models.moe import Experts, MixtureOfExperts
+from jengine.models.moe import Experts, MixtureOfExperts, experts_everywhere
 from jengine.models.pieces import EVERY, Piece, heads, qkv_parts
 
 GROUP = 32  # inputs per scale in MXFP4; each device has whole groups
@@ -61,9 +61,7 @@ class GptOssExperts(Experts):
         downs = Piece(
             f"{name}.experts.down_proj", (experts, ffn, hidden), (every, EVERY, real), transposed=True
         )
-        self.router = exact_matrix(
-            (experts, hidden), dtype, (None, None), Piece(f"{name}.router.weight", (experts, hidden))
-        )
+        self.declare_router(dtype, f"{name}.router")
         self.router_bias = param((experts,), dtype, (None,), Piece(f"{name}.router.bias", (experts,)))
         self.hold(dtype, [gates], [downs], group)
         gate_bias = Piece(f"{name}.experts.gate_up_proj_bias", (experts, 2 * ffn), (every, real))
@@ -86,10 +84,7 @@ class GptOssExperts(Experts):
 
 
 class GptOss(Llama):
-    attention = GptOssAttention
-
-    def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
-        return GptOssExperts(config, dtype, f"{name}.mlp")
+    attention, experts = GptOssAttention, GptOssExperts
 
 
 def read_gpt_oss(hf: Fields) -> dict[str, Any]:
@@ -100,12 +95,10 @@ def read_gpt_oss(hf: Fields) -> dict[str, Any]:
         **attention_biases(hf),
         **windows_by_layer_types(hf, hf["sliding_window"], types),
     }
-    experts = MixtureOfExperts(
-        layers=tuple(range(layers)),
-        count=int(hf.get("num_local_experts") or hf.get("num_experts", 128)),
-        per_token=int(hf.get("num_experts_per_tok") or hf.get("experts_per_token", 4)),
-        size=fields["intermediate_size"],
-        normalize=True,
+    experts = experts_everywhere(
+        fields,
+        hf.get("num_local_experts") or hf.get("num_experts", 128),
+        hf.get("num_experts_per_tok") or hf.get("experts_per_token", 4),
     )
     return {
         **fields,

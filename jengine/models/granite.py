@@ -1,5 +1,5 @@
-"""Granite 3: Llama with factors for embeddings, scores, logits and the layers' contributions to the residual
-stream.
+"""Granite 3, with experts too: factors for embeddings, scores, logits and the layers' contributions to the
+residual stream.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 
-from jengine.models.config import ModelConfig
-from jengine.models.config_parts import OutputHead
+from jengine.models.config import ModelConfig, OutputHead
 from jengine.models.family import Family, Fields
 from jengine.models.layers import Attend, Block, Layer, Mixer
 from jengine.models.llama import Llama, read_llama
+from jengine.models.moe import Experts, MixtureOfExperts, experts_everywhere
 from pallas_kernels.elementwise.rotary import Rotation
 from pallas_kernels.products.rows import Sum, array_of
 
@@ -52,6 +52,16 @@ class Granite(Llama):
         )
 
 
+class GraniteExperts(Experts):
+    def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
+        self.declare_router(dtype, f"{name}.router.layer")
+        self.declare_stacked(dtype, f"{name}.input_linear.weight", f"{name}.output_linear.weight")
+
+
+class GraniteMoe(Granite):
+    mlp_name, experts = "block_sparse_moe", GraniteExperts
+
+
 def read_granite(hf: Fields) -> dict[str, Any]:
     return {
         **read_llama(hf),
@@ -62,4 +72,14 @@ def read_granite(hf: Fields) -> dict[str, Any]:
     }
 
 
-FAMILIES = {"granite": Family("Granite 3 (dense)", Granite, read_granite, parts=(ResidualMultiplier,))}
+def read_granite_moe(hf: Fields) -> dict[str, Any]:
+    fields = read_granite(hf)
+    experts = experts_everywhere(fields, hf.get("num_local_experts", 8), hf.get("num_experts_per_tok", 2))
+    return {**fields, "parts": (*fields["parts"], experts)}
+
+
+PARTS = (ResidualMultiplier, MixtureOfExperts)
+FAMILIES = {
+    "granite": Family("Granite 3 (dense)", Granite, read_granite, parts=(ResidualMultiplier,)),
+    "granitemoe": Family("Granite 3 with experts", GraniteMoe, read_granite_moe, parts=PARTS),
+}

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from jengine.base.errors import ModelError
-from jengine.models.config import ModelConfig
-from jengine.models.config_parts import RopeScaling, Rotary
+from jengine.models.config import ModelConfig, RopeScaling, Rotary
 from jengine.models.family import Fields
 from jengine.models.rope import rope as rope_of
 from pallas_kernels.elementwise.activations import ACTIVATIONS
@@ -184,6 +183,19 @@ def check_shared_layers(hf: Fields, types: list[str]) -> int:
 def full_attention_every(layers: int, pattern: int) -> list[str]:
     """Layer types with full attention in every pattern-th layer."""
     return ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
+
+
+def windows_but_every(hf: Fields, window: int | None, pattern: int) -> dict[str, Any]:
+    """Windows for all layers but every pattern-th, or as layer_types says."""
+    return windows_by_layer_types(hf, window, full_attention_every(int(hf["num_hidden_layers"]), pattern))
+
+
+def rotated_in_windows(fields: dict[str, Any], windows: dict[str, Any]) -> dict[str, Any]:
+    """`fields` with these windows. Layers without a window do not rotate."""
+    layers = fields["num_layers"]
+    seen = windows.get("windows", (None,) * layers)
+    unrotated = tuple(i for i in range(layers) if seen[i] is None)
+    return {**fields, **windows, "rope": replace(fields["rope"], unrotated=unrotated)}
 
 
 def check(config: ModelConfig) -> None:

@@ -15,8 +15,9 @@ from jengine.models.family import Family, Fields
 from jengine.models.hf_config import decoder
 from jengine.models.layers import (
     Attend,
+    Block,
     GatedMlp,
-    Layer,
+    Mixer,
     Recur,
     RMSNorm,
     dense,
@@ -26,7 +27,7 @@ from jengine.models.layers import (
 )
 from jengine.models.llama import Llama
 from jengine.models.pieces import EVERY, Piece, apart
-from jengine.models.qwen3 import Qwen3Attention
+from jengine.models.qwen import Qwen3Attention
 from jengine.models.recurrent import LinearAttention, state_entry
 from pallas_kernels.elementwise.rotary import Rotation
 
@@ -79,20 +80,16 @@ class Lfm2Mlp(GatedMlp):
 
 
 class Lfm2(Llama):
-    norm_name = "embedding_norm"
+    attention = Lfm2Attention
+    norm_name, norm_names = "embedding_norm", ("operator_norm", "ffn_norm")
 
-    def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
-        convolved = index in config.part(LinearAttention).layers
-        return Layer(
-            RMSNorm(config.hidden_size, config, dtype, f"{name}.operator_norm"),
-            (
-                ShortConvolution(config, dtype, f"{name}.conv")
-                if convolved
-                else Lfm2Attention(config, dtype, f"{name}.self_attn")
-            ),
-            RMSNorm(config.hidden_size, config, dtype, f"{name}.ffn_norm"),
-            Lfm2Mlp(config, dtype, f"{name}.feed_forward", "w2"),
-        )
+    def mixer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Mixer:
+        if index in config.part(LinearAttention).layers:
+            return ShortConvolution(config, dtype, f"{name}.conv")
+        return super().mixer(config, dtype, name, index)
+
+    def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
+        return Lfm2Mlp(config, dtype, f"{name}.feed_forward", "w2")
 
 
 def read_lfm2(hf: Fields) -> dict[str, Any]:

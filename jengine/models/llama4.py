@@ -17,13 +17,11 @@ from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.glm import GlmAttention
 from jengine.models.hf_config import attention_biases, decoder
-from jengine.models.layers import Attend, Block, GatedMlp, Layer, RMSNorm, dense, exact_matrix, unit
+from jengine.models.layers import Attend, GatedMlp, Mixer, dense, unit
 from jengine.models.llama import Llama
-from jengine.models.moe import Experts, MixtureOfExperts, has_experts
-from jengine.models.pieces import EVERY, Piece
-from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.cache.qkv import Qkv, QkvProduct, QueriesOnly
-from pallas_kernels.elementwise.rotary import Rotation
+from jengine.models.mistral import scaled_queries
+from jengine.models.moe import Experts, MixtureOfExperts
+from pallas_kernels.cache.qkv import Qkv, QkvProduct
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,24 +48,11 @@ class Llama4Experts(Experts):
     """
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
-        config, experts, ffn = self.config, self.sizes.count, self.sizes.size
-        hidden = config.hidden_size
-        every, real, both = self.real, slice(0, ffn), (experts, hidden, 2 * ffn)
-        stacked = Piece(f"{name}.experts.gate_up_proj", both, transposed=True)
-        halves = (
-            stacked._replace(part=(every, real, i), rows=(EVERY, slice(i * ffn, (i + 1) * ffn)))
-            for i in range(2)
-        )
-        down = Piece(
-            f"{name}.experts.down_proj", (experts, ffn, hidden), (every, EVERY, real), transposed=True
-        )
-        self.router = exact_matrix(
-            (experts, hidden), dtype, (None, None), Piece(f"{name}.router.weight", (experts, hidden))
-        )
-        self.hold(dtype, halves, [down])
-        self.shared = GatedMlp(
-            dataclasses.replace(config, intermediate_size=ffn), dtype, f"{name}.shared_expert"
-        )
+        self.declare_router(dtype, f"{name}.router")
+        names = f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj"
+        self.declare_stacked(dtype, *names, transposed=True)
+        sizes = dataclasses.replace(self.config, intermediate_size=self.sizes.size)
+        self.shared = GatedMlp(sizes, dtype, f"{name}.shared_expert")
 
     def scores(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The highest score, float32 [N, 1], and its expert."""
@@ -85,39 +70,19 @@ class Llama4Experts(Experts):
 
 
 class Llama4(Llama):
-    def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
-        normed = config.qk_norm and index not in config.rope.unrotated
-        return Layer(
-            RMSNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm"),
-            (NormedAttention if normed else GlmAttention)(config, dtype, f"{name}.self_attn"),
-            RMSNorm(config.hidden_size, config, dtype, f"{name}.post_attention_layernorm"),
-            self.mlp(config, dtype, name, index),
-        )
+    mlp_name, experts = "feed_forward", Llama4Experts
 
-    def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
-        kind = Llama4Experts if has_experts(config, index) else GatedMlp
-        return kind(config, dtype, f"{name}.feed_forward")
+    def mixer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Mixer:
+        normed = config.qk_norm and index not in config.rope.unrotated
+        return (NormedAttention if normed else GlmAttention)(config, dtype, f"{name}.self_attn")
 
     def attending(self, positions: jax.Array, attend: Attend) -> Attend:
         config = self.config
         scaling = config.find(UnrotatedQueryScaling)
         if scaling is None:
             return attend
-        scales = (1 + scaling.beta * jnp.log1p((positions + 1) // scaling.step))[:, None, None]
-
-        def scaled(
-            layer: int,
-            qkv: Qkv | QkvProduct | QueriesOnly,
-            rotation: Rotation | None,
-            options: AttentionOptions,
-        ) -> jax.Array:
-            assert not isinstance(qkv, QueriesOnly)
-            if layer in config.rope.unrotated:
-                q, k, v = qkv.split()
-                qkv = Qkv(q * scales.astype(q.dtype), k, v)
-            return attend(layer, qkv, rotation, options)
-
-        return scaled
+        scales = 1 + scaling.beta * jnp.log1p((positions + 1) // scaling.step)
+        return scaled_queries(attend, scales, config.rope.unrotated)
 
 
 def read_llama4(hf: Fields) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Mixture of experts: Mixtral and Qwen3-MoE."""
+"""Mixture of experts: its sizes, and the module that routes tokens to experts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,9 @@ from jax import lax
 from jengine.base.errors import ModelError
 from jengine.models.config import ModelConfig
 from jengine.models.facts import Working
-from jengine.models.family import Family, Fields
-from jengine.models.hf_config import attention_biases, decoder, window_everywhere
-from jengine.models.layers import Block, dense, exact_matrix, matrix, value
-from jengine.models.llama import Llama
+from jengine.models.family import Fields
+from jengine.models.layers import GatedMlp, dense, exact_matrix, matrix, value
 from jengine.models.pieces import EVERY, Piece
-from jengine.models.qwen3 import Qwen3
 from jengine.parallel.collectives import DATA, TENSOR, all_reduce, gather_rows, reduce_scatter, shard_index
 from pallas_kernels.devices import traced_for
 from pallas_kernels.elementwise.activations import gated
@@ -28,6 +26,7 @@ from pallas_kernels.products.groups import counted, grouped
 from pallas_kernels.products.support import why_sizes_unsupported
 from pallas_kernels.products.weight import Weight
 
+GATED, W = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")  # names of gate, up and down
 MAX_EXPERTS = 4096
 MAX_BLOCK = 64  # maximum rows per block
 EXPERTS = DATA, TENSOR  # axes over which whole experts are divided
@@ -61,6 +60,16 @@ class MixtureOfExperts:
             )
 
 
+def experts_everywhere(
+    fields: Mapping[str, Any], count: int, per_token: int, *, normalize: bool = True
+) -> MixtureOfExperts:
+    """Experts in every layer, of an MLP's size; `fields` are those of ModelConfig."""
+    layers, size = tuple(range(fields["num_layers"])), fields["intermediate_size"]
+    return MixtureOfExperts(
+        layers=layers, count=int(count), per_token=int(per_token), size=size, normalize=normalize
+    )
+
+
 def has_experts(config: ModelConfig, layer: int) -> bool:
     """Whether a layer routes tokens to experts."""
     experts = config.find(MixtureOfExperts)
@@ -78,7 +87,7 @@ class Experts(nnx.Module):
         config: ModelConfig,
         dtype: jax.typing.DTypeLike,
         name: str,
-        parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        parts: tuple[str, str, str] = GATED,
     ) -> None:
         """`parts` are the checkpoint's names of gate, up and down."""
         self.config, self.sizes, self.parts = config, config.part(MixtureOfExperts), parts
@@ -97,10 +106,40 @@ class Experts(nnx.Module):
         every = range(experts)
         gates = (piece(e, part, (ffn, hidden), real, i) for e in every for i, part in enumerate(gate_up))
         downs = (piece(e, down, (hidden, ffn), EVERY, real) for e in every)
-        self.router = exact_matrix(
-            (experts, hidden), dtype, (None, None), Piece(f"{name}.gate.weight", (experts, hidden))
-        )
+        self.declare_router(dtype, f"{name}.gate")
         self.hold(dtype, gates, downs)
+
+    def declare_router(self, dtype: jax.typing.DTypeLike, name: str) -> None:
+        shape = self.sizes.count, self.config.hidden_size
+        self.router = exact_matrix(shape, dtype, (None, None), Piece(f"{name}.weight", shape))
+
+    def declare_stacked(
+        self,
+        dtype: jax.typing.DTypeLike,
+        gate_up: str,
+        down: str,
+        *,
+        transposed: bool = False,
+        either: bool = False,
+    ) -> None:
+        """Declares experts that the checkpoint stores in these two tensors, [experts, 2 * size, hidden] and
+        [experts, hidden, size].
+
+        Args:
+            transposed, either: as in Piece; the last two axes are the other way round.
+        """
+        count, size, hidden = self.sizes.count, self.sizes.size, self.config.hidden_size
+        both, single = ((count, 2 * size, hidden), (count, hidden, size))
+        if transposed:
+            both, single = (count, hidden, 2 * size), (count, size, hidden)
+        every, real = self.real, slice(0, size)
+        stacked = Piece(gate_up, both, transposed=transposed, either=either)
+        halves = (
+            stacked._replace(part=(every, real, i), rows=(EVERY, slice(i * size, (i + 1) * size)))
+            for i in range(2)
+        )
+        part = every, EVERY, real
+        self.hold(dtype, halves, [Piece(down, single, part, transposed=transposed, either=either)])
 
     def laid(self, group: int = 1) -> tuple[int, int]:
         """The number of experts and their intermediate size in this layout, over all devices.
@@ -264,6 +303,22 @@ class Experts(nnx.Module):
         return placed
 
 
+class SharedExperts(Experts):
+    """Experts and a shared expert, whose result is multiplied by a gate."""
+
+    def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
+        super().declare(dtype, name)
+        config, hidden = self.config, self.config.hidden_size
+        shared = dataclasses.replace(config, intermediate_size=self.sizes.shared_size, mlp_bias=False)
+        self.shared = GatedMlp(shared, dtype, f"{name}.shared_expert")
+        shared_gate = Piece(f"{name}.shared_expert_gate.weight", (1, hidden))
+        self.shared_gate = exact_matrix((1, hidden), dtype, (None, None), shared_gate, adaptable=True)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gate = jax.nn.sigmoid(dense(x, self.shared_gate[...], dtype=jnp.float32)).astype(x.dtype)
+        return all_reduce(self.own_part(x) + gate * self.shared.own_part(x))
+
+
 def _weighted(y: jax.Array, weights: jax.Array) -> jax.Array:
     """y [N, k, hidden], weights [N, k] -> float32 [N, hidden]. A GPU gathers, multiplies and adds in one
     kernel.
@@ -271,55 +326,7 @@ def _weighted(y: jax.Array, weights: jax.Array) -> jax.Array:
     return (y.astype(jnp.float32) * weights[..., None]).sum(1)
 
 
-class Mixtral(Llama):
-    def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
-        return Experts(config, dtype, f"{name}.block_sparse_moe", ("w1", "w3", "w2"))
-
-
-class Qwen3Moe(Qwen3):
-    def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
-        if not has_experts(config, index):
-            return super().mlp(config, dtype, name, index)
-        return Experts(config, dtype, f"{name}.mlp")
-
-
-def read_mixtral(hf: Fields) -> dict[str, Any]:
-    fields = {**decoder(hf), **window_everywhere(hf, hf.get("sliding_window"))}
-    experts = MixtureOfExperts(
-        layers=tuple(range(fields["num_layers"])),
-        count=int(hf.get("num_local_experts") or hf.get("num_experts", 8)),
-        per_token=int(hf.get("num_experts_per_tok", 2)),
-        size=fields["intermediate_size"],
-        normalize=True,
-    )
-    return {**fields, "parts": (experts,)}
-
-
-def read_qwen3_moe(hf: Fields) -> dict[str, Any]:
-    window = hf.get("sliding_window", 4096)
-    fields = {
-        **decoder(hf),
-        **attention_biases(hf),
-        **window_everywhere(hf, window if hf.get("use_sliding_window") else None),
-    }
-    experts = MixtureOfExperts(
-        layers=sparse_layers(hf),
-        count=int(hf.get("num_experts") or hf.get("num_local_experts", 128)),
-        per_token=int(hf.get("num_experts_per_tok", 8)),
-        size=int(hf.get("moe_intermediate_size", 768)),
-        normalize=bool(hf.get("norm_topk_prob", False)),
-    )
-    return {**fields, "parts": (experts,)}
-
-
 def sparse_layers(hf: Fields) -> tuple[int, ...]:
     """The layers with experts, in Qwen's models."""
     dense, step = hf.get("mlp_only_layers") or [], int(hf.get("decoder_sparse_step", 1))
     return tuple(i for i in range(int(hf["num_hidden_layers"])) if i not in dense and (i + 1) % step == 0)
-
-
-MIXTRAL = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
-FAMILIES = {
-    "mixtral": Family("Mixtral", Mixtral, read_mixtral, MIXTRAL, parts=(MixtureOfExperts,)),
-    "qwen3_moe": Family("Qwen3-MoE", Qwen3Moe, read_qwen3_moe, parts=(MixtureOfExperts,)),
-}

@@ -1,10 +1,10 @@
-"""OLMo 2 and 3: the results of attention and MLP are normed, not their inputs, and so are queries and keys,
-over all heads together.
+"""OLMo 2 and 3, EXAONE 4: the results of attention and MLP are normed, not their inputs. OLMo and OLMoE norm
+queries and keys over all heads together, EXAONE per head.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,16 +16,25 @@ from jengine.models.family import Family, Fields
 from jengine.models.hf_config import (
     attention_biases,
     decoder,
-    full_attention_every,
     rope_by_layer_types,
-    windows_by_layer_types,
+    rotated_in_windows,
+    windows_but_every,
 )
-from jengine.models.layers import Attention, Layer, RMSNorm, param
+from jengine.models.layers import Attention, param
 from jengine.models.llama import Llama
+from jengine.models.moe import MixtureOfExperts, experts_everywhere
 from jengine.models.pieces import apart, qkv_parts
+from jengine.models.qwen import Qwen3Attention
 from jengine.models.residuals import ResultNormLayer
 from jengine.parallel.collectives import all_reduce
 from pallas_kernels.cache.qkv import Qkv, QkvProduct
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClippedQkv:
+    """The largest absolute value of queries, keys and values."""
+
+    limit: float
 
 
 class OlmoAttention(Attention):
@@ -55,16 +64,26 @@ class OlmoAttention(Attention):
         return Qkv(q_normed, k_normed, v)
 
 
+class OlmoeAttention(OlmoAttention):
+    def normalize(self, qkv: QkvProduct) -> Qkv:
+        normed, clipped = super().normalize(qkv), self.config.find(ClippedQkv)
+        return (
+            normed if clipped is None else Qkv(*(jnp.clip(x, -clipped.limit, clipped.limit) for x in normed))
+        )
+
+
 class Olmo(Llama):
     attention: type[Attention] = OlmoAttention
+    layer_type = ResultNormLayer
+    norm_names = "post_attention_layernorm", "post_feedforward_layernorm"
 
-    def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
-        return ResultNormLayer(
-            RMSNorm(config.hidden_size, config, dtype, f"{name}.post_attention_layernorm"),
-            self.attention(config, dtype, f"{name}.self_attn"),
-            RMSNorm(config.hidden_size, config, dtype, f"{name}.post_feedforward_layernorm"),
-            self.mlp(config, dtype, name, index),
-        )
+
+class Exaone4(Olmo):
+    attention = Qwen3Attention
+
+
+class Olmoe(Llama):
+    attention = OlmoeAttention
 
 
 def read_olmo2(hf: Fields) -> dict[str, Any]:
@@ -72,9 +91,7 @@ def read_olmo2(hf: Fields) -> dict[str, Any]:
 
 
 def read_olmo3(hf: Fields) -> dict[str, Any]:
-    windows = windows_by_layer_types(
-        hf, hf["sliding_window"], full_attention_every(int(hf["num_hidden_layers"]), 4)
-    )
+    windows = windows_but_every(hf, hf["sliding_window"], 4)
     theta = float(hf["rope_theta"])
     everywhere, local_theta = rope_by_layer_types(hf, theta, theta)
     fields = decoder(hf, everywhere)
@@ -86,9 +103,34 @@ def read_olmo3(hf: Fields) -> dict[str, Any]:
     }
 
 
+def read_olmoe(hf: Fields) -> dict[str, Any]:
+    fields, limit = decoder(hf), hf.get("clip_qkv")
+    experts = experts_everywhere(
+        fields,
+        hf.get("num_experts", 64),
+        hf.get("num_experts_per_tok", 8),
+        normalize=bool(hf.get("norm_topk_prob", False)),
+    )
+    clipped = () if limit is None else (ClippedQkv(limit=float(limit)),)
+    return {**fields, **attention_biases(hf), "parts": (experts, *clipped)}
+
+
+def read_exaone4(hf: Fields) -> dict[str, Any]:
+    """If some layers have a window, the others do not rotate."""
+    fields, window, pattern = decoder(hf), hf.get("sliding_window"), hf.get("sliding_window_pattern") or 4
+    # LLLG means every fourth layer
+    every = len(pattern) if isinstance(pattern, str) else int(pattern)
+    if window is None:
+        return fields
+    return rotated_in_windows(fields, windows_but_every(hf, window, every))
+
+
+EXAONE4 = {"rms_norm_eps": 1e-5, "sliding_window": 4096}
+OLMOE = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+OLMO3 = {**EXAONE4, "rope_theta": 5e5}
 FAMILIES = {
+    "exaone4": Family("EXAONE 4", Exaone4, read_exaone4, EXAONE4),
     "olmo2": Family("OLMo 2", Olmo, read_olmo2, {"rms_norm_eps": 1e-5}),
-    "olmo3": Family(
-        "OLMo 3", Olmo, read_olmo3, {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096}
-    ),
+    "olmo3": Family("OLMo 3", Olmo, read_olmo3, OLMO3),
+    "olmoe": Family("OLMoE", Olmoe, read_olmoe, OLMOE, parts=(MixtureOfExperts, ClippedQkv)),
 }

@@ -11,7 +11,7 @@ import jax
 
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.core.quantization import ModelFormats
-from jengine.models.config_parts import StoredWeights
+from jengine.models.config import StoredWeights
 from jengine.models.pieces import Piece
 from pallas_kernels.products.weights import NUMBERS, abstract
 from pallas_kernels.quantization.formats import WeightFormat

@@ -4,7 +4,6 @@ shared one.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -20,11 +19,8 @@ from jengine.models.family import OF_WHOLE, Family, Fields, TextPart
 from jengine.models.hf_config import attention_biases, interleaved, partly_rotated
 from jengine.models.layers import (
     Attend,
-    Block,
-    GatedMlp,
-    Layer,
+    Mixer,
     Recur,
-    RMSNorm,
     dense,
     exact_matrix,
     matrix,
@@ -32,11 +28,10 @@ from jengine.models.layers import (
     row_parallel_dense,
 )
 from jengine.models.llama import Llama
-from jengine.models.moe import Experts, MixtureOfExperts, has_experts, sparse_layers
+from jengine.models.moe import MixtureOfExperts, SharedExperts, sparse_layers
 from jengine.models.pieces import EVERY, Part, Piece, heads, qkv_parts
-from jengine.models.qwen3 import Qwen3Attention
+from jengine.models.qwen import Qwen3Attention
 from jengine.models.recurrent import LinearAttention, state_entry
-from jengine.parallel.collectives import all_reduce
 from pallas_kernels.elementwise.rotary import Rotation
 
 EPSILON = 1e-6  # for the norms of queries and keys
@@ -184,45 +179,14 @@ class SeparateDeltaNet(GatedDeltaNet):
         )
 
 
-class SharedExperts(Experts):
-    """Experts and a shared expert, whose result is multiplied by a gate."""
-
-    def __init__(
-        self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, parts: tuple[str, str, str]
-    ) -> None:
-        super().__init__(config, dtype, name, parts)
-        hidden = config.hidden_size
-        shared = dataclasses.replace(config, intermediate_size=self.sizes.shared_size, mlp_bias=False)
-        self.shared = GatedMlp(shared, dtype, f"{name}.shared_expert")
-        shared_gate = Piece(f"{name}.shared_expert_gate.weight", (1, hidden))
-        self.shared_gate = exact_matrix((1, hidden), dtype, (None, None), shared_gate, adaptable=True)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gate = jax.nn.sigmoid(dense(x, self.shared_gate[...], dtype=jnp.float32)).astype(x.dtype)
-        return all_reduce(self.own_part(x) + gate * self.shared.own_part(x))
-
-
 class Qwen3Next(Llama):
-    attention = GatedAttention
+    attention, experts = GatedAttention, SharedExperts
     delta_net: type[GatedDeltaNet] = GatedDeltaNet
 
-    def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
-        linear = index in config.part(LinearAttention).layers
-        return Layer(
-            RMSNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm"),
-            (
-                self.delta_net(config, dtype, f"{name}.linear_attn")
-                if linear
-                else self.attention(config, dtype, f"{name}.self_attn")
-            ),
-            RMSNorm(config.hidden_size, config, dtype, f"{name}.post_attention_layernorm"),
-            self.mlp(config, dtype, name, index),
-        )
-
-    def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
-        if not has_experts(config, index):
-            return super().mlp(config, dtype, name, index)
-        return SharedExperts(config, dtype, f"{name}.mlp", ("gate_proj", "up_proj", "down_proj"))
+    def mixer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Mixer:
+        if index in config.part(LinearAttention).layers:
+            return self.delta_net(config, dtype, f"{name}.linear_attn")
+        return super().mixer(config, dtype, name, index)
 
 
 class Qwen35(Qwen3Next):

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jengine.models.config import ModelConfig
-from jengine.models.config_parts import RopeScaling
+from jengine.models.config import ModelConfig, RopeScaling
 from pallas_kernels.elementwise.rotary import Rotation
 
 

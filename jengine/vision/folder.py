@@ -22,11 +22,11 @@ FAMILIES = {
     "gemma3": "gemma3:Gemma3Vision",
     "gemma4": "gemma4:Gemma4Vision",
     "idefics3": "smolvlm:SmolVlm",
-    "qwen2_5_vl": "qwen2_5_vl:Qwen25Vision",
-    "qwen3_5": "qwen3_vl:Qwen3Vision",
-    "qwen3_5_moe": "qwen3_vl:Qwen3Vision",
-    "qwen3_vl": "qwen3_vl:Qwen3Vision",
-    "qwen3_vl_moe": "qwen3_vl:Qwen3Vision",
+    "qwen2_5_vl": "qwen:Qwen25Vision",
+    "qwen3_5": "qwen:Qwen3Vision",
+    "qwen3_5_moe": "qwen:Qwen3Vision",
+    "qwen3_vl": "qwen:Qwen3Vision",
+    "qwen3_vl_moe": "qwen:Qwen3Vision",
     "smolvlm": "smolvlm:SmolVlm",
 }
 GROUP = "jengine.images"  # of other packages' entry points: a model_type and a class that makes a Vision

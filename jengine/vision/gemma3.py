@@ -92,9 +92,9 @@ class Gemma3Vision:
         return image * len(parts)
 
     def module(self, dtype: Any) -> nnx.Module:
-        from jengine.vision.gemma3_encoder import Encoder
+        from jengine.vision.siglip import Gemma3Encoder
 
-        return Encoder(self._vision, self._hidden, self.patches_per_row, dtype)
+        return Gemma3Encoder(self._vision, self._hidden, self.patches_per_row, dtype)
 
     def encode(self, module: Any, pixels: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
         out: jax.Array = module(pixels, places)

@@ -1,4 +1,4 @@
-"""What the vision parts of Qwen's families share: images and prompts."""
+"""Images and prompts of Qwen's vision models: Qwen2.5-VL, Qwen3-VL, Qwen3.5 and 3.6."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ import numpy as np
 
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.vision.family import VISUAL, Patches, require
-from jengine.vision.pixels import BICUBIC, fitting, most_fitting, normalized, patches, rgb
+from jengine.vision.pixels import BICUBIC, fitting, most_fitting, normalized, patches, rgb, squares
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 if TYPE_CHECKING:
     import jax
     from flax import nnx
     from PIL.Image import Image
+
 
 OVERRIDES = ("max_pixels", "min_pixels", "size")
 # fields of preprocessor_config.json with the only value that is supported
@@ -94,21 +98,6 @@ class Preparation:
         embedding = (self.size * self.merge) ** 2  # its pixels
         return most_fitting(self.size * self.merge, self.least, self.most) // embedding * self.merge**2
 
-    def resized(self, image: Image) -> np.ndarray:
-        """float32 [3, height, width]."""
-        height, width = fitting((image.height, image.width), self.size * self.merge, self.least, self.most)
-        return normalized(rgb(image).resize((width, height), BICUBIC), self.mean, self.std)
-
-    def grid(self, resized: np.ndarray) -> tuple[int, int]:
-        """How many patches it has."""
-        return resized.shape[1] // self.size, resized.shape[2] // self.size
-
-    def pixels(self, resized: np.ndarray, order: np.ndarray) -> np.ndarray:
-        """float32 [patches, features]."""
-        cells = patches(resized, self.size, order)[:, :, None]
-        shape = len(order), 3, self.frames, self.size, self.size
-        return np.broadcast_to(cells, shape).reshape(len(order), -1)
-
 
 class QwenVision(ABC):
     """Images of Qwen's models. An image is one part, with as many patches as its size gives."""
@@ -153,11 +142,15 @@ class QwenVision(ABC):
         self.token = self.row_token = int(config["image_token_id"])
 
     def cut(self, image: Image) -> list[Patches]:
-        resized = self.preparation.resized(image)
-        grid = self.preparation.grid(resized)
-        order, places = self.ordered(grid)
-        height, width = (side // self.preparation.merge for side in grid)
-        return [Patches(self.preparation.pixels(resized, order), places, height * width, (height, width))]
+        prepared = self.preparation
+        unit = prepared.size * prepared.merge
+        height, width = fitting((image.height, image.width), unit, prepared.least, prepared.most)
+        resized = normalized(rgb(image).resize((width, height), BICUBIC), prepared.mean, prepared.std)
+        order, places = self.ordered((height // prepared.size, width // prepared.size))
+        cells = patches(resized, prepared.size, order)[:, :, None]
+        repeated = np.broadcast_to(cells, (*cells.shape[:2], prepared.frames, *cells.shape[3:]))
+        rows, columns = height // unit, width // unit
+        return [Patches(repeated.reshape(len(order), -1), places, rows * columns, (rows, columns))]
 
     def limited(self, rows: int) -> Self:
         pixels = min(self.preparation.most, rows * (self.preparation.size * self.preparation.merge) ** 2)
@@ -183,3 +176,54 @@ class QwenVision(ABC):
 
     def facts(self) -> dict[str, Any]:
         return {"vision": dict(self.vision), **dataclasses.asdict(self.preparation)}
+
+
+class Qwen25Vision(QwenVision):
+    """Images of Qwen2.5-VL.
+
+    An image's patches are ordered by windows; the encoder returns embeddings in the image's own order. A
+    patch's place is its row and column, the number of its window, and by how many rows its embedding lies too
+    early.
+    """
+
+    places, patch_size = 4, 14
+
+    @property
+    def window(self) -> int:
+        """Embeddings along a window."""
+        size = self.preparation.size * self.preparation.merge
+        return int(self.vision.get("window_size", 112)) // size
+
+    def module(self, dtype: Any) -> nnx.Module:
+        from jengine.vision.qwen_encoder import WindowEncoder
+
+        window = self.window**2 * self.patches_per_row
+        return WindowEncoder(self.vision, self.preparation, window, dtype, "visual")
+
+    def ordered(self, grid: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        merge = self.preparation.merge
+        merged = squares(grid, merge).reshape(-1, merge**2, 2)  # [embeddings, patches of one, 2]
+        across = -(-grid[1] // merge // self.window)  # windows
+        rows, columns = merged[:, 0].T // merge // self.window
+        windows = rows * across + columns
+        by_window = np.argsort(windows, kind="stable")
+        indices = np.stack([windows[by_window], by_window - np.arange(len(by_window))], axis=1).astype(
+            np.int32
+        )
+        order = merged[by_window].reshape(-1, 2)
+        return order, np.concatenate([order, indices.repeat(merge**2, axis=0)], axis=1)
+
+
+class Qwen3Vision(QwenVision):
+    """Images of Qwen3-VL. A patch's place is its row and column, and the image's numbers of both."""
+
+    places, patch_size = 4, 16
+
+    def module(self, dtype: Any) -> nnx.Module:
+        from jengine.vision.qwen_encoder import Encoder
+
+        return Encoder(self.vision, self.preparation, dtype, "visual")
+
+    def ordered(self, grid: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        order = squares(grid, self.preparation.merge)
+        return order, np.concatenate([order, np.full_like(order, grid)], axis=1)

@@ -1,16 +1,34 @@
-"""What the encoders of Qwen's families share: attention, and how patches are merged."""
+"""The encoders of Qwen's vision models: Qwen2.5-VL, most of whose layers attend within windows of the
+image; and Qwen3-VL to Qwen3.6, with rotary and learned positions, and Qwen3-VL's DeepStack.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jengine.vision.parts import Attention, LayerNorm, Linear, RMSNorm
+from jengine.models.layers import exact_matrix
+from jengine.models.pieces import Piece
+from jengine.vision.parts import (
+    Attention,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    axial_rotation,
+    within_runs,
+    within_segments,
+)
+from jengine.vision.qwen import Preparation
 from pallas_kernels.elementwise.activations import ACTIVATIONS
 from pallas_kernels.elementwise.rotary import Rotation, rotate_by_xla
 
 THETA = 10000.0  # of rotary embedding
+EPSILON = 1e-6
+WINDOWS = 2**16  # more than an image has
 
 
 class SelfAttention(nnx.Module):
@@ -34,3 +52,133 @@ class Merger(nnx.Module):
         """[N, hidden] -> [N // patches, out]."""
         normed = self.norm(x.reshape(-1, self.norm.size)).reshape(-1, self.up.inputs)
         return self.down(ACTIVATIONS["gelu"](self.up(normed)))
+
+
+class Block(nnx.Module):
+    """A layer, of Qwen2.5-VL if it is gated."""
+
+    def __init__(
+        self, fields: Mapping[str, Any], dtype: jax.typing.DTypeLike, name: str, *, gated: bool
+    ) -> None:
+        hidden, ffn = int(fields["hidden_size"]), int(fields["intermediate_size"])
+        norm, usual = (RMSNorm, "silu") if gated else (LayerNorm, "gelu_pytorch_tanh")
+        up, down = ("up_proj", "down_proj") if gated else ("linear_fc1", "linear_fc2")
+        self.activation = fields.get("hidden_act", usual)
+        self.norm1 = norm(hidden, EPSILON, dtype, f"{name}.norm1")
+        self.attention = SelfAttention(hidden, int(fields["num_heads"]), dtype, f"{name}.attn")
+        self.norm2 = norm(hidden, EPSILON, dtype, f"{name}.norm2")
+        self.gate = Linear(hidden, ffn, dtype, f"{name}.mlp.gate_proj") if gated else None
+        self.up = Linear(hidden, ffn, dtype, f"{name}.mlp.{up}")
+        self.down = Linear(ffn, hidden, dtype, f"{name}.mlp.{down}")
+
+    def __call__(self, x: jax.Array, rotation: Rotation, attend: Attention) -> jax.Array:
+        x += self.attention(self.norm1(x), rotation, attend)
+        y, activation = self.norm2(x), ACTIVATIONS[self.activation]
+        inner = activation(self.up(y)) if self.gate is None else activation(self.gate(y)) * self.up(y)
+        return x + self.down(inner)
+
+
+class WindowEncoder(nnx.Module):
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        prepared: Preparation,
+        window: int,
+        dtype: jax.typing.DTypeLike,
+        name: str,
+    ) -> None:
+        """window: the most patches of one."""
+        hidden, out = int(fields["hidden_size"]), int(fields["out_hidden_size"])
+        patch, merged = (hidden, 3, prepared.frames, prepared.size, prepared.size), hidden * prepared.merge**2
+        self.dtype, self.window = jnp.dtype(dtype), window
+        self.head_dim = hidden // int(fields["num_heads"])
+        self.everywhere = tuple(fields.get("fullatt_block_indexes") or ())  # layers without windows
+        self.embed = Linear(
+            prepared.features, hidden, dtype, f"{name}.patch_embed.proj", biased=False, stored=patch
+        )
+        self.blocks = nnx.List(
+            [Block(fields, dtype, f"{name}.blocks.{i}", gated=True) for i in range(int(fields["depth"]))]
+        )
+        self.merger = Merger(
+            RMSNorm(hidden, EPSILON, dtype, f"{name}.merger.ln_q"),
+            Linear(merged, merged, dtype, f"{name}.merger.mlp.0"),
+            Linear(merged, out, dtype, f"{name}.merger.mlp.2"),
+        )
+
+    def __call__(self, pixels: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
+        """As Vision.encode."""
+        rows, columns, windows, moves = places.T
+        x = self.embed(pixels.astype(self.dtype))
+        rotation = axial_rotation(self.head_dim, THETA, rows, columns)
+        everywhere, nearby = within_segments(segments), within_runs(segments * WINDOWS + windows, self.window)
+        for i, block in enumerate(self.blocks):
+            x = block(x, rotation, everywhere if i in self.everywhere else nearby)
+        merged = self.merger(x)
+        moved = jnp.arange(len(merged)) + moves[:: len(x) // len(merged)]
+        return jnp.zeros_like(merged).at[moved].set(merged, unique_indices=True)
+
+
+class Encoder(nnx.Module):
+    def __init__(
+        self, fields: Mapping[str, Any], prepared: Preparation, dtype: jax.typing.DTypeLike, name: str
+    ) -> None:
+        hidden, out = int(fields["hidden_size"]), int(fields["out_hidden_size"])
+        patch = (hidden, 3, prepared.frames, prepared.size, prepared.size)
+        table = (int(fields["num_position_embeddings"]), hidden)
+        self.side = int(table[0] ** 0.5)
+        self.head_dim = hidden // int(fields["num_heads"])
+        self.taps = tuple(fields.get("deepstack_visual_indexes") or ())
+        self.embed = Linear(prepared.features, hidden, dtype, f"{name}.patch_embed.proj", stored=patch)
+        self.positions = exact_matrix(table, dtype, (None, None), Piece(f"{name}.pos_embed.weight", table))
+        self.blocks = nnx.List(
+            [Block(fields, dtype, f"{name}.blocks.{i}", gated=False) for i in range(int(fields["depth"]))]
+        )
+        merged = hidden * prepared.merge**2
+
+        def merger(place: str, normed: int) -> Merger:
+            return Merger(
+                LayerNorm(normed, EPSILON, dtype, f"{place}.norm"),
+                Linear(merged, merged, dtype, f"{place}.linear_fc1"),
+                Linear(merged, out, dtype, f"{place}.linear_fc2"),
+            )
+
+        self.merger = merger(f"{name}.merger", hidden)
+        taps = (f"{name}.deepstack_merger_list.{i}" for i in range(len(self.taps)))
+        self.mergers = nnx.List([merger(tap, merged) for tap in taps])
+
+    def __call__(self, pixels: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
+        """As Vision.encode."""
+        rows, columns, heights, widths = places.T
+        x = self.embed(pixels.astype(self.positions.get_value().dtype))
+        x += self.interpolated(rows, columns, heights, widths).astype(x.dtype)
+        rotation = axial_rotation(self.head_dim, THETA, rows, columns)
+        attend, tapped = within_segments(segments), dict[int, jax.Array]()
+        for i, block in enumerate(self.blocks):
+            x = block(x, rotation, attend)
+            if i in self.taps:
+                tapped[i] = self.mergers[self.taps.index(i)](x)
+        return jnp.concatenate([self.merger(x), *(tapped[i] for i in sorted(self.taps))], axis=-1)
+
+    def interpolated(
+        self, rows: jax.Array, columns: jax.Array, heights: jax.Array, widths: jax.Array
+    ) -> jax.Array:
+        """The learned positions, a square with a corner at each corner of the image, between the patches'
+        nearest four: float32 [N, hidden].
+        """
+        out: jax.Array | float = 0.0
+        down, along = _neighbours(rows, heights, self.side), _neighbours(columns, widths, self.side)
+        table = self.positions.get_value()
+        for row, row_weight in down:
+            for column, column_weight in along:
+                out += table[row * self.side + column] * (row_weight * column_weight)[:, None]
+        return jnp.asarray(out)
+
+
+def _neighbours(
+    index: jax.Array, size: jax.Array, side: int
+) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """The two places of `side` nearest to places of `size`, and their weights. int32[N] each."""
+    at = index.astype(jnp.float32) * (side - 1) / jnp.maximum(size - 1, 1).astype(jnp.float32)
+    before = jnp.floor(at)
+    first, share = before.astype(jnp.int32), at - before
+    return (first, 1 - share), (jnp.minimum(first + 1, side - 1), share)

@@ -1,4 +1,4 @@
-"""SigLIP's encoder (Zhai et al. 2023): learned positions, and attention within frames of one size."""
+"""SigLIP's encoder (Zhai et al. 2023), and the encoders of Gemma 3 and SmolVLM, which are made of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flax import nnx
 
 from jengine.models.layers import exact_matrix
 from jengine.models.pieces import Piece
-from jengine.vision.parts import Attention, LayerNorm, Linear, within_frames
+from jengine.vision.parts import Attention, LayerNorm, Linear, RMSNorm, within_frames
 from pallas_kernels.elementwise.activations import ACTIVATIONS
 
 
@@ -62,3 +62,41 @@ class Siglip(nnx.Module):
         for block in self.blocks:
             x = block(x, attend)
         return self.norm(x)
+
+
+class Gemma3Encoder(nnx.Module):
+    """Square images, whose patches are averaged."""
+
+    def __init__(
+        self, fields: Mapping[str, Any], hidden: int, patches_per_row: int, dtype: jax.typing.DTypeLike
+    ) -> None:
+        """hidden: of the text model."""
+        size, eps, place = fields["hidden_size"], fields["layer_norm_eps"], "multi_modal_projector"
+        self.patches_per_row, self.frame = (
+            patches_per_row,
+            (fields["image_size"] // fields["patch_size"]) ** 2,
+        )
+        self.siglip = Siglip(fields, dtype, "vision_tower")
+        self.mean_norm = RMSNorm(size, eps, dtype, f"{place}.mm_soft_emb_norm", offset=1.0)
+        projection = f"{place}.mm_input_projection_weight"
+        self.projection = Linear(size, hidden, dtype, projection, biased=False, transposed=True)
+
+    def __call__(self, pixels: jax.Array, places: jax.Array) -> jax.Array:
+        """As Vision.encode; bucket and images are whole frames."""
+        x = self.siglip(pixels, places[:, 0], self.frame)
+        return self.projection(self.mean_norm(x.reshape(-1, self.patches_per_row, x.shape[1]).mean(1)))
+
+
+class SmolVlmEncoder(nnx.Module):
+    """Neighbouring patches become one row: pixels float32 [N, features], positions int32 [N] -> [N / per_row,
+    hidden].
+    """
+
+    def __init__(self, fields: Mapping[str, Any], hidden: int, per_row: int, dtype: Any) -> None:
+        self.per_row, name = per_row, "connector.modality_projection.proj"
+        self.siglip = Siglip(fields, dtype, "vision_model")
+        self.projection = Linear(fields["hidden_size"] * per_row, hidden, dtype, name, biased=False)
+
+    def __call__(self, pixels: jax.Array, positions: jax.Array, frame: int) -> jax.Array:
+        x = self.siglip(pixels, positions, frame)
+        return self.projection(x.reshape(len(x) // self.per_row, -1))

@@ -156,9 +156,9 @@ class SmolVlm:
     # --- the encoder --------------------------------------------------------------------------------
 
     def module(self, dtype: Any) -> nnx.Module:
-        from jengine.vision.smolvlm_encoder import Encoder
+        from jengine.vision.siglip import SmolVlmEncoder
 
-        return Encoder(self.vision, self.hidden, self.patches_per_row, dtype)
+        return SmolVlmEncoder(self.vision, self.hidden, self.patches_per_row, dtype)
 
     def encode(self, module: Any, pixels: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
         """All segments have `smallest` patches, so each frame attends to itself, and padding to padding."""

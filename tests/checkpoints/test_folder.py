@@ -15,7 +15,7 @@ from jengine import SamplingParams
 from jengine.base.errors import ModelError
 from jengine.checkpoints import read_config, read_sampling_defaults, resolve
 from jengine.checkpoints.folder import CONFIG_FILES
-from jengine.models.config_parts import RopeScaling
+from jengine.models.config import RopeScaling
 from tests.golden.weights import VARIANTS
 
 

@@ -16,8 +16,7 @@ from jengine.checkpoints.orbax import by_name
 from jengine.core.config import EngineConfig
 from jengine.engine.setup.shapes import describe
 from jengine.models import Model, Params, build
-from jengine.models.config import ModelConfig
-from jengine.models.config_parts import Converted, StoredWeights
+from jengine.models.config import Converted, ModelConfig, StoredWeights
 from jengine.parallel.mesh import make_mesh
 from jengine.serving.processes.engines import model_engine
 from pallas_kernels.products.weights import is_weight

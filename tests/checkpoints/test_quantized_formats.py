@@ -23,7 +23,7 @@ from jengine.engine.setup.shapes import describe
 from jengine.execution.kernels import described as described_kernels
 from jengine.execution.kernels import implementations
 from jengine.models import Params, build
-from jengine.models.config_parts import StoredWeights
+from jengine.models.config import StoredWeights
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.products.weights import is_weight, product, stored
 from pallas_kernels.quantization.int4 import Int4

@@ -23,7 +23,7 @@ from jengine.execution.runner import PendingSample
 from jengine.scheduling.step_plan import StepPlan
 from jengine.text.tokenizer import Tokenizer
 from jengine.vision.folder import vision_of
-from jengine.vision.images import with_images
+from jengine.vision.reader import with_images
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Answer, Estimates, limit_pages
 from tests.golden.images import CASES, picture, pictures, write_image_model

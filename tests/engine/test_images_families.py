@@ -28,7 +28,7 @@ from jengine.scheduling.costs.step_costs import SwapCosts
 from jengine.scheduling.pages.block_table import outside
 from jengine.scheduling.step_plan import StepPlan
 from jengine.vision.folder import served_vision
-from jengine.vision.images import with_images
+from jengine.vision.reader import with_images
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Answer, limit_pages
 from tests.engine.test_weight_updates import tensors

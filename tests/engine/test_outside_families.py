@@ -32,9 +32,9 @@ from tests.engine.running import SMALL, Answer, prompts, run
 from tests.engine.test_images_families import OPTIONS, answer, started
 from tests.golden.weights import VARIANTS, max_model_len, write_model
 
-COPIES = {"olmoe": "olmoe", "qwen3_next": "qwen3_next", "qwen3_vl": "qwen_vl"}  # and their files
+COPIES = {"olmoe": "olmo", "qwen3_next": "qwen3_next", "qwen3_vl": "qwen"}  # and their files
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=12, ignore_eos=True, logprobs=5)
-VISION = "from jengine.vision.qwen3_vl import Qwen3Vision\nclass Vision(Qwen3Vision):\n    pass\n"
+VISION = "from jengine.vision.qwen import Qwen3Vision\nclass Vision(Qwen3Vision):\n    pass\n"
 
 
 @pytest.fixture

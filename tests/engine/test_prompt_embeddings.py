@@ -31,8 +31,8 @@ from jengine.models import FAMILIES, Family, register
 from jengine.models.llama import Llama, read_llama
 from jengine.parallel.mesh import make_mesh
 from jengine.vision.folder import vision_of
-from jengine.vision.images import with_images
 from jengine.vision.prompt_embeddings import PromptEmbeddings
+from jengine.vision.reader import with_images
 from tests.engine.loras import load
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Answer, limit_pages

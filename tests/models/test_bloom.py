@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from jengine.checkpoints.hugging_face import model_config
-from jengine.models.bloom import laid_slopes, slopes
+from jengine.models.gpt import laid_slopes, slopes
 from tests.golden.weights import VARIANTS
 
 

@@ -14,9 +14,9 @@ from jengine.base.errors import ModelError
 from jengine.checkpoints.hugging_face import model_config
 from jengine.execution.kv_cache import abstract_cache, page_bytes, views
 from jengine.models import build
-from jengine.models.by_layer import at, kv_layer
 from jengine.models.cache import TOKENS, CacheGroup, homes, places
 from jengine.models.config import ModelConfig
+from jengine.models.gemma4 import at, kv_layer
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.cache.xla import page_write
 from pallas_kernels.quantization.quantized import dequantize, quantize

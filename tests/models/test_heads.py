@@ -14,7 +14,7 @@ import pytest
 
 from jengine.checkpoints import eagle3_config, load, mtp_config, read_config
 from jengine.models import DRAFT_HEADS, Model, Params, build
-from jengine.models.eagle3 import Eagle3Head, of_model
+from jengine.models.draft_heads import Eagle3Head, of_model
 from jengine.parallel.mesh import make_mesh
 from pallas_kernels.quantization.quantized import Quantized
 from tests.checkpoints.quantized_models import LINEAR, int8, write_safetensors

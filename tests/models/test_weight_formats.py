@@ -11,7 +11,7 @@ import pytest
 
 from jengine.base.errors import ModelError
 from jengine.core.quantization import FOUR_BITS, QUANTIZATIONS, Quantization
-from jengine.models.config_parts import StoredWeights
+from jengine.models.config import StoredWeights
 from jengine.models.quantized import format_of
 from pallas_kernels.products.weights import NUMBERS, abstract, stored
 from pallas_kernels.quantization.formats import FP8, WeightFormat

@@ -13,7 +13,7 @@ from PIL import Image
 
 from benchmarks.image_attacks import bomb
 from jengine.base.errors import InvalidArgument
-from jengine.vision.images import MOST_IMAGE_BYTES, read_image
+from jengine.vision.reader import MOST_IMAGE_BYTES, read_image
 
 
 def encoded(image: Image.Image, form: str = "PNG", **how: Any) -> bytes:

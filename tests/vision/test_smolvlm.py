@@ -9,7 +9,7 @@ import pytest
 
 from jengine.text.tokenizer import Tokenizer
 from jengine.vision.folder import vision_of
-from jengine.vision.images import with_images
+from jengine.vision.reader import with_images
 from jengine.vision.smolvlm import SmolVlm
 from tests.golden.images import CASES, pictures, write_image_model
 

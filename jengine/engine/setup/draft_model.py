@@ -11,7 +11,7 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.models import DRAFT_HEADS, Model, build
 from jengine.models.cache import apart, paged
 from jengine.models.config import ModelConfig
-from jengine.models.eagle3 import Eagle3Head
+from jengine.models.draft_heads import Eagle3Head
 
 
 def build_draft(draft: ModelConfig, spec: ExecutionSpec) -> Model:

@@ -38,7 +38,7 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.hub.files import HUB_FILES, WITHOUT_WEIGHTS
 from jengine.models import Params
 from jengine.models.config import ModelConfig
-from jengine.models.eagle3 import of_model
+from jengine.models.draft_heads import of_model
 from jengine.vision.family import RowEncoder
 from jengine.vision.folder import no_text, served_vision
 from jengine.vision.prompt_embeddings import PromptEmbeddings
