@@ -44,12 +44,14 @@ Running = Callable[[], bool]
 # Without a GPU there is nothing to tune on, but XLA would compile what it could try, which takes half of the
 # time. Untuned, cuBLASLt's products are faster than Triton's.
 UNTUNED: CompilerOptions = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
-# XLA's default (jax 0.12) and COLLECTIVES, so a step of several devices stays one command buffer.
-WHOLE: CompilerOptions = {
-    "xla_gpu_enable_command_buffer": (
-        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECTIVES"
-    )
-}
+# XLA's default and COLLECTIVES, so a step of several devices stays one command buffer. Since jax 0.12 that
+# holds XLA's kernels for small sums over NVLink, too; jax 0.11 launches each alone, so there NCCL does all.
+_BUFFER = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,COLLECTIVES"
+WHOLE: CompilerOptions = (
+    {"xla_gpu_enable_command_buffer": f"{_BUFFER},COLLECTIVES_KERNEL"}
+    if jax.__version_info__ >= (0, 12)
+    else {"xla_gpu_enable_command_buffer": _BUFFER, "xla_gpu_experimental_use_collective_kernels": ""}
+)
 
 
 NICENESS = 10

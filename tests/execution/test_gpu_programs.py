@@ -248,18 +248,6 @@ def test_on_hopper_kernels_do_all_that_touches_the_cache(
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 8192}
 
 
-def check_launches(devices: int) -> None:
-    spec = described("h200", devices, {**MODEL, **HEADS}, max_model_len=8192)
-    _, thunks = compiled_with_thunks(lower(spec, TrunkKey(8, 1)), {**gpu_options(spec), **UNTUNED})
-    assert len(thunks) == 1
-
-
-@pytest.mark.parametrize("devices", [2, pytest.param(8, marks=pytest.mark.full)])
-def test_a_step_is_one_command_buffer(on_hopper: Callable[..., None], devices: int) -> None:
-    """With collectives, beside which XLA would launch every kernel alone otherwise."""
-    on_hopper(check_launches, devices)
-
-
 KERNELS = {TrunkKey(8, 0): 9, TrunkKey(8, 1): 11}  # of a dense layer
 DECODE = "/paged_attention_decode/"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from jengine.base.errors import InvalidArgument
@@ -22,6 +24,24 @@ def test_in_a_host() -> None:
     assert ONE.all_reduce(SIZE, group) == pytest.approx((35e-6, 0, 15e-6))
     assert ONE.send(SIZE, between_hosts=False) == pytest.approx((20e-6, 0, 7.2e-6))
     assert ONE.all_reduce(SIZE, Group(1, 1)) == ONE.gather(SIZE, Group(1, 1)) == (0, 0, 0)
+
+
+PUBLISHED = [  # GPUs, bytes, microseconds of a sum
+    ("h100", 4, 512 << 10, 10),  # vLLM's issue 24532
+    ("h100", 4, 1 << 20, 14),
+    ("h100", 8, 512 << 10, 11),  # 42324
+    ("h100", 8, 1 << 20, 14),
+    ("b200", 8, 16 << 10, 7),  # 37756, of a B300
+    ("b200", 8, 128 << 10, 8),
+]
+
+
+@pytest.mark.parametrize(("device", "count", "size", "microseconds"), PUBLISHED)
+def test_kernels_of_small_sums(device: str, count: int, size: int, microseconds: float) -> None:
+    cluster, group = Cluster.of(device_spec(device), count), Group(count, 1)
+    assert sum(cluster.all_reduce(size, group)) == pytest.approx(1e-6 * microseconds, rel=0.15)
+    nccl = dataclasses.replace(cluster, kernels=False).all_reduce(size, group)
+    assert nccl.latency == pytest.approx(6.6e-6 + 2 * (count - 1) * 0.6e-6)
 
 
 def test_between_hosts() -> None:

@@ -67,6 +67,21 @@ def test_70b_needs_more_than_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert "on 8 x NVIDIA H200" in capsys.readouterr().out
 
 
+def test_exchanges_with_and_without_xlas_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    """On four H100s a sum takes 7 us, not 10. An L4 has no NVLink, and invariant sums are all-gathers."""
+    flags = ["plan", str(DATA / "llama-3.1-8b"), "--tensor-parallel-size=4", "--max-model-len=4096"]
+    assert cli.main([*flags, "--target=h100"]) == 0
+    text = capsys.readouterr().out
+    _, table = text.split("decode, sequences  exchanges  with NCCL alone  step of context 1,024\n")
+    alone = table.splitlines()[1].split()  # of one sequence: 65 sums, and the sampler's exchange
+    assert alone == ["1", "0.47", "ms", "0.67", "ms", "2.03", "ms"]
+    assert "NCCL's latencies, except for sums that XLA's kernels take," in text
+    for other in (["--target=l4"], ["--target=h100", "--batch-invariant"]):
+        assert cli.main([*flags, *other]) == 0
+        text = capsys.readouterr().out
+        assert "with NCCL alone" not in text and "take NCCL's latencies and" in text
+
+
 def test_exact_needs_the_extra(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", str(DATA / "llama-3.1-8b"), "--target=h200", "--exact"]) == 2
     assert "needs pip install 'jengine[aot]'" in capsys.readouterr().err

@@ -89,7 +89,7 @@ def test_rows_of_logits_by_hand() -> None:
     assert (moved, operations) == (2 * HEAD, 2 * 7 * HEAD)
     step = costs_of_70b(Layout(tensor=8)).step(Batch(0, 0, 4, 1))
     sums, size, logits = 2 * 80 + 1, 4 * 8192 * 2, 4 * 128_256 * 4 / 8
-    assert step["links"] == pytest.approx((sums * 2 * size + logits) * 7 / 8 / LINK)
+    assert step["links"] == pytest.approx((sums * size + logits / 8) * 7 / LINK), "each sum in one shot"
 
 
 def test_stages_read_the_weights_once_for_each_cohort() -> None:

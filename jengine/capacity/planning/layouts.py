@@ -211,6 +211,7 @@ def choose(config: EngineConfig, cluster: Cluster, traffic: Traffic, *, only: La
             traffic's.
         ModelError: the model cannot be read, or is not supported.
     """
+    cluster = dataclasses.replace(cluster, kernels=not config.batch_invariant)
     groups = _Groups(dataclasses.replace(config, **_defaults()), cluster.device)
     whole = groups.of(1)
     if traffic.tokens > whole.spec.max_model_len:

@@ -17,6 +17,10 @@ from jengine.parallel.layout import Layout
 # Seconds of small messages: to start a collective, and for each step of its ring. NCCL uses the
 # same figures to choose algorithms (2.28, src/graph/tuning.cc: ring, protocol LL).
 START, NVLINK_STEP, PCIE_STEP, NETWORK_STEP = 6.6e-6, 0.6e-6, 1.0e-6, 2.7e-6
+# XLA's kernels (jaxlib 0.12) sum up to so many bytes, over the number of devices, in one shot or in two.
+ONE_SHOT_BYTES, TWO_SHOT_BYTES = 2 << 20, 32 << 20
+# Seconds of small sums: those of such kernels in vLLM's issues 24532, 37756 and 42324, to 15 %.
+ONE_SHOT, TWO_SHOT = 7.0e-6, 10.5e-6
 PER_HOST = 8  # devices of a host, unless the number of hosts is given
 
 
@@ -49,6 +53,10 @@ class Group(NamedTuple):
 class Cluster:
     """Equal devices on equal hosts.
 
+    Attributes:
+        kernels: small sums use XLA's kernels, where these are faster than NCCL. XLA has them for 2, 4 or 8
+            devices of a host with NVLink, from Hopper on.
+
     Raises:
         InvalidArgument: the hosts cannot have equally many, or the speed of the network is unknown.
     """
@@ -56,6 +64,7 @@ class Cluster:
     device: DeviceSpec
     count: int
     hosts: int
+    kernels: bool = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= self.count or self.count % self.hosts:
@@ -90,11 +99,23 @@ class Cluster:
     # --- collectives -------------------------------------------------------------------------------------
 
     def all_reduce(self, size: float, group: Group) -> Seconds:
-        """Time to sum `size` bytes over the devices. In a ring, each device sends its share to every other
-        one, and then the sum.
+        """Time to sum `size` bytes over the devices. In a ring (NCCL) or in two shots, each device sends its
+        share to every other one, and then the sum; in one shot it sends all.
         """
-        half = self.gather(size, group)
-        return Seconds(2 * half.links, 2 * half.network, max(0.0, 2 * half.latency - START))
+        half, count = self.gather(size, group), group.devices
+        ring = Seconds(2 * half.links, 2 * half.network, max(0.0, 2 * half.latency - START))
+        if not self.has_kernels(group) or size * count > TWO_SHOT_BYTES:
+            return ring
+        kernel = Seconds(ring.links, latency=TWO_SHOT)
+        if size * count <= ONE_SHOT_BYTES:
+            kernel = Seconds(size * (count - 1) / self.device.link, latency=ONE_SHOT)
+        return min(ring, kernel, key=sum)
+
+    def has_kernels(self, group: Group) -> bool:
+        """Whether small sums of the group use XLA's kernels."""
+        hopper = float(self.device.capability) >= 9
+        joined = hopper and group.hosts == 1 and "NVLink" in self.device.link_name
+        return self.kernels and joined and group.devices in (2, 4, 8)
 
     def gather(self, size: float, group: Group) -> Seconds:
         """An all-gather to `size` bytes on each device, or a reduce-scatter of them, or an all-to-all."""

@@ -51,7 +51,8 @@ def make_plan(
     programs = {program.key: memory_of(program.program) for program in built} or estimated(spec)
     memory, pages = room(config, spec, device_limit(config, device), programs)
     layout = config.layout
-    roofline = Roofline.of(spec.model, formats_of(spec), Cluster.of(device, layout.devices, hosts=1), layout)
+    cluster = Cluster(device, layout.devices, 1, kernels=not config.batch_invariant)
+    roofline = Roofline.of(spec.model, formats_of(spec), cluster, layout)
     if not fits(memory, pages):
         pages = 0
     plan = _plan(spec, memory, pages, roofline)

@@ -13,7 +13,7 @@ from jengine.base.display import columns, columns_html, counted
 from jengine.capacity.planning.fitting import Fitting
 from jengine.capacity.planning.layouts import Candidate, Choice, Deployment
 from jengine.capacity.planning.memory import GIB, fits
-from jengine.capacity.planning.roofline import NAMES, Causes, Roofline
+from jengine.capacity.planning.roofline import NAMES, Batch, Causes, Roofline
 from jengine.devices.device_spec import DeviceSpec
 from jengine.execution.kernels import described
 from jengine.execution.kinds import Key
@@ -253,7 +253,7 @@ def tables(plan: Plan) -> list[Table]:
         held = [(f"of {length:,} tokens", f"{plan.sequences(length):,.1f}") for length in lengths]
         sections.append(Table("sequences that the cache holds", ("",), list(held)))
     sections.append(_speeds("decode, sequences", "context", plan.decode))
-    sections.append(_speeds("prefill, tokens a step", "prompts", plan.prefill))
+    sections += [*_exchanges(plan), _speeds("prefill, tokens a step", "prompts", plan.prefill)]
     if plan.seconds:
         rows = [
             (str(key), f"{plan.seconds[key]:.1f}", f"{used.temporaries:,}")
@@ -288,8 +288,9 @@ def _sources(plan: Plan) -> str:
     reached = "on this device" if device.measured else "on an H100 or H200; none was measured on this device"
     links = ""
     if cluster.count > 1:
+        kernels = ", except for sums that XLA's kernels take," if _has_kernels(plan) else ""
         links = (
-            f" Collectives take NCCL's latencies and {device.link / 1e9:.0f} GB/s in a host"
+            f" Collectives take NCCL's latencies{kernels} and {device.link / 1e9:.0f} GB/s in a host"
             f" ({device.link_name})"
             + (
                 f", {device.network / 1e9:.0f} GB/s between hosts ({device.network_name})"
@@ -342,6 +343,27 @@ def _speeds(title: str, context: str, rates: list[Rate]) -> Table:
             )
         rows.append(tuple(row))
     return Table(title, head, rows)
+
+
+def _has_kernels(plan: Plan) -> bool:
+    cluster = plan.roofline.cluster
+    return cluster.has_kernels(cluster.tensor_group(plan.roofline.layout))
+
+
+def _exchanges(plan: Plan) -> list[Table]:
+    """A decode step's time in exchanges between devices, with XLA's kernels for small sums and without."""
+    if not _has_kernels(plan):
+        return []
+    roofline, context = plan.roofline, min(rate.context for rate in plan.decode)
+    nccl = dataclasses.replace(roofline, cluster=dataclasses.replace(roofline.cluster, kernels=False))
+
+    def row(rate: Rate) -> tuple[str, ...]:
+        shown = [rate.causes, nccl.step(Batch(rate.count, rate.context))]
+        ms = [*(causes["links"] + causes["latency"] for causes in shown), rate.seconds]
+        return (f"{rate.count:,}", *(f"{1e3 * seconds:.2f} ms" for seconds in ms))
+
+    head = ("exchanges", "with NCCL alone", f"step of context {context:,}")
+    return [Table("decode, sequences", head, [row(rate) for rate in plan.decode if rate.context == context])]
 
 
 def _text(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
