@@ -1,4 +1,4 @@
-"""The two plots in README, of `compare`'s results on a CPU and of the GPU suite's: python -m benchmarks.plots
+"""The plots in README, of `compare`'s results on a CPU and of the GPU suite's: python -m benchmarks.plots
 (needs matplotlib, which is in the extra bench).
 """
 
@@ -36,6 +36,12 @@ SUITES = {
     "transformers, H100": ("gpu_suite_h100", "transformers"),
 }
 GPU_PANELS = {"decode, batch 1": "tokens/s, one stream", "prefill, 1 x 8192": "tokens/s, prompt of 8,192"}
+BESIDE_PANELS = {  # cases of the suite's part `beside`, after a second start
+    "one stream": "tokens/s, one stream",
+    "32 at once": "tokens/s, 32 at once",
+    "nano-vllm's 256 requests": "tokens/s, nano-vllm's 256 requests",
+    "32 prompts of 3,000": "tokens/s, prompts of 3,000",
+}
 OURS, OTHERS, TEXT = "#3f51b5", "#a9aebd", "#6b7280"  # the last one is readable on light and dark pages
 
 
@@ -92,6 +98,26 @@ def on_gpus() -> dict[str, dict[str, float]]:
     }
 
 
+def beside_vllm() -> dict[str, dict[str, float]]:
+    """Of models that both engines ran to the end; empty if there are none."""
+    rows = {row["case"]: row.get("tokens/s") for row in _read("gpu_suite").get("beside", {}).get("rows", [])}
+    models = dict.fromkeys(case.split(", ")[0] for case in rows if case.count(", ") > 1)
+
+    def rate(model: str, engine: str, case: str) -> float | None:
+        return rows.get(f"{model}, {engine}, second start: {case}")
+
+    names = {
+        f"{shown}, {model}": (model, engine)
+        for model in models
+        if all(rate(model, engine, case) for engine in ("jengine", "vllm") for case in BESIDE_PANELS)
+        for engine, shown in (("jengine", "jengine"), ("vllm", "vLLM"))
+    }
+    return {
+        title: {name: rate(*names[name], case) or 0.0 for name in names}
+        for case, title in BESIDE_PANELS.items()
+    }
+
+
 def _read(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
@@ -101,6 +127,9 @@ def main() -> None:
     matplotlib.rcParams["svg.hashsalt"] = "jengine"  # the same file again from the same results
     save("compare.svg", 4.0, on_a_cpu())
     save("gpu.svg", 1.3, on_gpus())
+    beside = beside_vllm()
+    if bars := len(next(iter(beside.values()))):
+        save("beside.svg", 1.0 + 0.4 * bars, beside)
 
 
 if __name__ == "__main__":

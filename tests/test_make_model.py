@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import jax
 import make_model
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from jengine.checkpoints.hugging_face import model_config
+from jengine.checkpoints.weights import load
+from jengine.models import build
+from jengine.parallel.mesh import make_mesh
 from jengine.text.tokenizer import Tokenizer
 
 TINY = make_model.SHAPES["134m"] | {
@@ -44,7 +49,36 @@ def test_writes_a_readable_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_shapes_have_the_sizes_they_are_known_by() -> None:
     sizes = {
-        name: sum(int(np.prod(shape)) for shape in make_model.tensor_shapes(config).values())
+        name: make_model.parameters_of(make_model.tensor_shapes({**make_model.COMMON, **config}))
         for name, config in make_model.SHAPES.items()
     }
-    assert sizes == {"134m": 124_668_672, "1b": 1_235_814_400, "8b": 8_030_261_248}
+    assert sizes == {
+        "134m": 124_668_672,
+        "1b": 1_235_814_400,
+        "8b": 8_030_261_248,
+        "qwen3-0.6b": 596_049_920,
+        "qwen3-30b-a3b": 30_532_122_624,
+        "gpt-oss-20b": 20_914_757_184,
+    }
+
+
+SMALL = {"vocab_size": 600, "hidden_size": 64, "head_dim": 16, "num_hidden_layers": 2}
+SMALLER: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {"intermediate_size": 64},
+    "qwen3-30b-a3b": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "gpt-oss-20b": {"intermediate_size": 64, "num_local_experts": 4, "layer_types": ["full_attention"] * 2},
+}
+
+
+@pytest.mark.parametrize("shape", SMALLER)
+def test_folders_of_other_families_are_read(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    monkeypatch.setitem(make_model.SHAPES, "small", make_model.SHAPES[shape] | SMALL | SMALLER[shape] | heads)
+    monkeypatch.setattr(make_model, "TRAINED_VOCABULARY", 500)
+    monkeypatch.setattr(make_model, "POOL", 1 << 12)
+    make_model.make_model("small", tmp_path, seed=3)
+    config = model_config(json.loads((tmp_path / "config.json").read_text()))
+    params = load(tmp_path, build(config, "bfloat16", 64), make_mesh(1), False)
+    assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in jax.tree.leaves(params))

@@ -102,7 +102,7 @@ def test_the_sdist_holds_sources_alone(sdist: Path) -> None:
     tops = {name.partition("/")[0] for name in names}
     assert tops == {
         *PACKAGES,
-        "serving",
+        *("serving", "benchmarks", "tests", "tools"),
         "README.md",
         "LICENSE",
         "CHANGELOG.md",
@@ -165,6 +165,15 @@ def test_the_client_has_a_public_name(bin: Path, home: Path) -> None:
     ).stdout.split()
     assert {"AsyncClient", "Client"} <= set(names)
     assert not [*(home / "venv" / "lib").glob("python*/site-packages/serving")]
+
+
+def test_the_wheel_has_the_gpu_suite(bin: Path, home: Path) -> None:
+    """Its parts for `jengine bench gpu`, whose imports are in the wheel."""
+    find = "from jengine.capacity.bench import gpu; print(gpu.suite_folder())"
+    folder = Path(run(bin / "python", "-c", find, cwd=home).stdout.strip())
+    assert folder.name == "suite"
+    parts = "from benchmarks.gpu import correctness, decode, products, engine; print(engine.__file__)"
+    assert run(bin / "python", "-c", parts, cwd=folder, JAX_PLATFORMS="cpu").stdout.startswith(str(folder))
 
 
 def test_the_command_generates(bin: Path, home: Path) -> None:

@@ -61,10 +61,10 @@ def measure(small: bool) -> Iterator[Row]:
         return
     forms, prompts, tokens = (FORMS[:1], PROMPTS[:2], 8) if small else (FORMS, (*PROMPTS, LONG), TOKENS)
     for form in forms:
-        yield from _of_form(form, prompts, tokens)
+        yield from of_form(form, prompts, tokens)
 
 
-def _of_form(form: Form, prompts: Sequence[str], tokens: int) -> Iterator[Row]:
+def of_form(form: Form, prompts: Sequence[str], tokens: int) -> Iterator[Row]:
     from jengine import LLM, SamplingParams
 
     made: list[LLM] = []

@@ -1,5 +1,5 @@
-"""The engine on a Llama of 8B parameters with random weights: tokens per second relative to the roofline, and
-host time per step.
+"""The engine on a Llama with random weights, of 8B parameters if they fit: tokens per second relative to the
+roofline, and host time per step.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks.gpu.ceilings import ceilings
-from benchmarks.gpu.llama import FULL, SMALL, Load
+from benchmarks.gpu.ceilings import Ceilings, ceilings
+from benchmarks.gpu.inputs import free_bytes
+from benchmarks.gpu.llama import SMALL, Load, largest, tokens_out
 from benchmarks.gpu.model import compiled, random_params
 from benchmarks.gpu.rows import Row, skipped
 from benchmarks.host_cost import Clock
@@ -57,12 +58,18 @@ GPU, CPU = How("bfloat16", 64, 64, 12), How("float32", 16, 16, 1)
 
 
 def measure(small: bool) -> Iterator[Row]:
-    size = SMALL if small else FULL
-    limits = ceilings(small)
+    yield from steps(SMALL if small else largest(free_bytes()), small)
+
+
+def steps(size: Load, small: bool, devices: int = 1) -> Iterator[Row]:
+    """Yields rows of an engine with this load. Shares are relative to the peak rates of all its devices."""
+    limits = Ceilings(*(devices * peak for peak in ceilings(small)))
     start = time.perf_counter()
-    spec, engine = make_engine(size, CPU if small else GPU)
+    spec, engine = make_engine(size, CPU if small else GPU, devices)
     refused = kernels_refused(spec)
-    yield Row("weights drawn, programs compiled", {"s": time.perf_counter() - start})
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(spec.params))
+    values = {"s": time.perf_counter() - start, "parameters": f"{parameters / 1e9:.1f}B"}
+    yield Row("weights drawn, programs compiled", values)
     if refused is not None:
         yield skipped("attention's kernels, XLA's forms take their place", refused)
     # operations and bytes; they do not depend on the device
@@ -94,10 +101,11 @@ def measure(small: bool) -> Iterator[Row]:
         yield Row(
             f"decode, batch {batch}, context {context:.0f}", values | share, None if small else DECODE_GOAL
         )
-    yield from launches(engine.runner)
+    if devices == 1:
+        yield from launches(engine.runner)
 
 
-def make_engine(size: Load, how: How) -> tuple[ExecutionSpec, Engine]:
+def make_engine(size: Load, how: How, devices: int = 1) -> tuple[ExecutionSpec, Engine]:
     """An engine with a trunk for each batch, and two trunks with a prefill chunk: with the smallest and the
     largest batch.
     """
@@ -109,8 +117,8 @@ def make_engine(size: Load, how: How) -> tuple[ExecutionSpec, Engine]:
     )
     facts = model_config(size.config)
     spec = ExecutionSpec(
-        model=build(facts, how.dtype, max_model_len),
-        mesh=make_mesh(1),
+        model=build(facts, how.dtype, max_model_len, shards=devices),
+        mesh=make_mesh(devices),
         table=ProgramTable(
             rows, tuple(sorted({rows[0], rows[-1]})), (size.chunk // how.tile_size,), how.tile_size
         ),
@@ -134,13 +142,6 @@ def make_engine(size: Load, how: How) -> tuple[ExecutionSpec, Engine]:
         max_model_len=max_model_len,
     )
     return spec, Engine(facts, runner, scheduler)
-
-
-def tokens_out(size: Load, batch: int) -> int:
-    """Output tokens per sequence, enough that no sequence ends during prefill of the others or during the
-    measurement.
-    """
-    return batch * size.prompt // size.chunk + size.steps + size.steps // 4 + 16
 
 
 def prefill_seconds(engine: Engine, prompts: int, tokens: int) -> float:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pallas_kernels
+
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu_suite.json"
 FAILED, SKIPPED = "failed", "skipped"
@@ -140,7 +142,7 @@ def failures(results: dict[str, Any], part: str) -> int:
 def sources() -> str:
     """A digest of the kernels' source files."""
     digest = hashlib.sha256()
-    kernels = ROOT / "pallas_kernels"
+    kernels = Path(pallas_kernels.__file__).parent
     for path in sorted(kernels.rglob("*.py")):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]

@@ -25,15 +25,18 @@ class Engine:
             cache_dir=limits.cache,
             enable_prefix_caching=False,
             speculative_config="none",
-            num_scheduler_steps=8,
-            **options,
+            **{"num_scheduler_steps": 8, **options, **limits.options},
         )
 
     def settle(self) -> None:
         self.llm.wait_until_compiled()
 
-    def generate(self, prompts: list[list[int]], outputs: list[int]) -> list[list[int]]:
-        params = [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True) for tokens in outputs]
+    def generate(
+        self, prompts: list[list[int]], outputs: list[int], temperature: float = 0.0
+    ) -> list[list[int]]:
+        params = [
+            SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True) for tokens in outputs
+        ]
         return [
             list(answer.outputs[0].token_ids) for answer in self.llm.generate(prompts, params, use_tqdm=False)
         ]

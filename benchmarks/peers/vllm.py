@@ -1,4 +1,4 @@
-"""vLLM for CPUs as a library, with its defaults except for prefix caching."""
+"""vLLM as a library, with its defaults except for prefix caching."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ class Engine:
             max_model_len=limits.tokens,
             max_num_seqs=limits.sequences,
             enable_prefix_caching=False,
+            **limits.options,
         )
 
-    def generate(self, prompts: list[list[int]], outputs: list[int]) -> list[list[int]]:
+    def generate(
+        self, prompts: list[list[int]], outputs: list[int], temperature: float = 0.0
+    ) -> list[list[int]]:
         params = [
-            vllm.SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            vllm.SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True, detokenize=False)
             for tokens in outputs
         ]
         given = [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]

@@ -37,6 +37,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     _add_throughput(kinds)
     _add_latency(kinds)
     _add_serve(kinds)
+    _add_gpu(kinds)
 
 
 # --- workload -------------------------------------------------------------------------------------
@@ -199,6 +200,31 @@ def _latency(options: argparse.Namespace) -> None:
         )
     )
     _save(options.output_json, result)
+
+
+def _add_gpu(kinds: Any) -> None:
+    text = "this GPU: kernels' results and speed, and a Llama as large as fits; writes a report to send"
+    parser: argparse.ArgumentParser = kinds.add_parser("gpu", help=text, description=text)
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        type=Path,
+        default=Path("jengine-gpu.json"),
+        help="the report, without names of users, hosts and folders (default: jengine-gpu.json)",
+    )
+    parser.add_argument("--minutes", metavar="NUMBER", type=float, default=10.0, help="at most (default: 10)")
+    parser.set_defaults(run=_gpu)
+
+
+def _gpu(options: argparse.Namespace) -> int:
+    if not options.minutes >= 1:
+        raise InvalidArgument("minutes", options.minutes, "must be at least 1")
+    _check_file("out", options.out)
+    from jengine.capacity.bench.gpu import report
+
+    code = report(options.out, options.minutes)
+    write(f"Please read {options.out}, and attach it to an issue of jengine's repository.\n")
+    return code
 
 
 # --- of a server ----------------------------------------------------------------------------------
