@@ -34,8 +34,7 @@ from jengine.engine.loop.engine import Engine
 from jengine.engine.setup.measure import measure as measure_costs
 from jengine.engine.start import start_engine
 from jengine.scheduling.costs.step_costs import StepCosts
-from jengine.scheduling.step_plan import StepPlan
-from jengine.scheduling.work import Work
+from jengine.scheduling.step_plan import StepPlan, Work
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 
 GOAL = 1.5  # multiple of the spread of identical steps

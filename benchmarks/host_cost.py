@@ -33,10 +33,10 @@ from jengine.checkpoints import read_config, resolve
 from jengine.core.request import Request, SamplingParams
 from jengine.engine.loop.engine import Engine
 from jengine.execution.batch import BatchLayout
+from jengine.execution.executor import Worker
 from jengine.execution.runner import InFlight, Runner, StepResult
 from jengine.execution.sampler import Sampled
 from jengine.execution.spec import ExecutionSpec
-from jengine.execution.worker import Worker
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
 from jengine.scheduling.scheduler import Scheduler

@@ -35,13 +35,13 @@ from jengine.serving.config import ServerConfig
 from jengine.serving.processes.engine_fleet import maker
 from jengine.stores.disk import DiskStore
 from jengine.stores.memory import PageStore
-from jengine.stores.remote import RemoteStore
+from jengine.stores.network import RemoteStore
 
 TOKEN = b"only for this benchmark"
 SERVER = """
 import sys
 from jengine.stores.memory import MemoryStore
-from jengine.stores.server import PageServer
+from jengine.stores.network import PageServer
 server = PageServer(MemoryStore(int(sys.argv[1])), sys.argv[2].encode(), writable=True)
 print(server.port, flush=True)
 sys.stdin.read()

@@ -18,8 +18,7 @@ from jengine.core.config import EngineConfig
 from jengine.core.request import Request, SamplingParams
 from jengine.core.updates import TokenUpdate
 from jengine.engine.start import start_engine
-from jengine.execution.pipeline import Pipeline
-from jengine.execution.worker import Worker
+from jengine.execution.executor import Pipeline, Worker
 from jengine.table.program_table import TrunkKey
 from pallas_kernels.llvm import native
 from pallas_kernels.llvm.calls import call, register

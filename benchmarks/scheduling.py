@@ -44,7 +44,7 @@ from jengine.execution.batch import BatchLayout
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.promises.acceptance import in_time
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.work import Work, pairs
+from jengine.scheduling.step_plan import Work, pairs
 
 PROMPT, OUTPUT = (16, 512), (16, 256)  # tokens, uniform
 SEQS, TILE, PAGE, TILES = 32, 64, 16, 8

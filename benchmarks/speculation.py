@@ -29,7 +29,7 @@ from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.speculation import MOST_DRAFTS
 from jengine.core.structured_outputs import StructuredOutputs
 from jengine.engine.loop.engine import Engine
-from jengine.scheduling.costs.draft_count import HowMany, all_of_them, most_a_second
+from jengine.scheduling.costs.draft_costs import HowMany, all_of_them, most_a_second
 from jengine.scheduling.drafters.choice import drafters_of
 from jengine.scheduling.rules.speculation import Speculation as Rule
 

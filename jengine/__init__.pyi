@@ -8,7 +8,7 @@ from jengine.api.embeddings import ScoringOutput as ScoringOutput
 from jengine.api.embeddings import ScoringRequestOutput as ScoringRequestOutput
 from jengine.api.forward import Forward as Forward
 from jengine.api.llm import LLM as LLM
-from jengine.api.llm_engine import LLMEngine as LLMEngine
+from jengine.api.llm import LLMEngine as LLMEngine
 from jengine.api.parity import Parity as Parity
 from jengine.api.parity import ReferenceOutput as ReferenceOutput
 from jengine.api.parity import verify as verify
@@ -38,7 +38,6 @@ from jengine.core.structured_outputs import StructuredOutputs as StructuredOutpu
 from jengine.core.updates import Load as Load
 from jengine.engine.start import follow as follow
 from jengine.insight.explanations.explain import Explanation as Explanation
-from jengine.insight.explanations.explain import Finding as Finding
 from jengine.insight.explanations.explain import explain as explain
 from jengine.insight.profiling.data import Profile as Profile
 from jengine.insight.profiling.data import ProfileOptions as ProfileOptions

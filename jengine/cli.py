@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from jengine import JengineError, __version__
 from jengine.commands import completions
-from jengine.vllm.arguments import Parser
+from jengine.vllm.flags import Parser
 
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 COMMANDS = (  # modules of jengine.commands, in the order of the help

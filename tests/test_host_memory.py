@@ -12,7 +12,7 @@ from jengine.base import host_memory
 from jengine.base.host_memory import available_memory, total_memory
 from jengine.capacity.planning.memory import fits, local_room
 from jengine.core.config import EngineConfig
-from jengine.execution.host_store import check_host_memory
+from jengine.execution.device_state import check_host_memory
 from jengine.insight.recording.machine import memory
 from jengine.serving.models.pool import HostMemory, MemoryNeed
 from tests.execution.specs import make_spec

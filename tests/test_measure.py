@@ -12,8 +12,7 @@ from jengine.engine.setup.measure import _slope, _two_slopes, measure
 from jengine.execution.runner import InFlight, PendingSample, StepResult
 from jengine.models.cache import CacheGroup
 from jengine.scheduling.costs.step_costs import Cost, Slopes, StepCosts
-from jengine.scheduling.step_plan import StepPlan
-from jengine.scheduling.work import Work, pairs, rows_work
+from jengine.scheduling.step_plan import StepPlan, Work, pairs, rows_work
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.table.ready_programs import ReadyPrograms, first_needed
 

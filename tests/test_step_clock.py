@@ -6,8 +6,7 @@ import pytest
 
 from jengine.engine.loop.step_updates import StepClock
 from jengine.scheduling.costs.step_costs import StepCosts
-from jengine.scheduling.step_plan import Span, StepPlan
-from jengine.scheduling.work import Work
+from jengine.scheduling.step_plan import Span, StepPlan, Work
 from jengine.table.program_table import DraftKey, ProgramTable, SamplerKey, TrunkKey
 
 TABLE = ProgramTable((8,), (8,), (1,), 16)

@@ -29,11 +29,11 @@ from jengine.core.updates import TokenUpdate
 from jengine.devices.device_spec import device_spec
 from jengine.engine.loop.engine import Engine
 from jengine.engine.setup.shapes import page_buckets
+from jengine.execution.executor import Worker
 from jengine.execution.kernels import kernels_refused
 from jengine.execution.kinds import TRUNK
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
-from jengine.execution.worker import Worker
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
 from jengine.scheduling.scheduler import Scheduler

@@ -190,7 +190,7 @@ def _started(model: str, options: dict[str, Any]) -> Any:
 def _draft_always(llm: Any) -> None:
     """From now on, drafts are verified whether they pay or not."""
     from benchmarks.restart import restart_scheduler
-    from jengine.scheduling.costs.draft_count import all_of_them
+    from jengine.scheduling.costs.draft_costs import all_of_them
 
     restart_scheduler(llm.engine, how_many_drafts=all_of_them)
 

@@ -85,11 +85,12 @@ def try_folder(name: str, folder: Path) -> Iterator[Row]:
     """Yields a row per check. Programs are loaded even if the folder does not match the model and device."""
     from benchmarks.gpu.model import Chosen, random_params
     from jengine.base.errors import InvalidArgument
+    from jengine.execution.executor import Worker
     from jengine.execution.kernels import prepare
-    from jengine.execution.program_store import PrebuiltPrograms, UntrustedProgram
+    from jengine.execution.program_folder import UntrustedProgram
+    from jengine.execution.program_store import PrebuiltPrograms
     from jengine.execution.programs import file_name, program_keys
     from jengine.execution.runner import Runner
-    from jengine.execution.worker import Worker
     from jengine.table.ready_programs import ReadyPrograms
 
     try:

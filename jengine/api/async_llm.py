@@ -18,7 +18,7 @@ from jengine.api.embeddings import EmbeddingRequestOutput
 from jengine.api.loras import AsyncLoras
 from jengine.api.prompts import PreparedPrompt, Prompt, is_slow, make_requests
 from jengine.api.request_handle import OutputKind, RequestHandle, RequestOptions
-from jengine.api.token_scores import TokenLists, given_requests, logprobs_of
+from jengine.api.scoring import TokenLists, given_requests, logprobs_of
 from jengine.api.vllm_methods import VllmMethods
 from jengine.base.errors import InvalidArgument, JengineError
 from jengine.core.beam_outputs import GenerationParams, split
@@ -199,9 +199,7 @@ class AsyncLLM(VllmMethods):
         return self.generate(prompt, sampling_params, request_id, lora_request=lora_request, **request)
 
     async def abort(self, request_id: str) -> bool:
-        """End a request; its iteration gets a last output with finish_reason "abort". False: the id is
-        unknown, or it has ended.
-        """
+        """End a request, whose last output has finish_reason "abort". False: unknown, or it has ended."""
         return self._requests.abort(request_id)
 
     async def embed(

@@ -62,9 +62,7 @@ class AsyncRequests:
     def open(
         self, prepared: PreparedPrompt, request_id: str | None, timeout: float | None, kind: OutputKind
     ) -> RequestHandle:
-        """Queues a prompt's requests, whose options `check` has accepted. Raises InvalidArgument if the
-        engine-side id is in use.
-        """
+        """Queues a prompt's requests, which `check` accepted. Raises InvalidArgument if an id is in use."""
         requests, key = prepared.requests, prepared.requests[0].request_id
         if request_id is None:
             self._check_id(request_id := key)

@@ -77,9 +77,7 @@ class Backend(Protocol):
         """The last reported totals over all steps, updated every second while it runs."""
 
     def connect(self, deliver: Callable[[Updates], None], fail: Callable[[BaseException], None]) -> None:
-        """Starts the engine; called once. Both functions may be called from any thread; `fail` at most once,
-        as the last call.
-        """
+        """Starts the engine; called once. Any thread may call both; `fail` once at most, and last."""
 
     def add(self, *requests: Request) -> None:
         """Queues a prompt's requests, which `limits` has accepted.

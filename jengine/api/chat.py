@@ -302,9 +302,7 @@ def _refusal_as_text(part: Any) -> Any:
 
 
 def plain_json(where: str, value: Any) -> Any:
-    """A copy made of JSON types only, so that an untrusted template cannot call methods of a caller's
-    object.
-    """
+    """A copy of JSON types only: an untrusted template cannot call methods of a caller's object."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as wrong:

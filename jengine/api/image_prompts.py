@@ -143,9 +143,7 @@ def image_marker(tokenizer: Tokenizer) -> str | None:
 
 
 def in_form(template: ChatTemplate, messages: Conversation, marker: str | None) -> Conversation:
-    """Checked messages as the template shows them: parts where it takes them, otherwise text, with the marker
-    in the place of an image.
-    """
+    """Checked messages as the template takes them: parts or text, with markers for images."""
     return [
         {**message, "content": _content(template, message["content"], marker)}
         if "content" in message

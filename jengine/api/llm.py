@@ -11,14 +11,12 @@ from jax.sharding import Mesh
 
 from jengine.api.chat import ChatOptions, Conversation, chat_prompt, conversations, split_options
 from jengine.api.embeddings import EmbeddingRequestOutput, ScoringRequestOutput
-from jengine.api.llm_engine import LLMEngine
-from jengine.api.llm_requests import LLMRequests, facts_of, stats_of
+from jengine.api.llm_requests import LLMRequests, SteppedRequests, facts_of, stats_of
 from jengine.api.loras import LoraRequests, Loras
 from jengine.api.metrics import get_metrics
 from jengine.api.prompts import Prompt, TokensPrompt
-from jengine.api.scoring import scoring_of
+from jengine.api.scoring import TokenLists, given_requests, logprobs_of, scoring_of
 from jengine.api.shared_engine import SharedEngine
-from jengine.api.token_scores import TokenLists, given_requests, logprobs_of
 from jengine.api.vllm_methods import VllmMethods
 from jengine.base.display import Summary
 from jengine.base.errors import EngineDead, InvalidArgument
@@ -71,7 +69,7 @@ class LLM(VllmMethods):
         ...     llm.generate("def fib(n):", SamplingParams(temperature=0.0))[0].outputs[0].text
     """
 
-    get_metrics, llm_engine = get_metrics, cached_property(LLMEngine)
+    get_metrics = get_metrics
 
     def __init__(
         self,
@@ -195,9 +193,7 @@ class LLM(VllmMethods):
         return self._requests.predict(prompts, sampling_params, prompt_tokens)
 
     def chat_prompt(self, messages: Conversation, **options: Unpack[ChatOptions]) -> TokensPrompt:
-        """Make the prompt that `chat` would complete for one conversation, for `stream` or to count its
-        tokens. Raises as `chat`.
-        """
+        """Make the prompt that `chat` would complete, for `stream` or to count tokens. Raises as `chat`."""
         return chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **options)
 
     @accepts
@@ -299,23 +295,17 @@ class LLM(VllmMethods):
         self._shared.do(operations.SetStrategy(strategy))
 
     def costs(self) -> CostReport:
-        """Report what steps cost on this machine: measured at warm-up, refined by every step, saved for the
-        next start. The report is shown as a table; in a notebook also as a plot, if matplotlib is installed.
-        May be called from any thread.
+        """Report what steps cost here: measured at warm-up, refined by every step, saved for the next start.
+        Shown as a table, in a notebook with a plot if matplotlib is installed. Thread-safe.
         """
         return self.engine.costs()
 
     def trace(self, seconds: float | None = None) -> Trace:
-        """Return what the engine did in the last `seconds`, or in the last 8192 steps; it always records
-        them. `trace().save("trace.json")` writes a file for https://ui.perfetto.dev. May be called from any
-        thread.
-        """
+        """Return what the engine did in the last `seconds`, or 8192 steps; see Trace. Thread-safe."""
         return self.engine.trace(seconds)
 
     def explain(self, seconds: float = 60.0) -> Explanation:
-        """Find the engine's bottlenecks in the last `seconds`, with the evidence, the option to change and
-        the predicted effect. May be called from any thread.
-        """
+        """Find bottlenecks of the last `seconds`, options to change, and predicted effects. Thread-safe."""
         return explain(self.trace(seconds))
 
     @property
@@ -427,13 +417,8 @@ class LLM(VllmMethods):
         return bool(self._shared.do(operations.GetPauseState()).asleep)
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
-        """Wait until every program is ready, as with warm_up="all". Requests are served meanwhile.
-
-        Args:
-            timeout: in seconds.
-
-        Returns:
-            Whether all programs are ready.
+        """Wait at most `timeout` seconds until every program is ready, as with warm_up="all", while requests
+        are served. Returns whether all are.
         """
         done = self.engine.wait_until_compiled(timeout)
         self._shared.step_until(lambda: not self.engine.has_unused_programs)
@@ -453,11 +438,14 @@ class LLM(VllmMethods):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @cached_property
+    def llm_engine(self) -> LLMEngine:
+        """An LLMEngine of this model."""
+        return LLMEngine(self)
+
     @property
     def engine(self) -> AnyEngine:
-        """The underlying engine, for tests and tools; use it in one thread, while no call runs. Raises
-        EngineDead after `close`.
-        """
+        """The engine, for tests and tools; use it while no call runs. Raises EngineDead after `close`."""
         return self._shared.engine
 
     @property
@@ -467,15 +455,11 @@ class LLM(VllmMethods):
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters: what the start took, compilations since then (any is a bug), preemptions, cache hits,
-        decisions and targets.
-        """
+        """Counters: of the start, compilations since (bugs), preemptions, cache hits, decisions, targets."""
         return stats_of(self.engine, self.started)
 
     def summary(self) -> Summary:
-        """A description for terminals and notebooks. Notebooks keep what they show; unlike the LLM, this
-        keeps no memory of a device.
-        """
+        """A description for terminals and notebooks, which keep it: it keeps no memory of a device."""
         try:
             return Summary("LLM", facts_of(self.model, self.engine, self.started))
         except EngineDead:
@@ -486,3 +470,27 @@ class LLM(VllmMethods):
 
     def _repr_html_(self) -> str:
         return self.summary()._repr_html_()
+
+
+class LLMEngine(SteppedRequests):
+    """A model that the caller steps, for scripts written for vLLM. Use it in one thread.
+
+    Args:
+        llm: the model. Its other methods may be used, too: all requests share batches.
+
+    Examples:
+        >>> engine = LLMEngine.from_engine_args(EngineArgs(model="demo"))
+        >>> engine.add_request("0", "def fib(n):", SamplingParams(temperature=0.0))
+        >>> while engine.has_unfinished_requests():
+        ...     for output in engine.step():
+        ...         print(output.outputs[0].text)
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        super().__init__(llm.loras, llm._requests, llm._shared)
+        self.llm = llm
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig, **more: Any) -> LLMEngine:
+        """Load the model of these options. Raises as LLM.from_engine_args."""
+        return cls(LLM.from_engine_args(engine_args, **more))

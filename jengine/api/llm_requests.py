@@ -1,15 +1,16 @@
-"""The requests of LLM's calls, and the loops of the threads that wait for them."""
+"""Requests of LLM: of its calls, whose threads wait for them, and of a caller that steps the engine."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, NamedTuple
 
+from jengine.api.embeddings import EmbeddingRequestOutput
 from jengine.api.loras import LoraRequests, Loras
 from jengine.api.prompts import Prompt, listed, make_requests
-from jengine.api.request_handle import tokens_of
+from jengine.api.request_handle import OutputKind, lengths, snapshot, tokens_of
 from jengine.api.shared_engine import SharedEngine, ThreadCall
 from jengine.base.display import counted
 from jengine.base.errors import InvalidArgument
@@ -17,15 +18,17 @@ from jengine.base.options import check_whole
 from jengine.base.progress import progress_bar
 from jengine.core.beam_outputs import BeamSearchOutput, BeamSearchSequence, sampling_of
 from jengine.core.beam_params import BeamSearchParams
+from jengine.core.lora import LoRARequest
 from jengine.core.pooling import PoolingParams
 from jengine.core.request import CompletionOutput, Request, RequestOutput, SamplingParams
 from jengine.core.service_level import BatchLevelOptions, ServiceLevel, levels, one_each
 from jengine.core.updates import Load
 from jengine.engine.ranks import AnyEngine, ranks_of
-from jengine.engine.setup.started import Started
+from jengine.engine.setup.prepare import Started
 from jengine.scheduling.forecasts.expectations import expect, hypothetical
 from jengine.scheduling.forecasts.forecast import Prediction
 from jengine.text.tokenizer import Tokenizer
+from jengine.vllm.translate import accepts
 
 
 class LLMRequests:
@@ -93,10 +96,8 @@ class LLMRequests:
         return requests
 
     def run(self, work: list[list[Request]], desc: str, show: bool) -> list[RequestOutput]:
-        """Returns the outputs of prompts' requests when all have ended.
-
-        Args:
-            desc, show: the progress bar's label, and whether to show it.
+        """Returns the outputs of prompts' requests when all have ended. desc, show: the progress bar's label,
+        and whether to show it.
         """
         call = ThreadCall()
         try:
@@ -230,3 +231,85 @@ def facts_of(model: str, engine: AnyEngine, started: Started) -> tuple[tuple[str
 def _programs(load: Load) -> str:
     of = "" if load.programs_ready == load.programs else f"{load.programs_ready} of "
     return of + counted(load.programs, "program")
+
+
+class _Added(NamedTuple):
+    """A request. `shown`: what its outputs have had so far, if they are deltas."""
+
+    call: ThreadCall
+    kind: OutputKind
+    shown: dict[int, tuple[int, int]]
+
+
+class SteppedRequests:
+    """Requests that a caller adds, while it steps the engine. Used by one thread."""
+
+    def __init__(self, loras: Loras, requests: LLMRequests, shared: SharedEngine) -> None:
+        self._loras, self._requests, self._shared = loras, requests, shared
+        self._added: dict[str, _Added] = {}
+
+    @accepts
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams | None = None,
+        *,
+        lora_request: LoRARequest | str | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Queue one prompt.
+
+        Args:
+            request_id: of its outputs, and for `abort_request`; must not be in use.
+            prompt, lora_request, priority: as for LLM.generate.
+            params: SamplingParams; PoolingParams for an embedding. None is the LLM's default. Their
+                output_kind says what `step` returns: everything so far, what is new, or the end only.
+
+        Raises:
+            InvalidArgument: as LLM.generate. Nothing has been queued.
+        """
+        if request_id in self._added:
+            raise InvalidArgument("request_id", request_id, "is in use")
+        [adapter] = self._loras.names(lora_request, 1)
+        pooling, sampling = (params, None) if isinstance(params, PoolingParams) else (None, params)
+        level = ServiceLevel(priority=priority)
+        requests = self._requests.make_one(prompt, sampling, level, pooling=pooling, lora_name=adapter)
+        added = _Added(ThreadCall(each_token=True), getattr(params, "output_kind", None) or "cumulative", {})
+        self._shared.open(added.call, [requests])
+        self._added[request_id] = added
+
+    def step(self) -> list[RequestOutput | EmbeddingRequestOutput]:
+        """Step the engine until a request has got tokens. Returns the outputs of those that have; they do not
+        change later. Without requests, returns at once.
+
+        Raises:
+            EngineDead: the engine has failed, or was closed.
+        """
+        added = [*self._added.items()]
+        if added:
+            self._shared.step_until(lambda: any(request.call.news for _, request in added))
+        outputs: list[RequestOutput | EmbeddingRequestOutput] = []
+        for request_id, (call, kind, shown) in added:
+            for output in self._shared.take(call) if call.news else ():
+                news = snapshot(output, shown)
+                news.request_id = request_id
+                if kind == "delta":
+                    shown |= lengths(output)
+                if output.finished:
+                    self.abort_request(request_id)
+                if output.finished or kind != "final":
+                    outputs.append(news if news.embedding is None else EmbeddingRequestOutput.of(news))
+        return outputs
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """End requests, which have no further output. Unknown ids are ignored."""
+        for name in [request_id] if isinstance(request_id, str) else [*request_id]:
+            if (request := self._added.pop(name, None)) is not None:
+                self._shared.close(request.call)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._added)
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self._added)

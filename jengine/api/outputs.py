@@ -67,9 +67,7 @@ class LiveOutputs:
         return output
 
     def take(self, updates: Iterable[Update]) -> list[RequestOutput]:
-        """Returns the outputs that these updates extended or ended, once each. Updates for ended requests are
-        dropped.
-        """
+        """The outputs that these updates extended or ended, once each. Ended requests are skipped."""
         grown: dict[int, RequestOutput] = {}
         for update in updates:
             answer = self._live.get(update.request_id)
@@ -103,9 +101,7 @@ class LiveOutputs:
                 builder.settle()
 
     def abort(self, request_id: str, why: str | None = None) -> RequestOutput | None:
-        """Ends the unfinished completions of this output with `why` as stop_reason. Returns None if all have
-        ended.
-        """
+        """Ends this output's unfinished completions with `why` as stop_reason. None: all have ended."""
         answer = self._live.get(request_id)
         if answer is None:
             return None

@@ -173,9 +173,7 @@ def params_of_samples(params: SamplingParams) -> tuple[SamplingParams, SamplingP
 
 
 def check_length(tokenizer: Tokenizer, text: str, max_model_len: int | None, *, pooled: bool = False) -> None:
-    """Raises PromptTooLong if the length of the text alone shows that it has too many tokens; see
-    longest_prompt.
-    """
+    """Raises PromptTooLong if the text's length shows that it has too many tokens; see longest_prompt."""
     per_token = tokenizer.max_token_bytes if max_model_len is not None else None
     if max_model_len is None or per_token is None or len(text) < max_model_len:
         return

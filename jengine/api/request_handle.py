@@ -88,9 +88,7 @@ class RequestHandle:
         return self._output.finished
 
     def abort(self, why: str | None = None) -> bool:
-        """End the request. Its last output has finish_reason "abort" and this stop_reason. Returns False if
-        it has already ended.
-        """
+        """End the request, with finish_reason "abort" and this stop_reason. False: it has ended already."""
         if not self._end(why):
             return False
         self._grown.set()
@@ -183,9 +181,7 @@ def lengths(output: RequestOutput) -> dict[int, tuple[int, int]]:
 
 
 def snapshot(output: RequestOutput, shown: dict[int, tuple[int, int]]) -> RequestOutput:
-    """A copy that does not grow. Of each completion, it contains only what follows the tokens and characters
-    in `shown`.
-    """
+    """A copy that does not grow, with what follows the tokens and characters in `shown`."""
     parts, times = [], output.metrics
     # field by field, since copy.copy takes four times as long, for every streamed token
     for completion in output.outputs:

@@ -1,6 +1,4 @@
-"""An engine shared by threads: one thread steps it for all, while the others sleep until they have
-updates.
-"""
+"""An engine shared by threads: one steps it for all, while the others sleep until they have updates."""
 
 from __future__ import annotations
 
@@ -228,9 +226,7 @@ class SharedEngine:
     # --- stepping ---------------------------------------------------------------------------------
 
     def _turn(self, call: ThreadCall) -> list[RequestOutput] | None:
-        """Returns news. If there are none, runs a step, or returns None to sleep while another thread
-        leads.
-        """
+        """Returns news. Without any, runs a step, or returns None to sleep while another thread leads."""
         with self._change():
             self.check()
             if call.news:
@@ -308,9 +304,7 @@ class SharedEngine:
 
     @contextlib.contextmanager
     def _change(self) -> Iterator[None]:
-        """Holds the lock. At the end, closes calls that were given up, and wakes a thread if there is no
-        leader.
-        """
+        """Holds the lock. At the end, closes calls that were given up, and wakes a thread if none leads."""
         with self._lock:
             self._changing = True
             try:

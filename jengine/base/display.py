@@ -69,11 +69,7 @@ def columns_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def image_html(plot: Callable[[], bytes], alt: str) -> str:
-    """The PNG drawn by `plot`; empty if matplotlib is not installed.
-
-    Args:
-        alt: description of the image.
-    """
+    """The PNG drawn by `plot`; empty if matplotlib is not installed. alt: description of the image."""
     if find_spec("matplotlib") is None:
         return ""
     return f'<img alt="{escape(alt)}" src="data:image/png;base64,{base64.b64encode(plot()).decode()}"/>'

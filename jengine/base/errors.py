@@ -63,9 +63,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 class ModelError(JengineError):
-    """A model that cannot be read or is not supported. The message names the file and, if there is one, the
-    tensor. What it repeats of a file is cut.
-    """
+    """A model that cannot be read or is not supported. Names the file, and the tensor if any."""
 
     def __init__(self, reason: str, *, file: object = None, tensor: str | None = None) -> None:
         self.reason, self.file = _cut(reason, 2000), file

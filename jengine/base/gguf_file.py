@@ -142,9 +142,7 @@ def dequantized(data: np.ndarray, kind: str) -> np.ndarray:
 
 
 class _Reader:
-    """Reads a file from its beginning. Lengths that the file gives are checked before anything of this length
-    is made.
-    """
+    """Reads a file in order. Lengths that it gives are checked before anything of them is made."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at = data, 0

@@ -1,6 +1,4 @@
-"""The host's memory that this process may use: the machine's, or less in a container, whose limits are those
-of Linux's control groups.
-"""
+"""The host's memory that this process may use: the machine's, or what its control groups leave."""
 
 from __future__ import annotations
 
@@ -56,9 +54,7 @@ def text_of(file: Path | str) -> str:
 
 
 class _Names(NamedTuple):
-    """A control group's files, and the line of memory.stat that counts pages of files, which the kernel can
-    drop.
-    """
+    """A control group's files, and the line of memory.stat that counts droppable pages of files."""
 
     limit: str
     used: str
@@ -78,9 +74,7 @@ def total_memory(root: Path = ROOT) -> int:
 
 
 def available_memory(root: Path = ROOT) -> int:
-    """Bytes that can be allocated without swapping, on the machine and within each limit; the total if this
-    is not known.
-    """
+    """Bytes that can be allocated without swapping, within each limit; the total if not known."""
     bounds = [total_memory(root)]
     if (available := field_of(root / "proc/meminfo", "MemAvailable:")) is not None:
         bounds.append(1024 * available)

@@ -136,9 +136,7 @@ def as_object(value: Any, file: object) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def malformed(file: object) -> Iterator[None]:
-    """Turns errors of a reader of parsed JSON into a ModelError that names the file: a field is missing, or
-    has the wrong type or value.
-    """
+    """Turns a reader's errors into a ModelError that names the file: missing or wrong fields."""
     try:
         yield
     except ModelError as refused:

@@ -221,9 +221,7 @@ def types_in(hint: Any) -> tuple[Any, ...]:
 
 
 def groups_of(of: type) -> list[type]:
-    """The dataclasses that declare the fields of a dataclass, in their order: its bases, from the last one,
-    and itself.
-    """
+    """The dataclasses that declare a dataclass's fields, in their order: bases from the last, then itself."""
     return [group for group in reversed(of.__mro__) if inspect.get_annotations(group)]
 
 

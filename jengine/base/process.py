@@ -17,9 +17,7 @@ from jengine.base.errors import JengineError
 
 
 def check_process(pid: int) -> None:
-    """Raises JengineError unless this is the process with this id: threads and devices do not survive
-    os.fork().
-    """
+    """Raises JengineError in another process: threads and devices do not survive os.fork()."""
     if os.getpid() != pid:
         raise JengineError(
             f"this model was loaded in process {pid} and cannot be used in process {os.getpid()}, which was"

@@ -149,9 +149,7 @@ def progress_log(
 
 
 def progress_line(doing: str, unit: str, done: int, total: int, seconds: float) -> str:
-    """Such as "compiling: 12 of 68 programs after 40 s, about 3 min left". The estimate assumes that all
-    units take as long.
-    """
+    """Such as "compiling: 12 of 68 programs after 40 s, about 3 min left", if all units take as long."""
     line = f"{doing}: {done} of {total} {unit}s after {duration(seconds)}"
     return f"{line}, about {duration(seconds / done * (total - done))} left" if 0 < done < total else line
 

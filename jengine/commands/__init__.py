@@ -1,3 +1,1 @@
-"""The commands of `jengine`, one file each. `add` declares a command's arguments and sets the function to
-run.
-"""
+"""The commands of `jengine`, one file each. `add` declares the arguments and sets what runs."""

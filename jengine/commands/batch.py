@@ -78,9 +78,7 @@ def _beginning(entry: tuple[str, int, Line]) -> tuple[str, int]:
 
 
 def _text(line: Line) -> str:
-    """The beginning of a prompt. For a conversation, texts with equal beginnings if the conversations have
-    them.
-    """
+    """The beginning of a prompt; of a conversation, a text that begins as others if it does."""
     if line.error is not None:
         return ""
     if isinstance(line.prompt, str):

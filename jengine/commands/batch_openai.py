@@ -1,6 +1,4 @@
-"""OpenAI's batch files: each line is a request to its API, and each record is the API's answer, which may be
-an error.
-"""
+"""OpenAI's batch files: lines are requests to its API, records its answers, which may be errors."""
 
 from __future__ import annotations
 

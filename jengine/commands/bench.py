@@ -1,6 +1,4 @@
-"""`jengine bench`: throughput and latency of a local model or a server. Options are named as in `vllm
-bench`.
-"""
+"""`jengine bench`: throughput and latency of a model or a server, with the options of `vllm bench`."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jengine import InvalidArgument, JengineError
 from jengine.base.progress import progress_bar
 from jengine.commands.connection import add_connection, client_options
-from jengine.commands.flags import add_engine, engine_fields
+from jengine.commands.flags import add_engine, add_flags, engine_fields
 from jengine.commands.terminal import note, write
 
 if TYPE_CHECKING:
@@ -47,9 +45,7 @@ def _add_dataset(
     parser: argparse.ArgumentParser, *, prompts: int, prefix: str, lengths: tuple[int, int]
 ) -> None:
     group = parser.add_argument_group("requests")
-    group.add_argument(
-        "--num-prompts", metavar="N", type=int, default=prompts, help=f"requests (default: {prompts})"
-    )
+    add_flags(group, ("--num-prompts", "N", "requests", prompts))
     group.add_argument(
         "--dataset-name",
         choices=("random", "sharegpt", "trace"),
@@ -57,7 +53,7 @@ def _add_dataset(
         help="random token ids, a ShareGPT file's first turns, or a trace's arrivals and lengths (see "
         "`jengine simulate`) (default: random)",
     )
-    group.add_argument("--dataset-path", metavar="FILE", type=Path, help="file for sharegpt or trace")
+    add_flags(group, ("--dataset-path", "FILE", "file for sharegpt or trace"))
     for name, default in zip(("input", "output"), lengths, strict=True):
         group.add_argument(
             f"--{prefix}{name}-len",
@@ -67,24 +63,13 @@ def _add_dataset(
             default=default,
             help=f"tokens of a random request's {name} (default: {default})",
         )
-    group.add_argument(
-        "--random-range-ratio",
-        metavar="NUMBER",
-        type=float,
-        default=0.0,
-        help="relative range of lengths around the mean (default: 0)",
+    add_flags(
+        group,
+        ("--random-range-ratio", "NUMBER", "relative range of lengths around the mean", 0.0),
+        ("--random-prefix-len", "N", "additional tokens of a common prefix", 0),
+        ("--sharegpt-output-len", "N", "tokens of each answer (default: as in the file)"),
+        ("--seed", "N", "", 0),
     )
-    group.add_argument(
-        "--random-prefix-len",
-        metavar="N",
-        type=int,
-        default=0,
-        help="additional tokens of a common prefix (default: 0)",
-    )
-    group.add_argument(
-        "--sharegpt-output-len", metavar="N", type=int, help="tokens of each answer (default: as in the file)"
-    )
-    group.add_argument("--seed", metavar="N", type=int, default=0, help="(default: 0)")
 
 
 def _requests(options: argparse.Namespace, tokens: Any) -> list[BenchRequest]:
@@ -119,16 +104,12 @@ def _requests(options: argparse.Namespace, tokens: Any) -> list[BenchRequest]:
 
 def _add_offline(kinds: Any, name: str, help: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = kinds.add_parser(name, help=help, description=help)
-    parser.add_argument(
-        "--model",
-        metavar="MODEL",
-        default="demo",
-        help="`demo`, a folder in Hugging Face's layout, or a hub id",
+    add_flags(
+        parser,
+        ("--model", "MODEL", "`demo`, a folder in Hugging Face's layout, or a hub id", "demo"),
+        ("--n", "N", "completions of each prompt", 1),
+        ("--output-json", "FILE", "save the result"),
     )
-    parser.add_argument(
-        "--n", metavar="N", type=int, default=1, help="completions of each prompt (default: 1)"
-    )
-    parser.add_argument("--output-json", metavar="FILE", type=Path, help="save the result")
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bars")
     return parser
 
@@ -171,7 +152,7 @@ def _add_latency(kinds: Any) -> None:
         ("num-iters-warmup", 10),
         ("num-iters", 30),
     ):
-        parser.add_argument(f"--{name}", metavar="N", type=int, default=default, help=f"(default: {default})")
+        add_flags(parser, (f"--{name}", "N", "", default))
     add_engine(parser)
     parser.set_defaults(run=_latency)
 
@@ -239,37 +220,21 @@ def _add_serve(kinds: Any) -> None:
         default="openai",
         help="OpenAI's API, or jengine's gRPC (default: openai)",
     )
-    parser.add_argument(
-        "--base-url",
-        metavar="URL",
-        help="http://HOST:PORT (HOST:PORT for gRPC), instead of --host and --port",
-    )
-    parser.add_argument("--host", metavar="HOST", default="127.0.0.1", help="(default: 127.0.0.1)")
-    parser.add_argument("--port", metavar="N", type=int, default=8000, help="(default: 8000)")
-    parser.add_argument(
-        "--endpoint",
-        metavar="PATH",
-        help="the path (default: /v1/completions; for openai-chat /v1/chat/completions)",
-    )
-    parser.add_argument(
-        "--model", metavar="NAME", help="the model to request (default: the first that the server lists)"
-    )
-    parser.add_argument(
-        "--request-rate",
-        metavar="NUMBER",
-        type=float,
-        default=INFINITE,
-        help="requests a second (default: inf)",
-    )
-    parser.add_argument(
-        "--burstiness",
-        metavar="NUMBER",
-        type=float,
-        default=1.0,
-        help="1: Poisson arrivals; less: bursts (default: 1)",
-    )
-    parser.add_argument(
-        "--max-concurrency", metavar="N", type=int, help="maximum number of concurrent requests"
+    add_flags(
+        parser,
+        ("--base-url", "URL", "http://HOST:PORT (HOST:PORT for gRPC), instead of --host and --port"),
+        ("--host", "HOST", "", "127.0.0.1"),
+        ("--port", "N", "", 8000),
+        ("--endpoint", "PATH", "the path (default: /v1/completions; for openai-chat /v1/chat/completions)"),
+        ("--model", "NAME", "the model to request (default: the first that the server lists)"),
+        ("--request-rate", "NUMBER", "requests a second", INFINITE),
+        ("--burstiness", "NUMBER", "1: Poisson arrivals; less: bursts", 1.0),
+        ("--max-concurrency", "N", "maximum number of concurrent requests"),
+        ("--percentile-metrics", "LIST", "and e2el", "ttft,tpot,itl"),
+        ("--metric-percentiles", "LIST", "such as 50,95,99", "99"),
+        ("--result-dir", "DIR", "of --save-result", Path(".")),
+        ("--result-filename", "FILE", "of --save-result", Path("bench_serve.json")),
+        ("--plot", "FILE", "save a plot, such as a PNG (needs the extra bench)"),
     )
     parser.add_argument(
         "--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="(default: on)"
@@ -277,28 +242,8 @@ def _add_serve(kinds: Any) -> None:
     parser.add_argument(
         "--goodput", metavar="NAME:MS", nargs="+", default=[], help="limits: ttft:500 tpot:50 e2el:9000"
     )
-    parser.add_argument(
-        "--percentile-metrics",
-        metavar="LIST",
-        default="ttft,tpot,itl",
-        help="and e2el (default: ttft,tpot,itl)",
-    )
-    parser.add_argument(
-        "--metric-percentiles", metavar="LIST", default="99", help="such as 50,95,99 (default: 99)"
-    )
-    parser.add_argument(
-        "--save-result",
-        action="store_true",
-        help="save the result as JSON in --result-dir, named --result-filename",
-    )
-    parser.add_argument("--result-dir", metavar="DIR", type=Path, default=Path("."), help="(default: here)")
-    parser.add_argument(
-        "--result-filename", metavar="FILE", default="bench_serve.json", help="(default: bench_serve.json)"
-    )
+    parser.add_argument("--save-result", action="store_true", help="save the result as JSON")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument(
-        "--plot", metavar="FILE", type=Path, help="save a plot, such as a PNG (needs the extra bench)"
-    )
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     _add_dataset(parser, prompts=1000, prefix="random-", lengths=(1024, 128))
     add_connection(parser.add_argument_group("connection (TLS files: for gRPC)"))

@@ -126,9 +126,7 @@ def _row(folder: SavedFolder) -> tuple[str, ...]:
 
 
 def _model(identity: dict[str, Any]) -> str:
-    """Describes a model by its shape. Programs do not contain its name, and models of the same shape share
-    them.
-    """
+    """Describes a model by its shape: models of the same shape share programs, which have no name."""
     model = identity.get("model", {})
     parts = [
         f"{model.get('family')} {model.get('num_layers')} x {model.get('hidden_size')}",

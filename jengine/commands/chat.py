@@ -28,8 +28,7 @@ from jengine.commands.flags import (
     lora_request,
 )
 from jengine.commands.terminal import note, write
-from jengine.vllm.arguments import add_help
-from jengine.vllm.flags import flag_values
+from jengine.vllm.flags import add_help, flag_values
 
 if TYPE_CHECKING:
     from jengine import LLM, CompletionOutput, Tokenizer, TokensPrompt
@@ -172,9 +171,7 @@ class ChatModel(Protocol):
 
 
 def transcript(messages: Messages) -> str:
-    """All messages as one text. An answer continues directly after the user's text; other messages end with a
-    newline.
-    """
+    """All messages as one text. Answers follow the user's text; other messages end with a newline."""
     return "".join(
         m["content"] + ("\n" if m["role"] != "user" and not m["content"].endswith("\n") else "")
         for m in messages
@@ -256,9 +253,7 @@ class RemoteModel:
 
 
 class Keyboard:
-    """Messages from stdin. On a terminal, Ctrl-C clears the line. Outside of `read`, it sets `interrupted`,
-    or `raises`.
-    """
+    """Messages from stdin. On a terminal, Ctrl-C clears the line, or sets `interrupted`, or `raises`."""
 
     def __init__(self) -> None:
         self.is_terminal = sys.stdin.isatty()
@@ -342,9 +337,7 @@ class Conversation:
         return True
 
     def send(self, text: str) -> bool:
-        """Sends a message and prints the answer as it arrives. If it fails, prints the error, forgets the
-        message, and returns False.
-        """
+        """Sends a message and prints the answer as it comes. If it fails, forgets the message: False."""
         self.messages.append({"role": "user", "content": text})
         answer, reason, tokens, times = "", None, 0, list[float]()
         self.keyboard.interrupted = False

@@ -12,8 +12,7 @@ from typing import Any
 from jengine import EngineConfig
 from jengine.commands.flags import add_model
 from jengine.commands.terminal import note
-from jengine.vllm.arguments import add_vllm_flags
-from jengine.vllm.flags import add_fields, flag_values
+from jengine.vllm.flags import add_fields, add_vllm_flags, flag_values
 from jengine.vllm.settings import ENGINE
 
 # Options that do not affect programs, or that this command sets.
@@ -55,7 +54,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def add_target(parser: argparse.ArgumentParser, names: str) -> None:
     """--target and --tp."""
-    parser.add_argument("--target", metavar="NAME", type=_lower, help=f"the GPU: {names}")
+    parser.add_argument("--target", metavar="NAME", type=str.lower, help=f"the GPU: {names}")
     parser.add_argument(
         "--tp",
         dest="tensor_parallel_size",
@@ -64,10 +63,6 @@ def add_target(parser: argparse.ArgumentParser, names: str) -> None:
         default=argparse.SUPPRESS,
         help="short for --tensor-parallel-size",
     )
-
-
-def _lower(name: str) -> str:
-    return name.lower()
 
 
 def config_for(options: argparse.Namespace) -> EngineConfig:

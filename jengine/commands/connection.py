@@ -47,9 +47,7 @@ def client_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def connect(address: str, options: argparse.Namespace) -> Client:
-    """Creates a client for the server at host:port. On a terminal, waits for a server that starts, and shows
-    what it does.
-    """
+    """A client for the server at host:port. On a terminal, waits for a server that starts, and shows it."""
     from jengine.client import Client
 
     client = Client(address, **client_options(options))

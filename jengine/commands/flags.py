@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from jengine import EngineConfig, LoRARequest, SamplingParams
 from jengine.commands.terminal import note
-from jengine.vllm.arguments import add_vllm_flags
-from jengine.vllm.flags import add_fields, flag_values
+from jengine.vllm.flags import add_fields, add_vllm_flags, flag_values
 from jengine.vllm.settings import ENGINE
 
 # Defaults that differ from SamplingParams: long enough to read, random enough not to loop.
@@ -23,6 +24,22 @@ ENGINE_SKIPS = ("model", "seed")
 # options of groups that a short help shows
 COMMON_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "seed", "stop")
 COMMON_ENGINE = ("config", "revision", "dtype", "quantization", "max_model_len")
+
+
+# of a flag's value, by its metavar; others are text
+TYPES: dict[str, Callable[[str], Any]] = {"N": int, "NUMBER": float, "FILE": Path, "DIR": Path}
+Flag = tuple[str, str, str] | tuple[str, str, str, Any]
+
+
+def add_flags(group: argparse._ActionsContainer, *flags: Flag) -> None:
+    """Adds flags that take a value, each with its metavar, its help, and its default if it has one."""
+    for name, metavar, text, *default in flags:
+        value = default[0] if default else None
+        if value is not None:
+            text += f" (default: {value:g})" if isinstance(value, float) else f" (default: {value})"
+        group.add_argument(
+            name, metavar=metavar, type=TYPES.get(metavar, str), default=value, help=text.strip()
+        )
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,4 @@
-"""`jengine generate`: completes a prompt, streamed to the terminal, or with --input a file of prompts (see
-batch.py).
-"""
+"""`jengine generate`: completes a prompt on the terminal, or with --input a file (see batch.py)."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from jengine.commands.flags import (
     sampling_fields,
 )
 from jengine.commands.terminal import note, write
-from jengine.vllm.arguments import add_help
+from jengine.vllm.flags import add_help
 
 _LOADED = time.monotonic()  # replaces the process's start time if /proc is missing
 

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from jengine import EngineConfig, InvalidArgument
 from jengine.commands.compile import SKIPS, add_target, config_for
-from jengine.commands.flags import add_model
+from jengine.commands.flags import add_flags, add_model
 from jengine.commands.terminal import note, write
-from jengine.vllm.arguments import add_vllm_flags
-from jengine.vllm.flags import add_fields
+from jengine.vllm.flags import add_fields, add_vllm_flags
 from jengine.vllm.settings import ENGINE
 
 if TYPE_CHECKING:
@@ -52,9 +51,12 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     figures = parser.add_argument_group(
         "device", "Figures of another device, or instead of those of --target."
     )
-    figures.add_argument("--memory", metavar="SIZE", help="such as 24GiB")
-    figures.add_argument("--bandwidth", metavar="RATE", help="of the memory, such as 1.0TB/s")
-    figures.add_argument("--compute", metavar="RATE", help="of products of 16 bits, dense, such as 165TFLOPS")
+    add_flags(
+        figures,
+        ("--memory", "SIZE", "such as 24GiB"),
+        ("--bandwidth", "RATE", "of the memory, such as 1.0TB/s"),
+        ("--compute", "RATE", "of products of 16 bits, dense, such as 165TFLOPS"),
+    )
     parser.add_argument(
         "--exact",
         action="store_true",
@@ -77,28 +79,23 @@ def _add_layouts(parser: argparse.ArgumentParser) -> None:
         " --tensor-parallel-size"
         " or other sizes, only that layout is computed.",
     )
-    group.add_argument("--devices", metavar="N", type=int, help="number of devices")
-    group.add_argument(
-        "--hosts", metavar="N", type=int, help="machines that have these devices (default: one for each 8)"
-    )
-    group.add_argument(
-        "--link", metavar="RATE", help="at which a device sends to others of its host, such as 450GB/s"
-    )
-    group.add_argument(
-        "--network",
-        metavar="RATE",
-        help="at which a device sends to other hosts, such as 50GB/s (default: as in NVIDIA's DGX)",
-    )
-    group.add_argument(
-        "--traffic",
-        metavar="PROMPT/OUTPUT",
-        help=f"tokens of prompts and outputs, or a trace, whose means count (default: {TRAFFIC})",
-    )
-    group.add_argument(
-        "--target-ttft-ms", metavar="NUMBER", type=float, help="most milliseconds to the first token"
-    )
-    group.add_argument(
-        "--target-tpot-ms", metavar="NUMBER", type=float, help="most milliseconds for each further token"
+    add_flags(
+        group,
+        ("--devices", "N", "number of devices"),
+        ("--hosts", "N", "machines that have these devices (default: one for each 8)"),
+        ("--link", "RATE", "at which a device sends to others of its host, such as 450GB/s"),
+        (
+            "--network",
+            "RATE",
+            "at which a device sends to other hosts, such as 50GB/s (default: as in NVIDIA's DGX)",
+        ),
+        (
+            "--traffic",
+            "PROMPT/OUTPUT",
+            f"tokens of prompts and outputs, or a trace's means (default: {TRAFFIC})",
+        ),
+        ("--target-ttft-ms", "NUMBER", "most milliseconds to the first token"),
+        ("--target-tpot-ms", "NUMBER", "most milliseconds for each further token"),
     )
 
 

@@ -20,7 +20,7 @@ from jengine.commands.flags import (
 )
 from jengine.commands.pull import add_force, pull
 from jengine.hub.files import HubName, is_cached
-from jengine.vllm.arguments import add_help
+from jengine.vllm.flags import add_help
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from jengine import EngineConfig, EngineDead, JengineError
 from jengine.commands.flags import COMMON_ENGINE
 from jengine.commands.terminal import note
-from jengine.vllm.arguments import add_help, add_vllm_flags
-from jengine.vllm.flags import add_fields
+from jengine.vllm.flags import add_fields, add_help, add_vllm_flags
 from jengine.vllm.translate import SERVE_SETTINGS
 
 # options of the server and the engine that a short help shows, beside COMMON_ENGINE
@@ -124,9 +123,7 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _need(engine: EngineConfig, others: Sequence[object]) -> tuple[float, int]:
-    """What is known of an engine's memory before it starts, if it has to share that with others: its share of
-    a GPU, and the bytes of its weights' files.
-    """
+    """An engine that shares a machine: its share of a GPU, and the bytes of its weights' files."""
     if not others:
         return 0.0, 0
     from jengine.hub.files import bytes_on_disk  # scans the cache of the hub

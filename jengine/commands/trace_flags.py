@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jengine import EngineConfig, InvalidArgument, SamplingParams
+from jengine.commands.flags import add_flags
 
 if TYPE_CHECKING:
     from jengine.capacity.simulation.summary import Targets
@@ -28,47 +29,25 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     """Adds options for the trace, its requests, their targets, and step costs."""
     parser.add_argument("trace", metavar="TRACE", type=Path, help="a file of requests, see below")
     parser.add_argument(
-        "--rate-scale",
-        metavar="NUMBER",
-        type=float,
-        default=1.0,
-        help="factor on the arrival rate (default: 1)",
-    )
-    parser.add_argument("--requests", metavar="N", type=int, help="use only the first N requests")
-    parser.add_argument(
         "--sampler",
         choices=SAMPLERS,
         default="greedy",
         help="the sampler that all requests need (default: greedy)",
     )
-    parser.add_argument(
-        "--costs",
-        metavar="FILE",
-        type=Path,
-        help="step costs: a file from the folder `costs` of any machine's cache",
-    )
-    parser.add_argument(
-        "--drafts-right",
-        metavar="SHARE",
-        type=float,
-        default=0.0,
-        help="share of drafted tokens that are right, such as the metrics of an engine tell; 0: no drafts"
-        " (default: 0)",
-    )
-    text = "milliseconds to the first token, for goodput (default: ttft_ms)"
-    parser.add_argument("--target-ttft-ms", metavar="NUMBER", type=float, help=text)
-    parser.add_argument(
-        "--target-tpot-ms",
-        metavar="NUMBER",
-        type=float,
-        help="mean milliseconds for each further output token (default: tpot_ms)",
-    )
-    parser.add_argument(
-        "--target-share",
-        metavar="NUMBER",
-        type=float,
-        default=0.95,
-        help="share of requests that should meet them (default: 0.95)",
+    add_flags(
+        parser,
+        ("--rate-scale", "NUMBER", "factor on the arrival rate", 1.0),
+        ("--requests", "N", "use only the first N requests"),
+        ("--costs", "FILE", "step costs: a file from the folder `costs` of any machine's cache"),
+        (
+            "--drafts-right",
+            "NUMBER",
+            "share of drafts that are right, as metrics of an engine tell; 0: no drafts",
+            0.0,
+        ),
+        ("--target-ttft-ms", "NUMBER", "milliseconds to the first token, for goodput (default: ttft_ms)"),
+        ("--target-tpot-ms", "NUMBER", "mean milliseconds for each further output token (default: tpot_ms)"),
+        ("--target-share", "NUMBER", "share of requests that should meet them", 0.95),
     )
 
 

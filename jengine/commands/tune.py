@@ -1,18 +1,15 @@
-"""`jengine tune`: searches options for a trace of requests by simulation, and writes them as a file for
---config.
-"""
+"""`jengine tune`: searches options for a trace by simulation, and writes them for --config."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jengine import EngineConfig, __version__
 from jengine.base.progress import progress_bar
-from jengine.commands.flags import add_engine, add_model, engine_fields
+from jengine.commands.flags import add_engine, add_flags, add_model, engine_fields
 from jengine.commands.terminal import note, write
 from jengine.commands.trace_flags import TRACES, add_trace, params, targets_from_flags, trace_from_flags
 
@@ -43,9 +40,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     add_model(parser)
     add_trace(parser)
     parser.set_defaults(requests=REQUESTS)
-    parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="the options file to write, in TOML (default: stdout)"
-    )
+    add_flags(parser, ("--out", "FILE", "the options file to write, in TOML (default: stdout)"))
     parser.add_argument(
         "--objective",
         choices=("goodput", "latency", "throughput"),
@@ -126,9 +121,5 @@ def _gain(objective: Objective, tuned: Tuned) -> str:
 def _line(option: tuple[str, Any]) -> str:
     name, value = option
     why = f"# {value}: {STRATEGIES[value]}\n" if name == "strategy" else ""
-    return f"{why}{name} = {_toml(value)}\n"
-
-
-def _toml(value: Any) -> str:
-    """Text, numbers and booleans have the same form as in JSON."""
-    return json.dumps(value if isinstance(value, bool | int | float) else str(value))
+    # in TOML, text, numbers and booleans have the same form as in JSON
+    return f"{why}{name} = {json.dumps(value if isinstance(value, bool | int | float) else str(value))}\n"

@@ -23,8 +23,7 @@ from jengine.core.scheduling_options import (
     check_scheduling,
 )
 from jengine.core.speculation import Speculation
-from jengine.vllm.arguments import add_vllm_flags
-from jengine.vllm.flags import add_fields
+from jengine.vllm.flags import add_fields, add_vllm_flags
 from jengine.vllm.translate import ENGINE_SETTINGS, LIBRARY_SETTINGS, takes, warn
 
 
@@ -100,9 +99,7 @@ class EngineConfig(  # the fields of the last base come first
 
     @property
     def strategies(self) -> tuple[StrategyName, ...]:
-        """Strategies that work with these options. With several stages, times between tokens are not
-        predicted.
-        """
+        """Strategies that work with these options: stages predict no times between tokens."""
         return WITHOUT_TARGETS if self.pipeline_parallel_size > 1 else super().strategies
 
     @property

@@ -11,9 +11,7 @@ from jengine.core.scheduling_options import Batching, OnLate, Policy, StrategyNa
 
 
 class EngineOptions(TypedDict, total=False):
-    """The fields of EngineConfig, without the model. Type checkers reject other names of vLLM, although
-    EngineConfig takes these too.
-    """
+    """EngineConfig's fields but the model. Type checkers reject vLLM's names, which it takes too."""
 
     revision: str | None
     tokenizer: str | None

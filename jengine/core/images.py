@@ -87,9 +87,7 @@ class PromptImages:
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """For each part, the positions of its first embedding and of the token behind its last. Its
-        embeddings follow one another.
-        """
+        """For each part, the positions of its first embedding and of the token behind its last one."""
         starts = [0, *self.ends[:-1]]
         return [
             (self.positions[start], self.positions[end - 1] + 1)

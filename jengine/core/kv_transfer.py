@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from jengine.base.errors import InvalidArgument
 from jengine.base.options import check_number, check_whole, parse_bytes, parse_object
-from jengine.stores.token import read_token
+from jengine.stores.frames import read_token
 
 NAME = "kv_transfer_config"
 EXTRA = "kv_connector_extra_config"

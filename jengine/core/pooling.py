@@ -1,6 +1,4 @@
-"""Embeddings and scores: parameters of requests, capabilities of models, and sums of a prompt's final hidden
-states.
-"""
+"""Embeddings and scores: parameters, capabilities of models, and sums of final hidden states."""
 
 from __future__ import annotations
 

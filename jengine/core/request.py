@@ -138,9 +138,7 @@ penalty = number("in [-2, 2]", -2.0, 2.0)
 
 
 class _Shown:
-    """What a SamplingParams may carry besides sampling parameters: AsyncLLM's output_kind, as in vLLM. No
-    part of comparisons.
-    """
+    """What a SamplingParams may carry besides: AsyncLLM's output_kind, as in vLLM. Not compared."""
 
     __slots__ = ("output_kind",)
     output_kind: str | None
@@ -287,9 +285,7 @@ class TokenMask(Protocol):
     """Decides on the host which tokens may come next, one token after the other."""
 
     def fill(self, words: np.ndarray) -> None:
-        """Clear the bits of tokens that must not come next. Token t is bit t % 32 of words[t // 32],
-        uint32.
-        """
+        """Clear the bits of forbidden tokens. Token t is bit t % 32 of words[t // 32], uint32."""
 
     def accept(self, token: int) -> None:
         """Record the token that was sampled, or that may be sampled next."""
@@ -368,9 +364,7 @@ class CompletionOutput:
 
     @property
     def weights_version(self) -> Version | None:
-        """The version of the weights that made the last token; None before the first. See
-        `LLM.update_weights`.
-        """
+        """The weights' version for the last token; None before the first. See `LLM.update_weights`."""
         return self.weights_versions[-1][1] if self.weights_versions else None
 
     def __repr__(self) -> str:
@@ -384,9 +378,7 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestMetrics:
-    """When a request was queued, started and finished, in seconds of time.monotonic(), and how often it was
-    preempted.
-    """
+    """When a request was queued, started and finished, by time.monotonic(), and its preemptions."""
 
     arrival: float = 0.0
     scheduled: float | None = None  # first; known with the first token

@@ -129,9 +129,7 @@ class SchedulingOptions:
 
     @property
     def strategies(self) -> tuple[StrategyName, ...]:
-        """Strategies that work with the batching mode. Targets cannot be met if requests wait for a batch, or
-        if prompts and rows take turns.
-        """
+        """Strategies that work with the batching mode: targets need prompts and rows at any time."""
         continuous = self.batching == "continuous" and not self.batch_invariant
         return STRATEGIES if continuous else WITHOUT_TARGETS
 

@@ -35,9 +35,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class ScoredToken(NamedTuple):
-    """A sampler's result at a position: a token, and log probabilities of it and of the most likely
-    tokens.
-    """
+    """A sampler's result at a position: a token, and log probabilities of it and of the likeliest."""
 
     token: int
     logprobs: TokenLogprobs
@@ -122,9 +120,7 @@ class Ended(NamedTuple):
 
     @classmethod
     def of_refused(cls, request_id: str, error: Exception) -> Ended:
-        """That of a valid request which the engine refuses, since an adapter was unloaded meanwhile, or by a
-        fault.
-        """
+        """That of a valid request which the engine refuses: its adapter was unloaded, or a fault."""
         if isinstance(error, InvalidArgument) and error.field == "lora_request":
             return cls(request_id, "abort", UNLOADED)
         return cls(request_id, "error", str(error))

@@ -47,9 +47,7 @@ class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rollout: ClassVar[bool] = False
 
     def check(self, limits: Limits) -> None:
-        """Called before the message is sent. Raises InvalidArgument if an engine with these limits cannot do
-        it.
-        """
+        """Called before the message is sent. Raises InvalidArgument if the limits exclude it."""
 
     def run(self, engine: Engine) -> T:
         """Does it, and returns the answer. An exception fails this operation alone."""
@@ -87,9 +85,7 @@ def decode_operation(
 
 
 class ResetPrefixCache(Operation[bool], frozen=True):
-    """Forgets all cached pages, so no later request finds one. Running requests keep theirs. Answers whether
-    it was done.
-    """
+    """Forgets all cached pages; running requests keep theirs. Answers whether it was done."""
 
     remote = True
 
@@ -183,9 +179,7 @@ class GetPauseState(Operation[PauseState], frozen=True):
 
 
 class Sleep(Operation[bool], frozen=True):
-    """Frees memory; see LLM.sleep. Answers whether it was done. If not, running requests are being finished:
-    ask again.
-    """
+    """Frees memory; see LLM.sleep. Answers whether it was done; if not, running requests end: ask again."""
 
     level: int = 1
     mode: PauseMode = "abort"

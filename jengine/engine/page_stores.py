@@ -8,14 +8,13 @@ from pathlib import Path
 from jengine.base.errors import InvalidArgument
 from jengine.core.config import EngineConfig
 from jengine.core.kv_transfer import EXTRA, NAME, KvTransfer, address_of
-from jengine.engine.page_names import files_digest
+from jengine.engine.page_events import files_digest
 from jengine.engine.page_transfer import Stores
 from jengine.engine.setup.model_source import ModelSource
 from jengine.execution.spec import ExecutionSpec
 from jengine.stores.disk import DiskStore
 from jengine.stores.memory import MAX_PAGE, MemoryStore, PageStore
-from jengine.stores.remote import RemoteStore
-from jengine.stores.server import PageServer
+from jengine.stores.network import PageServer, RemoteStore
 
 MOST_PEERS = 64  # with open connections
 

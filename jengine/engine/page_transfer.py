@@ -17,14 +17,14 @@ import numpy as np
 from jengine.core.kv_transfer import KvTransfer
 from jengine.core.updates import StoreLoad
 from jengine.core.weights import FIRST_VERSION, Version
-from jengine.engine.page_names import PageNames, digest_of, digests, page_name
+from jengine.engine.page_events import PageNames, digest_of, digests, page_name
 from jengine.execution.kv_cache import Page, leaves_of, parts_of
-from jengine.scheduling.pages.block import Block, LoraSalt, Salt
-from jengine.scheduling.pages.prefix_finder import first_seen
+from jengine.scheduling.pages.block_table import Block, LoraSalt, Salt
+from jengine.scheduling.pages.prefix_index import first_seen
 from jengine.scheduling.requests.sequence import Sequence as RequestSequence
 from jengine.scheduling.scheduler import Scheduler
 from jengine.stores.memory import MemoryStore, PageStore, StoreError, size_of
-from jengine.stores.server import PageServer
+from jengine.stores.network import PageServer
 
 Place = tuple[int, int]  # index of a block, cache group
 
@@ -211,9 +211,7 @@ class PageTransfer:
         return self._tier.saving
 
     def coming(self) -> bool:
-        """Whether pages are on their way into the store. Thread-safe: pages are looked for in the order in
-        which they go.
-        """
+        """Whether pages are on their way to the store. Thread-safe: looks in the order in which they go."""
         return self._tier.saving or self._queue.unfinished_tasks > 0
 
     def save_all(self, engine: Stepped) -> None:
@@ -271,9 +269,7 @@ class PageTransfer:
         self._loads.append(load)
 
     def settle(self) -> None:
-        """Takes pages that have come into host memory. Prompts whose pages are there, or that have waited
-        long enough, may start.
-        """
+        """Takes pages that have come. Prompts that have theirs, or have waited long enough, may start."""
         self._news.clear()
         incoming = self._scheduler.registry.incoming
         for load in [*self._loads]:

@@ -1,6 +1,4 @@
-"""Several ranks as one engine. Each has its own scheduler, slots, pages and prefix cache; they share experts,
-so they run trunks together.
-"""
+"""Several ranks as one engine, each with a scheduler and a cache; they share experts and run together."""
 
 from __future__ import annotations
 
@@ -94,9 +92,7 @@ class RankedEngine:
         return updates
 
     def _agree_to_wait(self) -> float:
-        """Decides which ranks may plan a step that waits for the oldest one in flight of all ranks. Returns
-        its number.
-        """
+        """Decides which ranks may plan a step that waits for the oldest in flight; returns its number."""
         schedulers = [rank.scheduler for rank in self.ranks]
         oldest = min([scheduler.cohorts.oldest for scheduler in schedulers])
         if schedulers[0].cohorts.stages > 1:
@@ -191,9 +187,7 @@ AnyEngine = Engine | RankedEngine
 
 
 def agreed(wanted: dict[int, TrunkKey], ready: ReadyPrograms) -> list[tuple[TrunkKey, list[int]]]:
-    """The trunks to run one after the other, and whose steps each has, from the trunk that each rank's step
-    needs.
-    """
+    """The trunks to run in turn, and whose steps each has, from the trunk that each rank's step needs."""
     if not wanted:
         return []
     key = ready.covering([*wanted.values()])

@@ -17,26 +17,22 @@ from jengine.base.progress import Progress
 from jengine.core.config import EngineConfig
 from jengine.devices.device_defaults import sizes
 from jengine.engine.loop.engine import Engine
-from jengine.engine.loop.engine_parts import EngineParts
-from jengine.engine.loop.first_use import FirstUse
+from jengine.engine.loop.engine_parts import EngineParts, FirstUse
 from jengine.engine.loop.live_weights import FixedWeights, LiveWeights
 from jengine.engine.loop.lora_store import LoraStore
 from jengine.engine.page_events import EventMaker, Group, PageEventPublisher
 from jengine.engine.page_stores import make_stores
 from jengine.engine.page_transfer import PageTransfer
-from jengine.engine.rank_start import check_ranks
 from jengine.engine.ranks import AnyEngine, RankedEngine
 from jengine.engine.setup.devices import connect
-from jengine.engine.setup.prepare import EngineSetup, prepare
+from jengine.engine.setup.prepare import EngineSetup, Started, prepare
 from jengine.engine.setup.program_set import WarmedUp
-from jengine.engine.setup.started import Started
+from jengine.engine.setup.stages_and_ranks import check_ranks
 from jengine.execution.background import BackgroundPrograms
-from jengine.execution.executor import ResultSender
-from jengine.execution.pipeline import Pipeline, answers
+from jengine.execution.executor import Pipeline, ResultSender, Worker, answers, decode
 from jengine.execution.ranks import RanksRunner
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
-from jengine.execution.worker import Worker, decode
 from jengine.insight.recording.engines import engines
 from jengine.insight.recording.recorder import TraceRecorder
 from jengine.models.cache import paged

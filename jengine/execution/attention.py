@@ -138,9 +138,7 @@ class PagedAttention:
     def _write(
         self, qkv: Qkv | QkvProduct | QueriesOnly, kv: Place, rotation: Rotation | None, part: int
     ) -> tuple[Queries, Place]:
-        """The queries of rows and of tiles, and the layer's pages with the new keys and values, if it has
-        any.
-        """
+        """Queries of rows and of tiles, and the layer's pages with the new keys and values, if it has any."""
         rows, pages = self._key.rows, self._pages
         if isinstance(qkv, QueriesOnly):
             q = qkv.q if rotation is None else rotary.rotate(qkv.q, rotation, device=self._device)

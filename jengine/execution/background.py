@@ -1,6 +1,4 @@
-"""Loads or compiles the rest of a table's programs in a thread, while the engine serves with the first
-ones.
-"""
+"""Loads or compiles the rest of a table's programs in a thread, while the engine serves with the first."""
 
 from __future__ import annotations
 

@@ -75,9 +75,7 @@ class SavedFolder:
 
 
 def saved_folders(root: Path) -> list[SavedFolder]:
-    """All folders of the cache, also those of engines with several processes, the least recently used
-    first.
-    """
+    """All folders of the cache, of engines with several processes too, the least recently used first."""
     folders = []
     for path in (*root.glob("programs/*"), *root.glob("process-*/programs/*")):
         with contextlib.suppress(OSError):  # removed by another process
@@ -114,14 +112,12 @@ def measured_costs(root: Path) -> list[Path]:
 
 
 def quantized_files(root: Path) -> list[Path]:
-    """Files with quantized weights, the least recently used first; see quantized_weights.py."""
+    """Files with quantized weights, the least recently used first; see engine/setup/model_source.py."""
     return sorted(root.glob("weights/*"), key=lambda file: file.stat().st_mtime)
 
 
 def remove(folder: Path) -> bool:
-    """Deletes a folder of programs, its manifest first. Returns False if it is in use by a writer, or owned
-    by another user.
-    """
+    """Deletes a folder of programs, its manifest first. False: a writer uses it, or another user owns it."""
     lock = FolderLock(folder)
     try:
         if not lock.acquire():
@@ -139,9 +135,7 @@ def remove(folder: Path) -> bool:
 
 def trim(root: Path, max_bytes: int, keep: Path) -> None:
     """Removes useless folders, then the least recently used ones until the rest takes at most `max_bytes`.
-
-    Args:
-        keep: the folder in use. Its identity defines the current versions.
+    keep: the folder in use. Its identity defines the current versions.
     """
     folders = saved_folders(root)
     total = sum(folder.bytes for folder in folders)

@@ -405,9 +405,7 @@ class _Child:
                 os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
 
     def end(self, grace: float = 0.0) -> str:
-        """Ends it, if it does not end by itself in `grace` seconds. Returns what is known of its end.
-        Thread-safe.
-        """
+        """Ends it, if it does not end in `grace` seconds. Returns what is known of its end. Thread-safe."""
         with self._lock:
             if self._why is None:
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -25,8 +25,7 @@ from jengine.execution.trunk import make_pass, to_sample
 from jengine.models import Model, Params
 from jengine.models.cache import places
 from jengine.scheduling.step_plan import StepPlan
-from jengine.table.pages import pages_of
-from jengine.table.program_table import DraftKey, TrunkKey
+from jengine.table.program_table import DraftKey, TrunkKey, pages_of
 
 ROW_WORDS = 2  # slot, number of drafts
 
@@ -170,10 +169,8 @@ def _of_first_group(slots: SlotState) -> SlotState:
 
 
 def states_before(axis: TokenAxis, batch: Batch, states: jax.Array, saved: KeptStates) -> jax.Array:
-    """The state at the token before each of the axis, [N, size]; zeros where it is not known.
-
-    Args:
-        states: at the tokens of the axis, [N, size].
+    """The state at the token before each of the axis, [N, size]; zeros where it is not known. states: at the
+    tokens of the axis, [N, size].
     """
     rows, (tiles, length) = batch.row_slots.shape[0], batch.tile_tokens.shape
     real, owner, positions = axis.real, axis.owner, axis.positions
@@ -194,9 +191,7 @@ def states_before(axis: TokenAxis, batch: Batch, states: jax.Array, saved: KeptS
 
 
 def read(saved: KeptStates, slots: jax.Array, positions: jax.Array) -> jax.Array:
-    """The states before the tokens at these positions of slots, int32 [n] each -> [n, size]; zeros where they
-    are not known.
-    """
+    """States before the tokens at int32 [n] positions of slots -> [n, size]; zeros where not known."""
     place = (positions - 1) % saved.followers.shape[1]
     known = (positions > 0) & (saved.followers[slots, place] == positions)
     return jnp.where(known[:, None], saved.states[slots, place], 0)

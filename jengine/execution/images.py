@@ -69,9 +69,7 @@ class ImageShapes:
         return patches * (vision.features + vision.places + 1) + patches // vision.patches_per_row
 
     def pack(self, encoding: Encoding) -> np.ndarray:
-        """int32 [words]: pixels as float32, places, segments, and the row of the pool that gets each
-        embedding; for padding, one that does not exist.
-        """
+        """int32 [words]: pixels as float32, places, segments, and each embedding's row of the pool."""
         buffer, n, at = np.zeros(self.words(encoding.bucket), np.int32), encoding.bucket, 0
         pixels, places, segments, targets = self._split(buffer, n)
         targets[:] = self.rows

@@ -33,9 +33,7 @@ log = logging.getLogger("jengine")
 
 
 class KernelObjects:
-    """Code in files of a folder, by the kernel's name. What cannot be trusted or read counts as absent; what
-    cannot be written is compiled again by the next start.
-    """
+    """Code in files by the kernel's name. What cannot be trusted, read or written is compiled again."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,6 +1,4 @@
-"""The paged cache: the arrays that cache groups declare, by pool. It is donated to every step and updated in
-place.
-"""
+"""The paged cache: the arrays that cache groups declare, by pool, donated to every step."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jengine.models.cache import CacheGroup, PageArray, places
 from jengine.parallel.collectives import TENSOR
-from jengine.table.pages import SWAPS
+from jengine.table.program_table import SWAPS
 from pallas_kernels.cache import dispatch as cache_dispatch
 from pallas_kernels.cache import xla as cache_xla
 from pallas_kernels.quantization.quantized import LARGEST, Pages, Quantized, movable, quantize
@@ -136,9 +134,7 @@ def spill_pages(cache: Cache, pages: jax.Array) -> list[Page]:
 
 
 def fill_pages(cache: Cache, copies: list[Page], pages: jax.Array) -> Cache:
-    """Writes SWAPS copies to pages int32 [SWAPS], in place if the caller donates the cache. Padding goes to
-    the null page.
-    """
+    """Writes SWAPS copies to pages int32 [SWAPS], in a donated cache. Padding goes to the null page."""
     filled = [list(place) for place in cache[SHARED]]
     for number, kind in enumerate(_by_kind(cache[SHARED])):
         every = jax.tree.map(lambda *arrays: jnp.stack(arrays, 1), *[copy[number] for copy in copies])

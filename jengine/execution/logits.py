@@ -58,11 +58,8 @@ def penalizing(sampling: Sampling) -> jax.Array:
 
 
 def penalize(logits: jax.Array, sampling: Sampling, counts: jax.Array) -> jax.Array:
-    """Repetition (Keskar et al., 2019), frequency and presence penalties.
-
-    Args:
-        counts: int32 [rows, vocab]: twice the token's occurrences in the output, plus 1 if it is in the
-            prompt.
+    """Repetition (Keskar et al., 2019), frequency and presence penalties. counts: int32 [rows, vocab]: twice
+    the token's occurrences in the output, plus 1 if it is in the prompt.
     """
     repetition = sampling.repetition_penalty[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)

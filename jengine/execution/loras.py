@@ -148,9 +148,7 @@ class LoraShapes:
 
 
 def write(stacks: Stacks, packed: jax.Array, place: jax.Array) -> Stacks:
-    """The function to compile: writes an adapter's numbers, [1, numbers] of this device, to a place, int32
-    [1], from 0.
-    """
+    """The function to compile: writes a device's numbers of an adapter to a place, int32 [1], from 0."""
     leaves, tree = jax.tree.flatten(stacks)
     places, numbers, at = [], packed.reshape(-1), 0
     columns = _columns_per_place(stacks, numbers.size)
@@ -175,9 +173,7 @@ def _columns_per_place(stacks: Stacks, numbers: int) -> int:
 
 
 def mask_of(words: jax.Array, columns: int, places: int) -> jax.Array:
-    """The columns of the adapter that a row's sampling words [rows, ...] name: bool [rows, columns of all
-    places].
-    """
+    """The columns of the adapters that rows' sampling words [rows, ...] name: bool [rows, all columns]."""
     place = words[:, LORA_WORD]
     return place[:, None] == 1 + jnp.arange(columns) // (columns // places)
 

@@ -100,9 +100,7 @@ def device_bytes(tree: Any) -> int:
 
 
 def claim_gpu_memory(share: float) -> None:
-    """Makes JAX reserve this share of a GPU's memory. If JAX has already started, warns and uses what it has
-    reserved.
-    """
+    """Makes JAX reserve this share of a GPU's memory. Warns if JAX has started with another share."""
     if not xla_bridge.backends_are_initialized():
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(share))
         skip_cuda_check()
@@ -199,9 +197,7 @@ def _enough(count: int, spec: ExecutionSpec, each: int) -> int:
 
 
 def pages_to_use(fit: int, saved: list[int]) -> int:
-    """A number of pages for which programs are saved, if it fits and wastes less than a fifth; otherwise
-    `fit`.
-    """
+    """A number of pages with saved programs, if it fits and wastes less than a fifth; otherwise `fit`."""
     return max((count for count in saved if 0.8 * fit <= count <= fit), default=fit)
 
 
@@ -226,9 +222,7 @@ def sampler_temporaries(spec: ExecutionSpec, rows: int) -> int:
 
 
 def trunk_temporaries(spec: ExecutionSpec, key: TrunkKey) -> int:
-    """Bytes of a trunk: its token axis in the model's dtype where kernels attend on a GPU, in float32
-    elsewhere.
-    """
+    """Bytes of a trunk: its token axis, in the model's dtype with kernels of a GPU, in float32 elsewhere."""
     if spec.drafting is not None:
         alone = dataclasses.replace(spec, draft=None)
         return trunk_temporaries(alone, key) + trunk_temporaries(spec.drafting, key)
@@ -264,9 +258,7 @@ def _lora_bytes(spec: ExecutionSpec, tokens: int, *, logits: bool) -> int:
 
 
 def _attention_bytes(spec: ExecutionSpec, group: CacheGroup, key: TrunkKey, on_cpu: bool) -> int:
-    """Bytes of attention over a group's pages: scores, pages that XLA gathers, and results of what the work
-    list cuts.
-    """
+    """Bytes of attention over a group's pages: scores, gathered pages, and results by work item."""
     queries, array = group.queries, group.arrays[0]
     assert queries is not None
     block = max(spec.page_size, 128)

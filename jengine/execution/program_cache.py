@@ -1,6 +1,4 @@
-"""The user's cache of programs. Each is saved as soon as it is compiled; processes that start together share
-the work.
-"""
+"""The user's cache of programs. Each is saved once compiled; processes that start together share the work."""
 
 from __future__ import annotations
 
@@ -131,9 +129,7 @@ class ProgramCache(ProgramStore):
             self._lock.release()
 
     def expects(self, names: Iterable[str]) -> bool:
-        """Whether the lock's holder may still save one of these programs. Its options may differ in what no
-        program depends on, so that it needs others.
-        """
+        """Whether the lock's holder may still save one of these programs; its options may differ."""
         self._named()
         coming = self.notes.get("coming")
         return coming is None or not {*coming}.isdisjoint(names)

@@ -81,9 +81,7 @@ def make_private(folder: Path) -> None:
 
 
 def must_be_private(path: Path) -> None:
-    """Removes what a mount has granted. Raises UntrustedProgram unless the path belongs to this user and no
-    one else may write it.
-    """
+    """Removes what a mount grants. Raises UntrustedProgram unless this user alone owns and writes it."""
     try:
         status = path.stat()
         if _granted_by_mount(status):

@@ -46,9 +46,7 @@ def packed(program: Any, platform: str) -> bytes:
 
 
 def unpacked(data: bytes, devices: Sequence[jax.Device]) -> Any:
-    """The executable, loaded on the devices that it will run on; there may be others. pickle and the runtime
-    raise various errors.
-    """
+    """The executable, loaded on its devices. pickle and the runtime raise various errors."""
     serialized, in_tree, out_tree = pickle.loads(lzma.decompress(data) if data.startswith(XZ) else data)
     return serialize_executable.deserialize_and_load(serialized, in_tree, out_tree, execution_devices=devices)
 
@@ -93,9 +91,7 @@ class ProgramStore:
     def load_each(
         self, names: Iterable[str], digests: dict[str, str], devices: Sequence[jax.Device]
     ) -> Iterator[tuple[str, Future[Any]]]:
-        """Loads executables in a few threads, see `load_one`. Yields each name with its executable or error,
-        in the order in which they end.
-        """
+        """Loads executables in threads, see `load_one`. Yields names with these or errors, as they end."""
         with ThreadPoolExecutor(LOADERS, "load programs") as pool:
             try:
                 loading = {pool.submit(self.load_one, name, digests, devices): name for name in names}
@@ -202,9 +198,7 @@ class PrebuiltPrograms(ProgramStore):
 
 
 def difference(saved: dict[str, Any], wanted: dict[str, Any], prefix: str = "") -> str | None:
-    """The first difference, as "name is X there, Y is wanted"; None if all are equal. Both dicts are as read
-    from JSON.
-    """
+    """The first difference, as "name is X there, Y is wanted", of two dicts read from JSON; None: equal."""
     for name in {**wanted, **saved}:
         there, here = saved.get(name), wanted.get(name)
         if isinstance(there, dict) and isinstance(here, dict):

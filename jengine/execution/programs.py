@@ -24,7 +24,6 @@ from jax.sharding import NamedSharding
 
 from jengine.base.compiles import announced, retrieval_count
 from jengine.base.progress import Progress, progress_bar
-from jengine.execution.batch_invariance import DETERMINISTIC
 from jengine.execution.cache_folders import folder_name
 from jengine.execution.compile_children import CompileChildren, Job
 from jengine.execution.kernels import prepare
@@ -32,7 +31,7 @@ from jengine.execution.kinds import KINDS, Key, kind_of
 from jengine.execution.memory import ProgramMemory
 from jengine.execution.program_cache import POLL, WAITING, ProgramCache
 from jengine.execution.program_store import PrebuiltPrograms, packed, unpacked
-from jengine.execution.spec import ExecutionSpec
+from jengine.execution.spec import DETERMINISTIC, ExecutionSpec
 from jengine.parallel.mesh import shard_mapped
 from jengine.table.ready_programs import by_use, first_needed
 from pallas_kernels.compilation.lowered import reused
@@ -283,11 +282,7 @@ def compile_all(
 
 
 def compile_one(spec: ExecutionSpec, key: Key, options: CompilerOptions | None = None) -> Built:
-    """Lowers and compiles a program.
-
-    Args:
-        options: XLA's, beside those that all programs of the spec have.
-    """
+    """Lowers and compiles a program. options: XLA's, beside those that all programs of the spec have."""
     start = time.perf_counter()
     if spec.mesh.devices.flat[0].platform == "gpu":
         options = {**gpu_options(spec), **(options or {})}
@@ -301,17 +296,13 @@ def by_effort(spec: ExecutionSpec, keys: Sequence[Key]) -> list[Key]:
 
 
 def gpu_options(spec: ExecutionSpec) -> CompilerOptions:
-    """XLA's compiler options for every program of a spec on GPUs. Command buffer settings in XLA_FLAGS are
-    respected.
-    """
+    """XLA's options for every program of a spec on GPUs. Command buffer settings in XLA_FLAGS hold."""
     whole = spec.mesh.size > 1 and not any(name in os.environ.get("XLA_FLAGS", "") for name in WHOLE)
     return (WHOLE if whole else {}) | (DETERMINISTIC if spec.table.batch_invariant else {})
 
 
 def running(memory: dict[Key, ProgramMemory]) -> list[ProgramMemory]:
-    """Memory of the programs that run while the cache exists; those that allocate it and the counts have
-    ended by then.
-    """
+    """Memory of the programs that run while the cache exists: all but those that allocate."""
     return [used for key, used in memory.items() if kind_of(key).while_serving]
 
 

@@ -18,14 +18,12 @@ import jax
 import numpy as np
 
 from jengine.execution.device_state import ByKey, DeviceState
-from jengine.execution.executor import Executor, as_one, by_stage
+from jengine.execution.executor import Executor, StagePrograms, Worker, as_one, by_stage
 from jengine.execution.kinds import TRUNK, DeviceCall, Kind, call_kind
 from jengine.execution.memory import device_bytes
-from jengine.execution.pipeline import StagePrograms
 from jengine.execution.programs import Programs
 from jengine.execution.runner import InFlight, PendingSample, Runner, StepResult
 from jengine.execution.spec import ExecutionSpec
-from jengine.execution.worker import Worker
 from jengine.models import Params
 from jengine.scheduling.step_plan import StepPlan, Swaps
 from jengine.table.program_table import TrunkKey
@@ -172,9 +170,7 @@ class RanksRunner(Runner):
         self.runners = [Runner(rank) for rank in ranks]
 
     def begin_all(self, plans: Mapping[int, StepPlan], key: TrunkKey) -> dict[int, PendingSample]:
-        """Starts the steps of some ranks, at least one, whose plans have this trunk. The others join with
-        padding.
-        """
+        """Starts the steps of some ranks, whose plans have this trunk. The others join with padding."""
         prepared = {rank: self.runners[rank].prepare(plan) for rank, plan in plans.items()}
         nothing = self._layouts[key].pack(StepPlan(key, next(iter(plans.values())).sampler))
         for rank, plan in plans.items():

@@ -1,6 +1,4 @@
-"""Recurrent layers as models call them. Each row and tile reads one page of states and writes another or the
-same.
-"""
+"""Recurrent layers as models call them. Each row and tile reads a page of states and writes one."""
 
 from __future__ import annotations
 
@@ -84,9 +82,7 @@ class Recurrence:
         return _weighted(every, weight, 1)[:, 0], pages
 
     def _before(self, x: jax.Array, count: int, pages: jax.Array) -> jax.Array:
-        """[rows, count, channels]: the inputs before each row: those in its page, then rows of its
-        sequence.
-        """
+        """[rows, count, channels]: the inputs before each row: its page's, then rows of its sequence."""
         (sources, _), fresh = self._rows
         index = jnp.arange(count) + self._behind[:, None]  # in the page
         earlier = _begin(pages[sources[:, None], jnp.minimum(index, count - 1)], fresh)
@@ -146,9 +142,7 @@ class Recurrence:
         return carry, read.reshape(rows, *read.shape[2:])
 
     def _recur_tiles(self, tokens: list[jax.Array], pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Computes the parts that do not depend on the state for all tiles at once, then the states tile by
-        tile.
-        """
+        """Computes what does not depend on the state for all tiles at once, then the states in turn."""
         tiles = self._key.tiles
         size = tokens[0].shape[0] // tiles
         chunk = delta_rule.chunk_size(size)

@@ -15,11 +15,9 @@ import numpy as np
 
 from jengine.base.progress import Progress, progress_bar
 from jengine.execution.batch import BatchLayout
-from jengine.execution.burst import pack_burst
-from jengine.execution.device_state import ALLOCATE
+from jengine.execution.device_state import ALLOCATE, HostStore
 from jengine.execution.draft import pack_drafts
-from jengine.execution.executor import Executor, Remote, on_host
-from jengine.execution.host_store import HostStore
+from jengine.execution.executor import Executor, Pipeline, Remote, Worker, answers, encode, on_host
 from jengine.execution.kinds import (
     AFTER,
     BEFORE,
@@ -32,16 +30,14 @@ from jengine.execution.kinds import (
     DeviceCall,
     Key,
 )
-from jengine.execution.kinds.encoder import encode_call
-from jengine.execution.kinds.loras import write_call
-from jengine.execution.kinds.swaps import swap_call
+from jengine.execution.kinds.cache import swap_call
+from jengine.execution.kinds.inputs import encode_call, write_call
+from jengine.execution.kinds.several_steps import pack_burst
 from jengine.execution.kv_cache import Page
-from jengine.execution.pipeline import Pipeline, answers
 from jengine.execution.sampler import Sampled, SampledLogprobs
-from jengine.execution.worker import Worker, encode
 from jengine.parallel.link import Link, SingleProcess
 from jengine.scheduling.step_plan import Encoding, StepPlan, Swaps, Tokens
-from jengine.table.pages import SWAPS
+from jengine.table.program_table import SWAPS
 from jengine.table.ready_programs import ReadyPrograms
 
 
@@ -56,9 +52,7 @@ class Prepared(NamedTuple):
 
 @dataclass(slots=True)
 class PendingSample:
-    """A step whose trunk is dispatched but not its sampler, since masks may depend on tokens that are not
-    read yet.
-    """
+    """A step whose sampler is not dispatched: masks may depend on tokens that are not read yet."""
 
     plan: StepPlan
     tiles: dict[str, Any]
@@ -68,9 +62,7 @@ class PendingSample:
 
 @dataclass(slots=True)
 class InFlight:
-    """A dispatched step. Its tokens are a separate output, since the slots that also hold them are
-    donated.
-    """
+    """A dispatched step. Its tokens are a separate output, since the slots, which hold them, are donated."""
 
     plan: StepPlan
     sampled: Sampled | SampledLogprobs
@@ -99,9 +91,7 @@ class StepResult:
 
 
 class UnderWay(NamedTuple):
-    """Pages in transfer between device and host: host pages or places, and the arrays that become ready on
-    arrival.
-    """
+    """Pages on their way between device and host: host pages or places, and arrays that become ready."""
 
     numbers: list[int]
     arrays: list[Any]
@@ -218,9 +208,7 @@ class Runner:
             self._staging.append(UnderWay([place for _, place in swaps.fetches], arrays))
 
     def swapped(self) -> tuple[list[int], list[int]]:
-        """Host pages whose spills have finished since the last call, and places whose pages have been
-        staged.
-        """
+        """Host pages whose spills are done since the last call, and places whose pages are staged."""
         return _ended(self._spilling), _ended(self._staging)
 
     def host_page(self, number: int) -> Page:
@@ -279,9 +267,7 @@ class Runner:
     def warm_up(
         self, ready: ReadyPrograms, *, progress: Progress, ran: Collection[Key] = (), times: int = 1
     ) -> None:
-        """Runs each program some times through the normal path, with padding only, except those that `ran`
-        before.
-        """
+        """Runs each program some times, with padding only, except those that `ran` before."""
         examples = [call for kind in KINDS for call in kind.examples(self.spec, ready).items()]
         done = {*ran}
         for key, example in progress_bar(examples, desc="warming up", unit="program", show=progress):
@@ -290,9 +276,7 @@ class Runner:
         self.forget()
 
     def run_example(self, key: Key, example: StepPlan | DeviceCall, *, times: int = 1) -> set[Key]:
-        """Runs the example of a program, see `Kind.examples`. Returns the keys of all programs that ran so
-        often.
-        """
+        """Runs a program's example, see `Kind.examples`. Returns the keys of all programs that ran."""
         for _ in range(times):
             if isinstance(example, StepPlan):
                 self.read(self.dispatch(example))

@@ -180,9 +180,7 @@ def _shared_out(model: Model, params: Params, to: ToSample) -> tuple[jax.Array, 
 
 
 def _rows(logits: jax.Array, model: Model) -> jax.Array:
-    """Logits of this device's rows over the whole vocabulary, from logits of all rows over its part of the
-    vocabulary.
-    """
+    """Logits of this device's rows over the vocabulary, from those of all rows over its part of it."""
     return all_to_all(logits)[:, : model.config.vocab_size]
 
 
@@ -210,10 +208,8 @@ def sample(
 def _drawn(
     greedy: jax.Array, scaled: jax.Array, sampling: Sampling, positions: jax.Array, *, always: bool = False
 ) -> jax.Array:
-    """The tokens, given the most likely ones and unnormalized log probabilities.
-
-    Args:
-        always: whether to draw even if all rows are greedy.
+    """The tokens, given the most likely ones and unnormalized log probabilities. always: whether to draw even
+    if all rows are greedy.
     """
 
     def drawn() -> jax.Array:
@@ -272,9 +268,7 @@ def _changed(
 
 
 def _scaled(logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array]:
-    """The most likely tokens, int32 [rows], and unnormalized log probabilities of all tokens, [rows,
-    vocab].
-    """
+    """The likeliest tokens, int32 [rows], and unnormalized log probabilities of all, [rows, vocab]."""
     # before the division: a small temperature cannot overflow
     scaled = logits - logits.max(-1, keepdims=True)
     scaled /= jnp.where(sampling.temperature == 0.0, 1.0, sampling.temperature)[:, None]
@@ -282,9 +276,7 @@ def _scaled(logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array
 
 
 def uniform(sampling: Sampling, positions: jax.Array) -> jax.Array:
-    """A number in [0, 1) for each row, float32 [rows], which depends only on its seed, sample index and
-    position.
-    """
+    """Float32 [rows] in [0, 1), which depends only on a row's seed, sample index and position."""
 
     words = (
         sampling.seed_high,

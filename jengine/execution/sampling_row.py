@@ -1,6 +1,4 @@
-"""A sampling row: a request's sampling parameters as 32-bit words, packed on the host and unpacked on the
-device.
-"""
+"""A request's sampling parameters as 32-bit words, packed on the host and unpacked on the device."""
 
 from __future__ import annotations
 

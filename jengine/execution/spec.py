@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jengine.base.errors import InvalidArgument
 from jengine.core.lora import LoraLimits
 from jengine.devices.device_defaults import cpu_threads
 from jengine.execution.batch import BatchLayout
@@ -30,10 +31,10 @@ from jengine.models.cache import CacheGroup, paged
 from jengine.models.stages import Stage, part_of
 from jengine.parallel.collectives import DATA, TENSOR
 from jengine.parallel.mesh import rank_mesh
-from jengine.table.pages import SWAPS, most_pages, pages_of
-from jengine.table.program_table import ProgramTable, TrunkKey
+from jengine.table.program_table import SWAPS, ProgramTable, TrunkKey, most_pages, pages_of
 from jengine.version import __version__
 from pallas_kernels.devices import cpu_refused
+from pallas_kernels.llvm.kinds import INPUTS
 from pallas_kernels.llvm.max_isa import hidden as hidden_features
 
 # bytes of pages in transfer between device and host, in each direction; at least those of one call
@@ -254,9 +255,7 @@ class ExecutionSpec:
 
     @functools.cached_property
     def leaves(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Leaves of `params`. Programs take these: to flatten nested dicts, a call would take 0.15 ms more of
-        the host's time.
-        """
+        """Leaves of `params`, which programs take: flattening nested dicts would take 0.15 ms a call."""
         return tuple(jax.tree.leaves(self.params))
 
     @property
@@ -307,9 +306,7 @@ class ExecutionSpec:
 
     @property
     def counts(self) -> jax.ShapeDtypeStruct:
-        """Occurrences of every token in every slot, for penalties; allocated when a request first needs
-        it.
-        """
+        """Counts of every token in every slot, for penalties; allocated when first needed."""
         return jax.ShapeDtypeStruct(
             (self.max_slots + 1, self.model.config.vocab_size), np.int32, sharding=self.replicated
         )
@@ -326,9 +323,7 @@ class ExecutionSpec:
         return {"family": digest} if digest else {}
 
     def identity(self) -> dict[str, object]:
-        """Everything that a saved program depends on, as plain values. Programs with equal identities are
-        equal.
-        """
+        """Everything that a saved program depends on, as plain values: equal ones mean equal programs."""
         device = self.mesh.devices.flat[0]
         return {  # causes before their consequences, since only the first difference is reported
             "platform": device.platform,
@@ -385,9 +380,7 @@ def _facts(model: Model) -> dict[str, Any]:
 
 
 def _plugins() -> str:
-    """Installed CUDA plugins of JAX with their versions, since a program must be loaded by what compiled
-    it.
-    """
+    """Installed CUDA plugins of JAX with versions: a program must be loaded by what compiled it."""
     versions = []
     for name in ("jax-cuda12-pjrt", "jax-cuda13-pjrt"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -397,9 +390,7 @@ def _plugins() -> str:
 
 @functools.cache
 def cpu_features() -> str:
-    """The host's instruction set extensions, without those that `max_isa` hides: code for one processor may
-    not run on another.
-    """
+    """The host's instruction sets, without those that `max_isa` hides: other processors may lack some."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -411,3 +402,42 @@ def cpu_features() -> str:
     ).split()
     hidden = hidden_features(features)
     return " ".join(feature for feature in features if feature not in hidden)
+
+
+DETERMINISTIC: dict[str, str | bool] = {
+    "xla_gpu_exclude_nondeterministic_ops": True
+}  # XLA's compiler options: no sums with atomic operations
+
+
+def check_batch_invariant(spec: ExecutionSpec) -> None:
+    """Checks that `batch_invariant=True` is possible.
+
+    Raises:
+        InvalidArgument: this model, these options or this device do not allow it; the message gives the
+            reason.
+    """
+    reason = why_not_batch_invariant(spec)
+    if reason is not None:
+        raise InvalidArgument("batch_invariant", True, reason)
+
+
+def why_not_batch_invariant(spec: ExecutionSpec) -> str | None:
+    """The reason, or None.
+
+    Each program has one shape, and sums over devices have one order. So results can only depend on a row's
+    place.
+    """
+    model, device = spec.model, spec.mesh.devices.flat[0]
+    depends = model.batch_dependence(device)
+    if device.platform != "cpu":
+        return None if depends is None else f"{model.config.family} has {depends}"
+    if cpu_refused() is not None:
+        return f"{cpu_refused()}: XLA's own products may sum a row by its place"
+    if depends is not None:
+        return f"{model.config.family} has {depends}"
+    dtype = str(spec.model.dtype)
+    return (
+        None
+        if dtype in INPUTS
+        else f"dtype={dtype}: XLA's own products may sum a row by its place; use one of {', '.join(INPUTS)}"
+    )

@@ -179,9 +179,7 @@ def make_pass(
 
 
 class LayerCaches:
-    """The cache as layers use it: each call uses the attention of the layer's group and replaces the layer's
-    arrays.
-    """
+    """The cache as layers use it: each call uses its group's attention and replaces the layer's arrays."""
 
     def __init__(
         self,

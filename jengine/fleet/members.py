@@ -65,11 +65,7 @@ class PrefixBlocks:
 
 
 def block_names(tokens: List[int], size: int, apart: Hashable) -> list[int]:
-    """Names of the whole blocks of a prompt.
-
-    Args:
-        apart: what else must be equal.
-    """
+    """Names of the whole blocks of a prompt. apart: what else must be equal."""
     name, names = hash(apart), list[int]()
     for end in range(size, len(tokens) + 1, size):
         name = hash((name, *tokens[end - size : end]))
@@ -205,9 +201,7 @@ class Prompt:
 
 
 class Answers:
-    """Calls `done` once, when all engines have answered an operation: with the answer of the first one, or
-    with an error if any had one.
-    """
+    """Calls `done` once, when all engines have answered: with the first's answer, or an error."""
 
     def __init__(self, count: int, done: Done) -> None:
         self._count, self._done, self._lock = count, done, threading.Lock()

@@ -12,9 +12,8 @@ from jengine.core.request import FinishReason, Request
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.updates import ScoredToken
 from jengine.scheduling.admission.admission import Admission
-from jengine.scheduling.costs.draft_count import HowMany, most_a_second
-from jengine.scheduling.costs.predictor import StepPredictor
-from jengine.scheduling.costs.rows_or_tiles import RowsOrTiles
+from jengine.scheduling.costs.draft_costs import HowMany, most_a_second
+from jengine.scheduling.costs.predictor import RowsOrTiles, StepPredictor
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.drafters.choice import drafters_of
 from jengine.scheduling.drafters.drafter import Drafter
@@ -28,6 +27,7 @@ from jengine.scheduling.requests.loras import Lora
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
+from jengine.scheduling.rows import Cohorts, Collected, PlanBuilder, Rows, Timeline, by_sample
 from jengine.scheduling.rules.beam_searches import BeamSearches
 from jengine.scheduling.rules.bursts import Bursts
 from jengine.scheduling.rules.prompt_rows import PromptRows
@@ -35,11 +35,7 @@ from jengine.scheduling.rules.repeats import Repeats
 from jengine.scheduling.rules.rule import Rule
 from jengine.scheduling.rules.speculation import Speculation
 from jengine.scheduling.shape import BatchLimits, CacheShape
-from jengine.scheduling.step.cohorts import Cohorts
-from jengine.scheduling.step.plan_builder import PlanBuilder
-from jengine.scheduling.step.rows import Collected, Rows, Timeline, by_sample
-from jengine.scheduling.step_plan import StepPlan, Swaps, Tokens
-from jengine.scheduling.work import Work, rows_work
+from jengine.scheduling.step_plan import StepPlan, Swaps, Tokens, Work, rows_work
 from jengine.table.program_table import VARIANTS, EncoderKey, ProgramTable
 from jengine.table.ready_programs import ReadyPrograms
 
@@ -227,9 +223,7 @@ class Scheduler:
         return sequence
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Ends a sequence. If it has already ended, changes only the reason: its last token may also complete
-        a stop string.
-        """
+        """Ends a sequence. If it has ended, changes the reason: its last token may complete a stop string."""
         if sequence.state is not State.FINISHED and reason in ("stop", "length"):
             self.acceptance.note_end(sequence, self.clock())
         self.registry.finish(sequence, reason, stop_reason)
@@ -251,9 +245,7 @@ class Scheduler:
 
     @property
     def wakes_at(self) -> float:
-        """Time on the clock at which there may be work to schedule even if nothing is collected or added;
-        inf: never.
-        """
+        """Time on the clock from which there may be work though nothing is collected or added; inf: never."""
         return self.admission.wakes_at(self.clock())
 
     @property
@@ -289,10 +281,8 @@ class Scheduler:
         return self._finished(plan)
 
     def _add_tiles(self, plan: PlanBuilder, rows: list[Sequence]) -> None:
-        """Adds as many prompt tiles as the strategy decides.
-
-        Args:
-            rows: decode rows of the step or, if it has none, those that wait for it.
+        """Adds as many prompt tiles as the strategy decides. rows: decode rows of the step or, if it has
+        none, those that wait for it.
         """
         prompts, running = self.prompts, len(self.registry.running)
         prompts.admitting = self.admission.count()

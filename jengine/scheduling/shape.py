@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jengine.scheduling.pages.block_table import GroupPages
-from jengine.table.pages import SWAPS
+from jengine.table.program_table import SWAPS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 from jengine.base.errors import InvalidArgument
 from jengine.base.options import parse_bytes
 from jengine.stores.disk import DiskStore
+from jengine.stores.frames import read_token
 from jengine.stores.memory import MemoryStore, PageStore
-from jengine.stores.server import PageServer
-from jengine.stores.token import read_token
+from jengine.stores.network import PageServer
 
 PORT = 14579
 

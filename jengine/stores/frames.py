@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import secrets
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from jengine.base.errors import InvalidArgument
 from jengine.stores.memory import MAX_PAGE, StoreError
 
 MAX_FRAME = MAX_PAGE + (1 << 20)  # bytes
@@ -102,10 +105,8 @@ class Frames[T]:
 
 
 def read(connection: socket.socket, size: int, until: float | None = None) -> bytearray:
-    """Reads so many bytes. Memory is taken as they come.
-
-    Args:
-        until: when all must have come, on `time.monotonic`; None: the connection's timeout is for each part.
+    """Reads so many bytes. Memory is taken as they come. until: when all must have come, on `time.monotonic`;
+    None: the connection's timeout is for each part.
     """
     data, at = bytearray(min(size, FIRST)), 0
     while at < size:
@@ -154,3 +155,26 @@ def greet(
         raise StoreError("the token is wrong")
     if server:
         connection.sendall(proof(mine))
+
+
+TOKEN = "JENGINE_KV_TOKEN"  # an environment variable
+FEWEST_BYTES = 16
+
+
+def read_token(file: Path | None, field: str = "token_file") -> bytes:
+    """The contents of a file or, without one, of the environment variable TOKEN.
+
+    Raises:
+        InvalidArgument: there is no token, it is too short, or the file cannot be read.
+    """
+    if file is None:
+        token, field = os.environ.get(TOKEN, "").strip().encode(), TOKEN
+    else:
+        try:
+            token = file.read_bytes().strip()
+        except OSError as error:
+            raise InvalidArgument(field, str(file), f"cannot be read: {error}") from None
+    if len(token) < FEWEST_BYTES:
+        limit = f"must hold a token of at least {FEWEST_BYTES} bytes; or set token_file"
+        raise InvalidArgument(field, "a short token" if token else "", limit)
+    return token

@@ -28,19 +28,15 @@ class PageStore(Protocol):
     """
 
     def find(self, names: Sequence[bytes], wait: float = 0.0) -> list[bool]:
-        """Whether it has these pages.
-
-        Args:
-            wait: the most seconds to wait for pages that are on their way into the store.
+        """Whether it has these pages. wait: the most seconds to wait for pages that are on their way into the
+        store.
         """
 
     def load(self, names: Sequence[bytes]) -> Iterator[bytes | None]:
         """The pages, in this order; None for one that is missing or damaged."""
 
     def keep(self, name: bytes, page: Sequence[Part]) -> bool:
-        """Stores a page, in place of the ones that were used the longest time ago. Returns False if there is
-        no room.
-        """
+        """Stores a page in place of those used the longest time ago. False: there is no room."""
 
     def drop(self, name: bytes) -> None:
         """Forgets a page."""

@@ -22,6 +22,26 @@ from jengine.core.request import SamplingParams
 from jengine.core.speculation import MOST_DRAFTS as MOST_DRAFTS
 from jengine.core.speculation import MOST_STATES as MOST_STATES
 
+SWAPS = 16  # pages that one call moves between device and host
+
+
+def pages_of(tokens: int, page_size: int) -> int:
+    """Number of pages that hold this many tokens."""
+    return -(-tokens // page_size)
+
+
+def most_pages(tokens: int, window: int | None, page_size: int, ahead: int) -> int:
+    """Maximum number of pages that a sequence holds in a cache group, until it has `tokens` tokens.
+
+    Args:
+        window: tokens that a query attends to, its own included; earlier pages are released. None: all are
+            kept.
+        ahead: tokens computed at a time.
+    """
+    every = pages_of(tokens, page_size)
+    return every if window is None else min(every, pages_of(window - 1 + ahead, page_size) + 1)
+
+
 Variant = Literal["greedy", "sample", "truncated", "full"]
 VARIANTS: tuple[Variant, ...] = ("greedy", "sample", "truncated", "full")  # each includes the previous ones
 
@@ -191,9 +211,7 @@ class ProgramTable:
     sample_buckets: tuple[int, ...] = field(init=False, repr=False)  # row counts of samplers
 
     def __post_init__(self) -> None:
-        """A step samples its decode rows, and a prompt may end in any tile. There are never more samples than
-        sequences.
-        """
+        """A step samples its rows, and a prompt may end in any tile; at most one sample for each sequence."""
         if self.batch_invariant:  # two variants may round differently
             object.__setattr__(self, "variants", VARIANTS[-1:])
             object.__setattr__(self, "sample_buckets", self.row_buckets)
@@ -310,9 +328,7 @@ class ProgramTable:
         return (0, few, self.adapters) if few else (0, self.adapters)
 
     def trunk(self, rows: int, tiles: int, pages: int = 0, samples: int = 0, *, adapted: int = 0) -> TrunkKey:
-        """The smallest trunk for a step with this many rows, tiles, pages per sequence and samples, and this
-        highest place of an adapter.
-        """
+        """The smallest trunk for so many rows, tiles, pages a sequence, samples and places of adapters."""
         adapted = _fit(self.kinds_of_trunks, adapted)
         buckets, tiles = (
             self.mixed_row_buckets if tiles else self.row_buckets,
@@ -338,9 +354,7 @@ class ProgramTable:
         return Placement(on_rows + sum(map(len, following_of(spans[:on_rows]))), tiles, on_rows)
 
     def page_bucket(self, pages: int, tiles: int) -> int:
-        """The smallest page bucket of trunks with or without tiles that holds this many pages of a
-        sequence.
-        """
+        """The smallest page bucket of trunks with or without tiles for so many pages of a sequence."""
         buckets = self._page_buckets(tiles)
         return buckets[0] if len(buckets) == 1 else _fit(buckets, pages)
 
@@ -413,9 +427,7 @@ class ProgramTable:
         return [ScoreKey(passed), *([PoolKey(passed)] if self.pooling else [])] if tiles else []
 
     def passed_tiles(self, tiles: int) -> int:
-        """Tiles of hidden states that a trunk with so many passes on, padding included: trunks with few tiles
-        share the programs that process them.
-        """
+        """Tiles of hidden states that a trunk passes on, with padding: small trunks share programs."""
         return max(tiles, self.first_tiles) if tiles else 0
 
     def tokens(self, key: TrunkKey) -> int:

@@ -1,6 +1,4 @@
-"""The programs of a table that can be used: all, or at first a few that serve any request while others are
-compiled.
-"""
+"""A table's usable programs: all, or first a few for any request while others are compiled."""
 
 from __future__ import annotations
 
@@ -67,9 +65,7 @@ class ReadyPrograms:
 
     def trunk(self, rows: int, tiles: int, pages: int = 0, samples: int = 0, *, adapted: int = 0) -> TrunkKey:
         """The smallest ready trunk for a step with this many rows, tiles, pages per sequence and samples.
-
-        Args:
-            adapted: the highest place of an adapter of its sequences; 0: none has one.
+        adapted: the highest place of an adapter of its sequences; 0: none has one.
         """
         wanted = self.table.trunk(rows, tiles, pages, samples, adapted=adapted)
         if wanted in self._trunks:

@@ -1,3 +1,1 @@
-"""What jengine makes of vLLM's settings and names, so that its users change the import only. Plain data, and
-functions of it.
-"""
+"""What jengine makes of vLLM's settings and names, so that users change the import only. Plain data."""

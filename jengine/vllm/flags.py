@@ -1,4 +1,4 @@
-"""Flags of a command line: one for each field of a dataclass, with help from its docstring."""
+"""Command lines: a flag for each field of a dataclass, with help from its docstring, and vLLM's flags."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, cast, get_args, get_origin, get_type_hints
 
+from jengine.base.errors import InvalidArgument
 from jengine.base.options import texts_of, types_in
-from jengine.vllm.setting import whole_number
-from jengine.vllm.translate import VALUES, value_of
+from jengine.vllm.setting import Setting, whole_number
+from jengine.vllm.translate import HINTS, VALUES, suggestion, value_of
 
 METAVARS = {str: "TEXT", float: "NUMBER", int: "N"}
 SHORT = {  # as in vLLM
@@ -40,9 +41,7 @@ def add_fields(
     skip: tuple[str, ...] = (),
     defaults: dict[str, Any] | None = None,
 ) -> None:
-    """Adds a --kebab-case flag for each field of a dataclass, with help from the Args section of its
-    docstring.
-    """
+    """Adds a --kebab-case flag for each field of a dataclass, with help from its docstring."""
     hints, helps = get_type_hints(of), texts_of(of)
     for field in dataclasses.fields(of):
         if field.name in skip:
@@ -80,9 +79,7 @@ def flag_values(options: argparse.Namespace, of: type, skip: tuple[str, ...] = (
 
 
 def _flag(hint: Any) -> dict[str, Any]:
-    """argparse options for a value of this type. For a union, the most general type: a list, then text, then
-    numbers.
-    """
+    """argparse options for a value of this type; of a union's, the first of list, text, number."""
     kinds = [kind for kind in types_in(hint) if kind is not type(None)]
     listed = [get_args(kind)[0] for kind in kinds if get_origin(kind) in (list, tuple)]
     if listed:
@@ -128,8 +125,177 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _plain(text: str, of: type) -> str:
-    """A field's help text for the command line: without clauses about None, and with numbers in place of
-    constants.
-    """
+    """A field's help for the command line: no clauses about None, numbers in place of constants."""
     constants = vars(sys.modules[of.__module__])
     return re.sub(r"\bMAX_\w+", lambda name: f"{constants[name[0]]:,}", LIBRARY_ONLY.sub("", text))
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports an error as one line, in the name of the command that was given, and never shows the values of
+    unknown options.
+
+    Options may be written with underscores, as in Python, and a field of a JSON option of vLLM as
+    --option.field VALUE.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        form = argparse.RawDescriptionHelpFormatter  # descriptions and examples have lines of their own
+        super().__init__(*args, **{"formatter_class": form, **options, "allow_abbrev": False})
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(
+            2,
+            f"{self.prog}: error: {message}{' See' if message.endswith('?') else '; see'} {self.prog}"
+            " --help\n",
+        )
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known = self._option_string_actions
+        words = _without_dots(
+            [_dashed(word, known) for word in (sys.argv[1:] if args is None else args)], known
+        )
+        parsed, others = super().parse_known_args(words, namespace)
+        if others:
+            self.error(self._unknown(others))
+        return parsed, others
+
+    def _unknown(self, words: Sequence[str]) -> str:
+        option = next(
+            (word.partition("=")[0] for word in words if word.startswith("-") and len(word) > 1), None
+        )
+        if option is None:
+            return f"{words[0]!r}: there is one argument too many"
+        return f"{option}: there is no such option{suggestion(option, self._option_string_actions)}"
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = [str(choice) for choice in action.choices]
+            command = isinstance(action, argparse._SubParsersAction)
+            what = (
+                "there is no such command"
+                if command
+                else f"must be {', '.join(names)}{HINTS.get(action.dest, '')}"
+            )
+            raise argparse.ArgumentError(action, f"{value!r}: {what}{suggestion(str(value), names)}")
+
+
+class Help(argparse.Action):
+    """Shows every option, or the command's own ones and these of other groups."""
+
+    def __init__(self, common: Sequence[str] | None = None, **options: Any) -> None:
+        self._common = common
+        super().__init__(**{**options, "dest": argparse.SUPPRESS, "default": argparse.SUPPRESS}, nargs=0)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        groups = parser._optionals, parser._positionals
+        if (common := self._common) is not None:
+            for action in parser._actions:
+                if action.container not in groups and action.dest not in common:  # type: ignore[attr-defined]
+                    action.help = argparse.SUPPRESS
+        parser.print_help()
+        parser.exit()
+
+
+def add_help(parser: argparse.ArgumentParser, common: Sequence[str]) -> None:
+    """Adds --help, which shows these options of groups, and --help-all. The parser has no help yet."""
+    parser.add_argument("-h", "--help", action=cast(Any, Help), common=common, help="show common options")
+    parser.add_argument("--help-all", action=cast(Any, Help), help="show every option")
+
+
+class VllmFlag(argparse.Action):
+    """A flag of vLLM: sets jengine's option with the same meaning, or notes that it has no effect."""
+
+    def __init__(self, setting: Setting, note: Callable[[str], None], **options: Any) -> None:
+        self._setting, self._note = setting, note
+        super().__init__(**options)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,
+    ) -> None:
+        if self._setting.switch:
+            values = not (option or "").startswith("--no-")
+        elif isinstance(values, list):
+            values = values[0] if len(values) == 1 else values
+        shown = f"{option} has no effect: {self._setting.why}"
+        try:
+            options, note = self._setting.take(values)
+        except InvalidArgument as wrong:
+            parser.error(f"{option}: {wrong.limit}")
+        except ValueError as wrong:
+            parser.error(f"{option}: {wrong}")
+        for name, value in options.items():
+            setattr(namespace, name, _as_flag(parser, name, value))
+        if note:
+            self._note(shown)
+
+
+def add_vllm_flags(
+    parser: argparse.ArgumentParser, settings: Iterable[Setting], note: Callable[[str], None]
+) -> None:
+    """Adds vLLM's flags that are no options of jengine. Help does not show them."""
+    taken = parser._option_string_actions
+    for setting in settings:
+        name = setting.name.replace("_", "-")
+        switch = setting.switch
+        flags = [
+            flag
+            for flag in (*setting.flags, f"--{name}", *([f"--no-{name}"] if switch else []))
+            if flag not in taken
+        ]
+        if not flags:
+            continue
+        nargs: Any = 0 if switch else None
+        action = cast(Any, VllmFlag)
+        parser.add_argument(
+            *flags, action=action, setting=setting, note=note, nargs=nargs, dest=argparse.SUPPRESS,
+            default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )  # fmt: skip
+
+
+def _as_flag(parser: argparse.ArgumentParser, name: str, value: Any) -> Any:
+    """The value of jengine's own flag for this text."""
+    flag = parser._option_string_actions.get(f"--{name.replace('_', '-')}")
+    if flag is None or not isinstance(value, str):
+        return value
+    value = parser._get_value(flag, value)
+    parser._check_value(flag, value)
+    return value
+
+
+def _dashed(word: str, known: Iterable[str]) -> str:
+    """An option with dashes instead of underscores, up to its field or value."""
+    option = word.partition("=")[0].partition(".")[0]
+    if not option.startswith("--") or option in known:
+        return word
+    return option.replace("_", "-") + word[len(option) :]
+
+
+def _without_dots(words: list[str], known: Iterable[str]) -> list[str]:
+    """--option.field VALUE as --option={"field": VALUE}, all fields together. VALUE is JSON or text."""
+    objects: dict[str, dict[str, Any]] = {}
+    out: list[str] = []
+    waiting = iter(words)
+    for word in waiting:
+        option, equals, value = word.partition("=")
+        name, dot, path = option.partition(".")
+        if not (word.startswith("-") and dot and name in known):
+            out.append(word)
+            continue
+        *folders, last = path.removesuffix("+").split(".")
+        fields = objects.setdefault(name, {})
+        for folder in folders:
+            fields = fields.setdefault(folder, {})
+        fields[last] = _value(value if equals else next(waiting, ""))
+    return out + [f"{name}={json.dumps(fields)}" for name, fields in objects.items()]
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -107,7 +107,7 @@ def missing(of: str, name: str, known: dict[str, str]) -> str:
 HOMES = {  # names that `jengine` does not have, and where they are
     **{name: (METRICS, name) for name in MODULES["v1.metrics.reader"].split()},
     **dict.fromkeys(SETTINGS.split(), ("builtins", "dict")),  # options take their fields in a dict
-    "FlexibleArgumentParser": ("jengine.vllm.arguments", "Parser"),
+    "FlexibleArgumentParser": ("jengine.vllm.flags", "Parser"),
     "GuidedDecodingParams": ("jengine.core.structured_outputs", "StructuredOutputs"),
     "PromptType": ("jengine.api.prompts", "Prompt"),
     "RequestOutputKind": ("jengine.api.request_handle", "RequestOutputKind"),

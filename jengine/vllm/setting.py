@@ -126,9 +126,7 @@ def _given(gives: Mapping[Any, dict[str, Any]], value: Any) -> dict[str, Any] | 
 
 
 def _same(fit: Any, value: Any) -> bool:
-    """Whether they are equal; text is compared with what it stands for, since variables and flags are
-    text.
-    """
+    """Whether they are equal; text also equals what it stands for, as in variables and flags."""
     if isinstance(value, str):
         return value.lower() == str(fit).lower()
     return bool(isinstance(fit, bool) == isinstance(value, bool) and fit == value)

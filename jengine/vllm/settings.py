@@ -41,9 +41,7 @@ PROXY = "paths begin with /v1: let the proxy remove its prefix"
 
 
 def _usual_grammars(value: Any) -> bool:
-    """Whether a JSON object, perhaps as text, asks for what is so in any case: any backend, and objects
-    without additional properties.
-    """
+    """Whether a JSON object, perhaps as text, asks for what is so anyway, such as any backend."""
     try:
         fields = json.loads(value) if isinstance(value, str) else value
     except ValueError:

@@ -98,10 +98,8 @@ def warn(notes: Iterable[str]) -> None:
 def takes[T: type](
     settings: Settings, what: str = "option", attribute: str | None = None
 ) -> Callable[[T], T]:
-    """Lets a dataclass be created with vLLM's names too.
-
-    Args:
-        attribute: one that is no field; None unless it is given.
+    """Lets a dataclass be created with vLLM's names too. attribute: one that is no field; None unless it is
+    given.
     """
 
     def decorate(cls: T) -> T:

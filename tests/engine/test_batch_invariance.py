@@ -95,6 +95,6 @@ def test_what_cannot_keep_it_is_refused(
 ) -> None:
     with pytest.raises(InvalidArgument, match=r"batch_invariant.*dtype=float16"):
         make_engine(dtype="float16", **OPTIONS)
-    monkeypatch.setattr("jengine.execution.batch_invariance.cpu_refused", lambda: "llvmlite is not installed")
+    monkeypatch.setattr("jengine.execution.spec.cpu_refused", lambda: "llvmlite is not installed")
     with pytest.raises(InvalidArgument, match=r"batch_invariant.*llvmlite is not installed"):
         make_engine(**OPTIONS)

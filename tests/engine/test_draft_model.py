@@ -19,7 +19,7 @@ from jengine.core.request import SamplingParams
 from jengine.engine.loop.engine import Engine
 from jengine.engine.setup.shapes import describe_engine
 from jengine.engine.start import start_engine
-from jengine.scheduling.costs.draft_count import all_of_them
+from jengine.scheduling.costs.draft_costs import all_of_them
 from jengine.table.program_table import DraftKey
 from tests.compiling import quickly_compiled
 from tests.engine.running import SMALL, Work, limit_pages, requests_of, run

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jengine.engine.loop import first_use as module
-from jengine.engine.loop.first_use import RUNS, SHARE, FirstUse
+from jengine.engine.loop import engine_parts as module
+from jengine.engine.loop.engine_parts import RUNS, SHARE, FirstUse
 from jengine.execution.kinds import Key
 from jengine.execution.programs import first_keys, program_keys
 from jengine.scheduling.step_plan import StepPlan

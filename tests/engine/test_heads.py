@@ -21,7 +21,7 @@ from jengine.engine.setup.model_source import ModelSource
 from jengine.engine.setup.shapes import describe_engine
 from jengine.engine.start import start_engine
 from jengine.execution.memory import device_bytes
-from jengine.scheduling.costs.draft_count import all_of_them
+from jengine.scheduling.costs.draft_costs import all_of_them
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Estimates, Work, limit_pages, run
 from tests.engine.test_speculation import OPTIONS, check_equal, work

@@ -9,8 +9,8 @@ import pytest
 
 from jengine.core.request import SamplingParams
 from jengine.engine.loop.engine import Engine
+from jengine.execution.executor import Worker
 from jengine.execution.runner import Runner
-from jengine.execution.worker import Worker
 from jengine.scheduling.costs.step_costs import StepCosts, SwapCosts
 from jengine.scheduling.pages.host_tier import HostTier
 from tests.engine.invariance import OPTIONS

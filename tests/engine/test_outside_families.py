@@ -19,8 +19,8 @@ from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
 from jengine.core.request import SamplingParams
 from jengine.engine.loop.engine import Engine
-from jengine.engine.setup import early_compilation
-from jengine.engine.setup.early_compilation import make_children
+from jengine.engine.setup import program_set
+from jengine.engine.setup.program_set import make_children
 from jengine.engine.start import start_engine
 from jengine.execution.compile_children import CompileChildren, Target
 from jengine.execution.sources import outside_digest
@@ -180,8 +180,8 @@ def test_other_processes_compile_no_family_of_main(
         return make_children(EngineConfig(model="demo"), [gpu], model)
 
     gpu: Any = SimpleNamespace(platform="gpu", device_kind="H200")
-    monkeypatch.setattr(early_compilation, "children_count", lambda threads, available: 1)
-    monkeypatch.setattr(early_compilation.Target, "of", lambda devices: Target("h200", 1, 1 << 30))
+    monkeypatch.setattr(program_set, "children_count", lambda threads, available: 1)
+    monkeypatch.setattr(program_set.Target, "of", lambda devices: Target("h200", 1, 1 << 30))
     assert isinstance(children("a_package"), CompileChildren)
     assert children("__main__") is None
     assert "__main__ defines the model's family, which other processes cannot import" in caplog.text

@@ -19,8 +19,7 @@ from jengine.engine import page_events
 from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import ResetPrefixCache
 from jengine.engine.page_events import LAST, EventMaker, Group, PageEventPublisher
-from jengine.scheduling.pages.block import LoraSalt
-from jengine.scheduling.pages.block_table import PageChange
+from jengine.scheduling.pages.block_table import LoraSalt, PageChange
 from jengine.scheduling.pages.prefix_index import PrefixIndex
 from tests.engine.running import run
 from tests.extras import of_extra

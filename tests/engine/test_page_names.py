@@ -6,17 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from jengine.core.images import CONTENT
-from jengine.engine.page_events import hash_of
-from jengine.engine.page_names import (
+from jengine.engine.page_events import (
     SAMPLE_BYTES,
     SAMPLES,
     PageNames,
     digest_of,
     digests,
     files_digest,
+    hash_of,
     page_name,
 )
-from jengine.scheduling.pages.block import LoraSalt, Salt
+from jengine.scheduling.pages.block_table import LoraSalt, Salt
 from jengine.scheduling.pages.prefix_index import PrefixIndex
 from tests.execution.specs import make_spec
 

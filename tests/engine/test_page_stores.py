@@ -16,7 +16,7 @@ from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import Pause, Resume
 from jengine.scheduling.costs.step_costs import SwapCosts
 from jengine.stores.disk import DiskStore
-from jengine.stores.token import TOKEN
+from jengine.stores.frames import TOKEN
 from tests.engine.test_sharing import some
 
 SPACE = 0.05  # GiB

@@ -14,7 +14,7 @@ import pytest
 
 from jengine.checkpoints.weights import parts_by_name
 from jengine.core.config import EngineConfig
-from jengine.engine.setup import quantized_weights
+from jengine.engine.setup import model_source
 from jengine.engine.setup.model_source import ModelSource
 from jengine.engine.setup.shapes import describe
 from jengine.execution.cache_folders import quantized_files
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:quantization='fp8' is emulated")
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_weights, "SMALLEST", 1)
+    monkeypatch.setattr(model_source, "SMALLEST", 1)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def loaded(
     )
     source = ModelSource.find(options)
     spec = describe(options, source.config, make_mesh(1), folder)
-    params = quantized_weights.load_weights(source, spec, tokens, root, limit, progress=False)
+    params = model_source.load_weights(source, spec, tokens, root, limit, progress=False)
     for thread in threading.enumerate():
         if thread.name == "quantized weights":
             thread.join()

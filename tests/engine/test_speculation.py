@@ -13,7 +13,7 @@ from jengine import LLM
 from jengine.core.request import SamplingParams
 from jengine.core.structured_outputs import StructuredOutputs
 from jengine.engine.loop.engine import Engine
-from jengine.scheduling.costs.draft_count import all_of_them
+from jengine.scheduling.costs.draft_costs import all_of_them
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.text.masks import AllOf, AllowedTokens, BadWords
 from tests.engine.on_demand import on_demand

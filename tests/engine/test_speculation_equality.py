@@ -18,7 +18,7 @@ from jengine.core.config import EngineConfig
 from jengine.core.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.engine.start import start_engine
-from jengine.scheduling.costs.draft_count import HowMany, all_of_them, most_a_second
+from jengine.scheduling.costs.draft_costs import HowMany, all_of_them, most_a_second
 from jengine.scheduling.drafters.choice import drafters_of
 from jengine.scheduling.drafters.drafter import Drafter
 from jengine.text.mask_thread import MaskThread

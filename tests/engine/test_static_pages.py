@@ -10,9 +10,9 @@ import pytest
 from jengine.core.request import SamplingParams
 from jengine.engine.loop.engine import Engine
 from jengine.engine.setup.shapes import page_buckets
+from jengine.execution.executor import Worker
 from jengine.execution.programs import Programs, lower
 from jengine.execution.runner import Runner
-from jengine.execution.worker import Worker
 from jengine.scheduling.scheduler import Scheduler
 from jengine.table.program_table import TrunkKey
 from tests.compiling import QUICK

@@ -24,8 +24,7 @@ from jengine.execution.programs import UNTUNED, WHOLE, compile_all, gpu_options,
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.moe import MixtureOfExperts
 from jengine.parallel.mesh import make_mesh
-from jengine.table.pages import SWAPS
-from jengine.table.program_table import TrunkKey
+from jengine.table.program_table import SWAPS, TrunkKey
 from pallas_kernels.attention import work_list
 from pallas_kernels.compilation import ahead_of_time
 from pallas_kernels.products.four_bits import FourBits

@@ -14,14 +14,14 @@ from jengine.base.errors import InvalidArgument
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
 from jengine.engine.setup.shapes import describe
-from jengine.execution.host_store import check_host_memory
+from jengine.execution.device_state import check_host_memory
+from jengine.execution.executor import Worker
 from jengine.execution.programs import Programs, lower, program_keys
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
-from jengine.execution.worker import Worker
 from jengine.parallel.mesh import make_mesh
 from jengine.scheduling.step_plan import Swaps
-from jengine.table.pages import SWAPS
+from jengine.table.program_table import SWAPS
 from tests.execution.specs import make_spec
 from tests.golden.weights import VARIANTS
 

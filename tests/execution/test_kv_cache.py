@@ -17,7 +17,7 @@ from jengine.execution.kv_cache import (
 )
 from jengine.models.cache import TOKENS, CacheGroup, PageArray
 from jengine.parallel.mesh import make_mesh
-from jengine.table.pages import SWAPS
+from jengine.table.program_table import SWAPS
 
 FLAT, HEADS = PageArray((TOKENS, 6), sharded=None), PageArray((2, TOKENS, 4))
 STATE = PageArray((2, 3, 5), dtype="float32")

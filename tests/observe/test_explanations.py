@@ -15,12 +15,11 @@ import numpy as np
 import pytest
 
 from jengine.insight.explanations.explain import RULES, explain
-from jengine.insight.explanations.finding import Finding
-from jengine.insight.explanations.window import Window
+from jengine.insight.explanations.finding import Finding, Window
 from jengine.insight.recording import step_recorder
 from jengine.insight.recording.records import Memory
 from jengine.insight.recording.trace import Readers, Trace
-from jengine.scheduling.costs.draft_count import all_of_them
+from jengine.scheduling.costs.draft_costs import all_of_them
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.table.program_table import TrunkKey
 from tests.observe.virtual import MS, TILE, Kernel, Load, Virtual, make_virtual

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jengine.insight.explanations.window import Processors
+from jengine.insight.explanations.finding import Processors
 from jengine.insight.recording.machine import TICK, MachineClock
 
 

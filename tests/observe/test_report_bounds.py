@@ -18,7 +18,7 @@ from jengine.scheduling.forecasts.expectations import Hypothetical, expect, hypo
 from jengine.scheduling.forecasts.forecast import Forecast, Machine, SequenceGroup
 from jengine.scheduling.promises import acceptance
 from jengine.scheduling.promises.acceptance import EFFORT
-from jengine.scheduling.work import Work
+from jengine.scheduling.step_plan import Work
 from tests.iterations import TooManyIterations, counted_iterations
 from tests.observe.virtual import MS, Virtual, make_virtual
 

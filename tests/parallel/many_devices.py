@@ -38,7 +38,7 @@ from jengine.parallel.collectives import (
 )
 from jengine.parallel.layout import Layout
 from jengine.parallel.mesh import make_mesh, shard_mapped, stage_meshes
-from jengine.scheduling.costs.draft_count import all_of_them
+from jengine.scheduling.costs.draft_costs import all_of_them
 from jengine.scheduling.costs.step_costs import SwapCosts
 from jengine.table.program_table import SamplerKey
 from pallas_kernels.quantization.quantized import dequantize

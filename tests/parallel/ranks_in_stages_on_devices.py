@@ -15,9 +15,8 @@ import pytest
 from jengine.core.config import EngineConfig
 from jengine.core.request import SamplingParams
 from jengine.core.updates import Ended, TokenUpdate
-from jengine.engine import rank_start
 from jengine.engine.ranks import RankedEngine
-from jengine.engine.setup import program_set
+from jengine.engine.setup import program_set, stages_and_ranks
 from jengine.engine.start import start_engine
 from jengine.execution.kinds import Key
 from jengine.execution.programs import Programs
@@ -209,12 +208,12 @@ class Named(Programs):
 def test_no_program_is_left_for_later(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ranks run together and what each runs alone are all programs of the table."""
     monkeypatch.setattr(program_set, "Programs", Named)
-    monkeypatch.setattr(rank_start, "make_ranks", lambda *parts: parts)
+    monkeypatch.setattr(stages_and_ranks, "make_ranks", lambda *parts: parts)
     spec = make_spec("qwen3_moe", ranks=2, expert_parallel=True)
     if stages > 1:
         spec = in_two_stages(spec)
     assert len(spec.stages) == stages
-    _, programs = rank_start.prepare_ranks(EngineConfig(model="", warm_up="all"), spec, [], 0, False)
+    _, programs = stages_and_ranks.prepare_ranks(EngineConfig(model="", warm_up="all"), spec, [], 0, False)
     assert programs.obtain_others(SingleProcess()) is None
     trunk, sampler = spec.table.trunks()[0], spec.table.samplers()[0]
     assert trunk in programs.programs and sampler not in programs.programs

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from jengine.base.errors import EngineDead
+from jengine.execution.executor import decode, encode
 from jengine.execution.kinds import DeviceCall
 from jengine.execution.kv_cache import COPIES
 from jengine.execution.slots import UPDATE_WORDS
-from jengine.execution.worker import decode, encode
 from jengine.parallel import link
 from jengine.parallel.link import Follower, Leader, SingleProcess
 from jengine.table.program_table import SamplerKey, ScoreKey, TrunkKey

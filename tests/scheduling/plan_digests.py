@@ -19,9 +19,8 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.beam_params import BeamSearchParams
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.pages.block_table import GroupPages
-from jengine.scheduling.work import NO_WORK, Work
-from jengine.table.pages import most_pages
-from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
+from jengine.scheduling.step_plan import NO_WORK, Work
+from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey, most_pages
 from tests.scheduling.answers import VOCAB
 from tests.scheduling.strict_device import Loop
 

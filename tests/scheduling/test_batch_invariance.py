@@ -20,7 +20,7 @@ from jengine.scheduling.forecasts.expectations import Hypothetical, expect
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.requests.batching import BatchInvariant
 from jengine.scheduling.requests.sequence import State
-from jengine.scheduling.work import Work
+from jengine.scheduling.step_plan import Work
 from jengine.table.program_table import ProgramTable, SamplerKey, ScoreKey, TrunkKey
 from jengine.table.ready_programs import ReadyPrograms, by_use, first_needed
 from tests.scheduling.strict_device import Loop

@@ -11,12 +11,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jengine.engine.page_events import BlockRemoved, BlockStored, EventMaker, Group, hash_of
-from jengine.engine.page_names import digest_of, digests
+from jengine.engine.page_events import (
+    BlockRemoved,
+    BlockStored,
+    EventMaker,
+    Group,
+    digest_of,
+    digests,
+    hash_of,
+)
 from jengine.engine.page_transfer import Lookup
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.pages.blocks import BlockManager
-from jengine.table.pages import most_pages
+from jengine.table.program_table import most_pages
 from tests.scheduling.host_memory import HostMemory
 
 GROUPS = [

@@ -9,7 +9,7 @@ import pytest
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.rules.bursts import LONGEST
-from jengine.scheduling.work import NO_WORK
+from jengine.scheduling.step_plan import NO_WORK
 from jengine.table.program_table import BurstKey
 from tests.scheduling.strict_device import Loop
 

@@ -8,8 +8,8 @@ from itertools import chain
 import pytest
 
 from jengine.scheduling.costs.step_costs import StepCosts
-from jengine.scheduling.step.rows import Timeline
-from jengine.scheduling.work import NO_WORK, Work
+from jengine.scheduling.rows import Timeline
+from jengine.scheduling.step_plan import NO_WORK, Work
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 from tests.scheduling.strict_device import Loop
 

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.scheduling.costs.draft_count import WORTH, Bucket, Offer, all_of_them, could_pay, most_a_second
+from jengine.scheduling.costs.draft_costs import WORTH, Bucket, Offer, all_of_them, could_pay, most_a_second
 
 
 def test_padding_is_filled_while_reading_contexts_pays() -> None:

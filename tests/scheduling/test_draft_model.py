@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from jengine.scheduling.costs.draft_count import all_of_them, most_a_second
+from jengine.scheduling.costs.draft_costs import all_of_them, most_a_second
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.drafters.choice import PRIORS, Rates
 from jengine.scheduling.drafters.drafter import Draft
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.requests.sequence import Sequence
-from jengine.scheduling.work import NO_WORK
+from jengine.scheduling.step_plan import NO_WORK
 from jengine.table.program_table import DraftKey, ProgramTable, SamplerKey, TrunkKey
 from jengine.table.ready_programs import ReadyPrograms, first_needed
 from tests.scheduling.answers import VOCAB, alone

@@ -11,7 +11,7 @@ from jengine.core.request import Request, SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.work import NO_WORK, Work
+from jengine.scheduling.step_plan import NO_WORK, Work
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 from tests.scheduling.strict_device import Loop
 from tests.scheduling.virtual_loop import VirtualLoop

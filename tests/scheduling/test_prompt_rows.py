@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from jengine.scheduling.costs.draft_costs import DraftCosts, Rows
-from jengine.scheduling.costs.draft_count import all_of_them
-from jengine.scheduling.costs.rows_or_tiles import ChunkEnd
+from jengine.scheduling.costs.draft_costs import DraftCosts, Rows, all_of_them
+from jengine.scheduling.costs.predictor import ChunkEnd
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.pages.block_table import GroupPages
-from jengine.scheduling.step_plan import StepPlan
-from jengine.scheduling.work import NO_WORK, Work, pairs
+from jengine.scheduling.step_plan import NO_WORK, StepPlan, Work, pairs
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 from tests.scheduling.adversaries import knowing
 from tests.scheduling.answers import VOCAB

@@ -12,12 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jengine.base.errors import InvalidArgument
 from jengine.core.beam_params import BeamSearchParams
-from jengine.scheduling.costs.draft_count import all_of_them, most_a_second
+from jengine.scheduling.costs.draft_costs import all_of_them, most_a_second
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.pages.block_table import GroupPages
-from jengine.scheduling.work import NO_WORK, Work
-from jengine.table.pages import most_pages
-from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
+from jengine.scheduling.step_plan import NO_WORK, Work
+from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey, most_pages
 from tests.scheduling.adversaries import knowing
 from tests.scheduling.answers import VOCAB
 from tests.scheduling.strict_device import Loop

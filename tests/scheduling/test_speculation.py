@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jengine.scheduling.costs.draft_count import all_of_them
+from jengine.scheduling.costs.draft_costs import all_of_them
 from jengine.scheduling.pages.block_table import GroupPages
 from tests.scheduling.adversaries import knowing
 from tests.scheduling.answers import VOCAB, alone

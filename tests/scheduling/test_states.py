@@ -9,7 +9,7 @@ import pytest
 
 from jengine.base.errors import InvalidArgument
 from jengine.core.beam_params import BeamSearchParams
-from jengine.scheduling.costs.draft_count import all_of_them
+from jengine.scheduling.costs.draft_costs import all_of_them
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.pages.states import SPARSE
 from tests.scheduling.adversaries import knowing

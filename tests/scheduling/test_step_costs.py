@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jengine.scheduling.costs.step_costs import FIRST, STEPS, Slopes, StepCosts
-from jengine.scheduling.work import Work
+from jengine.scheduling.step_plan import Work
 from jengine.table.program_table import VARIANTS, ProgramTable, SamplerKey, TrunkKey
 
 TABLE = ProgramTable(row_buckets=(8, 32), mixed_row_buckets=(8, 32), tile_buckets=(1, 2, 4, 8), tile_size=64)

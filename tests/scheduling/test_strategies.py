@@ -22,7 +22,7 @@ from jengine.scheduling.admission.strategies import (
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.promises.acceptance import FEWEST, OutputLengths
 from jengine.scheduling.promises.promises import Outlook, Prompt, Stream
-from jengine.scheduling.work import NO_WORK, Work
+from jengine.scheduling.step_plan import NO_WORK, Work
 from jengine.table.program_table import ProgramTable
 
 BUCKETS = (1, 2, 4, 8)

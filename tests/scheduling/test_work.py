@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jengine.scheduling.pages.block_table import GroupPages
-from jengine.scheduling.work import FURTHER, Work, further_work, pairs, rows_work
+from jengine.scheduling.step_plan import FURTHER, Work, further_work, pairs, rows_work
 from tests.scheduling.strict_device import Loop
 
 WINDOWS = st.lists(st.none() | st.integers(1, 40), min_size=1, max_size=4)

@@ -11,7 +11,7 @@ from jengine.capacity.simulation.summary import Targets, bars, in_target, report
 from jengine.capacity.simulation.trace import make_trace
 from jengine.core.request import SamplingParams
 from jengine.scheduling.costs.step_costs import Cost
-from jengine.scheduling.work import Work
+from jengine.scheduling.step_plan import Work
 from jengine.table.program_table import TrunkKey
 from tests.simulation.shapes import make_shape, poisson
 

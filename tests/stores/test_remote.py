@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 
 from jengine.stores import frames
-from jengine.stores import server as page_server
+from jengine.stores import network as page_server
+from jengine.stores.frames import TOKEN as TOKEN_NAME
 from jengine.stores.memory import MemoryStore, StoreError
-from jengine.stores.remote import FIRST_PAUSE, RemoteStore
-from jengine.stores.server import PageServer
-from jengine.stores.token import TOKEN as TOKEN_NAME
+from jengine.stores.network import FIRST_PAUSE, PageServer, RemoteStore
 
 TOKEN = b"a token of this test"
 NAMES = [bytes([i]) * 32 for i in range(4)]

@@ -1,6 +1,4 @@
-"""Servers under test (OpenAI's API over HTTP, of any server, and jengine's own API over gRPC), and how
-requests are sent to them when they are due.
-"""
+"""Servers under test, with OpenAI's API or jengine's gRPC, and how requests are sent when due."""
 
 from __future__ import annotations
 

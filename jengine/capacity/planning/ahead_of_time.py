@@ -21,8 +21,8 @@ from jengine.core.config import EngineConfig
 from jengine.devices.device_defaults import limit_cpu_threads, sizes
 from jengine.devices.device_spec import DeviceSpec, device_spec
 from jengine.engine.setup.model_source import ModelSource
-from jengine.engine.setup.pipeline_shapes import refuse_stages
 from jengine.engine.setup.shapes import describe
+from jengine.engine.setup.stages_and_ranks import refuse_stages
 from jengine.execution.cache_folders import cache_root
 from jengine.execution.kernel_objects import keep_lowered
 from jengine.execution.kernels import product_forms, with_forms

@@ -1,3 +1,1 @@
-"""Runs the scheduler with a cost model and a virtual clock, to predict how an engine serves a trace, without
-a device.
-"""
+"""Predicts how an engine serves a trace: its scheduler, a cost model and a virtual clock."""

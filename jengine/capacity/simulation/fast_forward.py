@@ -1,10 +1,9 @@
-"""Runs many steps of the real scheduler at once if there is nothing to decide, with costs that are looked up
-once.
-"""
+"""Runs many steps of the real scheduler at once, with costs looked up once, if nothing is to decide."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 from jengine.capacity.simulation.trace import OUTPUT_TOKEN
@@ -13,9 +12,8 @@ from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.step_plan import StepPlan
-from jengine.scheduling.work import NO_WORK, Work
-from jengine.table.program_table import BurstKey, SamplerKey, TrunkKey
+from jengine.scheduling.step_plan import NO_WORK, StepPlan, Work
+from jengine.table.program_table import SamplerKey, TrunkKey
 
 
 class ConstantPredictor(StepPredictor):
@@ -37,8 +35,8 @@ class ConstantPredictor(StepPredictor):
 class FastForward:
     """Steady steps of a scheduler. A steady step has the same rows as the previous step, and no prompts.
 
-    The little that `schedule` and `collect` do for such a step is done here: pages (`begin`), predictions
-    (`planned`, `collected`), and tokens, once for many steps (`advance`).
+    What `schedule` and `collect` do for such a step is done here: pages (`begin`), and tokens, once for many
+    steps (`advance`).
 
     Costs must not change, and are used under usual load.
     """
@@ -149,19 +147,9 @@ class FastForward:
             blocks.grow(s.number, s.num_computed + steps + 1)
         return True
 
-    def planned(self, now: float, seconds: float) -> None:
-        """A steady step has been planned."""
-        self._scheduler.timeline.plan(now, seconds)
-
-    def collected(self, now: float) -> None:
-        """The previous step has been collected or, without overlap, this one."""
-        self._scheduler.timeline.collect(now)
-
     def advance(self, steps: int, tokens: list[list[int]] | None) -> None:
-        """Adds the tokens of `steps` steady steps, which have been planned and collected.
-
-        Args:
-            tokens: by sequence number, the token that each of these steps sampled; None: OUTPUT_TOKEN.
+        """Adds the tokens of `steps` steady steps, which have been planned and collected. tokens: by sequence
+        number, the token that each of these steps sampled; None: OUTPUT_TOKEN.
         """
         same, fair = [OUTPUT_TOKEN] * steps, self._registry.fair
         for s in self.rows:
@@ -175,30 +163,21 @@ class FastForward:
 
 
 class StepTimes:
-    """The predictions of StepCosts under usual load."""
+    """The predictions of StepCosts under usual load, which do not change.
+
+    Attributes:
+        base: device seconds of a step without work, by its trunk and its sampler.
+        burst: those of a burst.
+        host: see StepCosts.host_seconds.
+    """
 
     def __init__(self, costs: StepCosts) -> None:
-        self._costs = costs
-        self._bases: dict[tuple[TrunkKey, SamplerKey], float] = {}
-        self._hosts: dict[tuple[int, int], HostSeconds] = {}
-
-    def base(self, trunk: TrunkKey, sampler: SamplerKey) -> float:
-        """Device seconds of a step without work."""
-        known = self._bases.get((trunk, sampler))
-        if known is None:
-            known = self._bases[trunk, sampler] = self._costs.base(trunk) + self._costs.base(sampler)
-        return known
-
-    def burst(self, key: BurstKey) -> float:
-        """Device seconds of a burst without work."""
-        return self._costs.base(key)
+        self._slopes, self.burst = costs.slopes, costs.base
+        self.host: Callable[[int, int], HostSeconds] = cache(costs.host_seconds)
+        self.base: Callable[[TrunkKey, SamplerKey], float] = cache(
+            lambda trunk, sampler: costs.base(trunk) + costs.base(sampler)
+        )
 
     def device(self, base: float, work: Work) -> float:
         """Device seconds of a step with these programs."""
-        return base + self._costs.slopes.seconds(work)
-
-    def host(self, rows: int, tiles: int) -> HostSeconds:
-        known = self._hosts.get((rows, tiles))
-        if known is None:
-            known = self._hosts[rows, tiles] = self._costs.host_seconds(rows, tiles)
-        return known
+        return base + self._slopes.seconds(work)

@@ -21,7 +21,6 @@ from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.drafters.drafter import Draft
 from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.requests.sequence import Sequence
-from jengine.table.program_table import ProgramTable
 
 WRONG = 2**31 - 1  # a token that no simulated request generates
 SIXTEEN_BITS = 1 << 16
@@ -134,12 +133,10 @@ class Setup:
                 **options,
                 "options": dataclasses.replace(config, speculative_config=None),
             },
-            measured=saved is not None or (alike and self._knows(table, known)),
+            # no trunk that its own table lacks has an estimated cost
+            measured=saved is not None
+            or (alike and {*table.trunks()} <= {*self.spec.table.trunks(), *known.known}),
         )
-
-    def _knows(self, table: ProgramTable, costs: StepCosts) -> bool:
-        """Whether none of a table's trunks that the setup's own table lacks has an estimated cost."""
-        return {*table.trunks()} <= {*self.spec.table.trunks(), *costs.known}
 
 
 def _pages(config: EngineConfig, spec: ExecutionSpec) -> int:

@@ -1,6 +1,4 @@
-"""The result of a replay, its summary (percentiles of times, and the share of requests served within
-targets), and both as text for the terminal.
-"""
+"""The result of a replay, and its summary: percentiles of times, and requests within targets."""
 
 from __future__ import annotations
 

@@ -125,9 +125,7 @@ class Search:
         return summarize(outcome, self._trace, self._targets)
 
     def _better(self, summary: ReplaySummary, other: ReplaySummary) -> bool:
-        """Whether it is better by more than LEAST_GAIN. Served requests count first, since rejecting long
-        ones speeds up the rest.
-        """
+        """Whether it is better by more than LEAST_GAIN. First, more requests are served."""
         if summary.unanswered != other.unanswered:
             return summary.unanswered < other.unanswered
         if self._objective == "throughput":
@@ -140,9 +138,7 @@ class Search:
 
 
 def values(config: EngineConfig, shape: EngineShape, targets: bool) -> dict[str, tuple[Any, ...]]:
-    """Candidate values of each option, without programs much larger than those of `shape`, whose costs are
-    unknown.
-    """
+    """Candidate values of each option, without programs much larger than those of `shape`."""
     rows = tuple(rows for rows in ROWS if rows <= BEYOND * shape.max_num_seqs)
     tokens = tuple(tokens for tokens in TOKENS if tokens <= BEYOND * shape.max_num_batched_tokens)
     tried = {"max_num_batched_tokens": tokens, "max_num_seqs": rows, "tile_size": TILES, "page_size": PAGES}

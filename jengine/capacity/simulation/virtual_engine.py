@@ -17,9 +17,8 @@ from jengine.core.request import Request, SamplingParams
 from jengine.scheduling.costs.step_costs import StepCosts, SwapCosts
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.step_plan import StepPlan
-from jengine.scheduling.work import Work, rows_work
-from jengine.table.pages import SWAPS
+from jengine.scheduling.step_plan import StepPlan, Work, rows_work
+from jengine.table.program_table import SWAPS
 
 FOREVER = float("inf")
 SHORTEST = 2  # minimum number of steps to run at once
@@ -194,9 +193,7 @@ class VirtualEngine:
         return plan
 
     def _wait(self) -> None:
-        """Nothing can run: advances the clock until a batch forms, a request arrives or pages come from the
-        host.
-        """
+        """Nothing can run: goes on to a batch's start, an arrival, or pages from the host."""
         then = min(self.scheduler.wakes_at, self._arrivals[self._taken])
         if self._host_pages is not None:
             then = min(then, self._host_pages.next_done)
@@ -292,9 +289,7 @@ class VirtualEngine:
             self._ended = 0
 
     def _skip(self, plan: StepPlan) -> None:
-        """Runs steps that the scheduler would plan like the last one, `plan`. Computes only their
-        differences.
-        """
+        """Runs steps that the scheduler would plan like `plan`. Computes only their differences."""
         scheduler, steady, times = self.scheduler, self._steady, self.times
         limit = steady.steps(plan, ahead=len(self._in_flight))
         if limit < SHORTEST:
@@ -326,7 +321,7 @@ class VirtualEngine:
                 if whole
                 else Work(*rows_work([at + steps - 1 for at in positions], windows)),
             )
-            steady.planned(self.now, seconds)
+            scheduler.timeline.plan(self.now, seconds)
             self._host(host.plan)
             self._device(seconds)
             if self._overlap:
@@ -334,7 +329,7 @@ class VirtualEngine:
             else:
                 read = self._free[-1]
             self.now = max(self.now, read)
-            steady.collected(self.now)
+            scheduler.timeline.collect(self.now)
             self._host(host.collect)
         steady.advance(steps, None if self.trace.prefixes is None else self._tokens)
 
@@ -374,9 +369,7 @@ class VirtualHost:
             self._scheduler.swapped(saved, staged)
 
     def begin(self, now: float) -> float:
-        """Begins the copies that the scheduler has planned with a step. Returns the seconds that they add to
-        it.
-        """
+        """Begins the copies that are planned with a step. Returns the seconds that they add to it."""
         swaps = self._scheduler.take_swaps()
         if swaps is None:
             return 0.0

@@ -18,8 +18,7 @@ from jengine.core.request import FinishReason, Request, prompt_seed
 from jengine.core.updates import BeamsFound, Ended, Load, Pooled, TokenUpdate, Update
 from jengine.core.weights import Version
 from jengine.engine.limits import Limits
-from jengine.engine.loop.engine_parts import EngineParts, programs_ready
-from jengine.engine.loop.first_use import FirstUse
+from jengine.engine.loop.engine_parts import EngineParts, FirstUse, programs_ready
 from jengine.engine.loop.mask_rows import fill_masks, masked_rows
 from jengine.engine.loop.step_updates import (
     Reports,
@@ -54,8 +53,8 @@ from jengine.scheduling.forecasts.expectations import FirstTokenOutlook
 from jengine.scheduling.promises.acceptance import REJECTED
 from jengine.scheduling.requests.loras import Lora
 from jengine.scheduling.requests.sequence import Sequence
+from jengine.scheduling.rows import Collected
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.step.rows import Collected
 from jengine.scheduling.step_plan import StepPlan
 from jengine.text.mask_thread import MASK_SECONDS, MaskThread
 
@@ -125,9 +124,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request, a page to save or a program's first use is left, unless it is paused, or a step
-        was not read.
-        """
+        """Whether a request, page or first use is left, unless it is paused, or a step was not read."""
         saving = self.pages is not None and self.pages.saving
         left = (self.scheduler.has_work or saving) and self.gate.plans
         return left or self.has_unused_programs or bool(self._in_flight or self._early)
@@ -275,9 +272,7 @@ class Engine:
         return operation.run(self)
 
     def wait_until_compiled(self, timeout: float | None = None) -> bool:
-        """Waits at most `timeout` seconds until all programs are there or no more will come. Returns whether
-        all are there. Some may be unused, and not ready yet.
-        """
+        """Waits until all programs are there or no more come. Returns whether all are, if unused yet."""
         return self._programs is None or self._programs.wait(timeout)
 
     def close(self) -> None:
@@ -300,11 +295,7 @@ class Engine:
         return ended(turn, begun)
 
     def turn(self, *, waits: bool = True) -> Turn:
-        """A step that the caller dispatches.
-
-        Args:
-            waits: whether it may sleep if nothing is to be done.
-        """
+        """A step that the caller dispatches. waits: whether it may sleep if nothing is to be done."""
         if self._first_use is not None and self.gate.plans:
             self._first_use.run_next(busy=self.scheduler.has_work, in_flight=bool(self._in_flight))
         if self._programs is not None:
@@ -408,9 +399,7 @@ class Engine:
         return updates
 
     def _mask(self, plan: StepPlan) -> tuple[np.ndarray, list[Ended]]:
-        """Returns the step's token mask (see logits.mask_words), and requests that end because their mask
-        fails or is empty.
-        """
+        """The step's token mask, see logits.mask_words, and requests that end for want of theirs."""
         mask = np.full((plan.sampler.rows, mask_words(self.model.vocab_size)), ALL_ALLOWED)
         masked = masked_rows(plan, self.scheduler.registry.by_number)
         self._unmasked = {}

@@ -62,9 +62,7 @@ class FixedWeights:
         raise InvalidArgument("weight_updates", False, "must be True at the start to update weights")
 
     def replace(self, new: NewWeights, version: Version) -> None:
-        """Puts checked weights in the place of the others, one parameter at a time: the old one is freed
-        before the new one is made. No step may be in flight.
-        """
+        """Puts checked weights in the place of the others, one at a time. No step may be in flight."""
         raise NotImplementedError
 
 
@@ -133,9 +131,7 @@ def why_not_updatable(model: Model, source: ModelSource, processes: int) -> str 
 
 
 def warm(spec: ExecutionSpec) -> None:
-    """Compiles what updates run: the assembly of each form of parameter from tensors of each dtype, and its
-    quantization. Equal layers share them.
-    """
+    """Compiles what updates run: assembly and quantization of each form of parameter and dtype."""
     _warm(spec.params, spec.model.sources, dtypes(spec.model))
     if spec.images is not None:
         _warm(spec.images.params, spec.images.encoder.sources, dtypes(spec.model))

@@ -22,8 +22,8 @@ from jengine.execution.runner import StepResult
 from jengine.execution.sampler import SampledLogprobs
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.requests.sequence import Sequence
+from jengine.scheduling.rows import Collected
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.step.rows import Collected
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import TrunkKey
 

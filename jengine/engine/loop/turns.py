@@ -70,10 +70,7 @@ def next_step(
 
 def take_programs(scheduler: Scheduler, programs: Arrivals, taken: int) -> int:
     """Gives newly ready programs to the scheduler, and asks for those that its requests need most. Returns
-    the number of those that it has.
-
-    Args:
-        taken: number of those that it had.
+    the number of those that it has. taken: number of those that it had.
     """
     if (ready := programs.ready) == taken:
         return taken
@@ -171,9 +168,7 @@ class Gate:
         queue: Callable[[list[Request], Lora | None], object],
         fail: Callable[[list[Request], Exception], None],
     ) -> None:
-        """Ends the pause, and queues the requests that waited, prompt by prompt. `fail` gets those that
-        cannot be queued.
-        """
+        """Ends the pause, and queues each prompt's requests. `fail` gets those that cannot be queued."""
         self.mode, self.by_sleep = None, False
         held, self._held = self._held, {}
         for together in {id(prompt): prompt for prompt in held.values()}.values():

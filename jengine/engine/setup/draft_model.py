@@ -58,9 +58,7 @@ def _model_differs(draft: ModelConfig, spec: ExecutionSpec) -> str | None:
 
 
 def _head_differs(head: ModelConfig, model: Model) -> str | None:
-    """Why a head cannot draft, or None. Positions do not matter: beyond those that it was trained for, its
-    drafts are worse.
-    """
+    """Why a head cannot draft, or None. Beyond its positions its drafts are worse, which is no reason."""
     part, config = head.find(Eagle3Head), model.config
     if part is None:
         return None

@@ -15,10 +15,19 @@ from jengine.execution.kinds import DeviceCall
 from jengine.execution.runner import InFlight, Runner
 from jengine.models.cache import paged
 from jengine.scheduling.costs.step_costs import Cost, Slopes, StepCosts, SwapCosts
-from jengine.scheduling.step_plan import Encoding, Sample, SlotReset, Span, StepPlan, Swaps
-from jengine.scheduling.work import Work, pairs, rows_work
-from jengine.table.pages import SWAPS
+from jengine.scheduling.step_plan import (
+    Encoding,
+    Sample,
+    SlotReset,
+    Span,
+    StepPlan,
+    Swaps,
+    Work,
+    pairs,
+    rows_work,
+)
 from jengine.table.program_table import (
+    SWAPS,
     VARIANTS,
     BurstKey,
     DraftKey,
@@ -43,9 +52,7 @@ PARAMS = {  # typical parameters of requests of each variant
 
 
 def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress: Progress) -> set[TableKey]:
-    """Adds missing costs of ready programs to `costs`. Returns these programs. Must run before the first
-    request.
-    """
+    """Adds missing costs of ready programs, and returns these. Must run before the first request."""
     bench, known = Bench(runner, ready), costs.known
     trunks = [key for key in ready.trunks() if key not in known]
     rows = {runner.spec.table.sample_rows(key) for key in ready.trunks()}
@@ -164,9 +171,7 @@ class Bench:
     def step(
         self, key: TrunkKey, rows: int, context: int, *, first: int | None = None, variant: Variant = "greedy"
     ) -> StepPlan:
-        """Decode rows after `context` tokens, the first one after `first`, and the beginning of a prompt in
-        each tile.
-        """
+        """Decode rows after `context` tokens, the first after `first`, and a prompt's start in each tile."""
         size = self._spec.table.tile_size
         positions = [
             min(at, self._limit)
@@ -279,9 +284,7 @@ class Bench:
                     yield group, span.slot, index, 1 + number % (spec.num_pages - 1)
 
     def _rows(self, positions: list[int], length: int = 1) -> list[Span]:
-        """Decode rows at these positions. Their tokens are known, since slots without requests hold no
-        positions.
-        """
+        """Decode rows at these positions, with known tokens: slots without requests hold no positions."""
         tokens = self._tokens(len(positions))
         return [
             Span(slot, slot, at, length, known=token)
@@ -298,9 +301,7 @@ class Bench:
 
 
 def typical(times: list[float]) -> float:
-    """The lower median of the seconds between times, of two steps together: where the host is busy, it reads
-    one result late and the next one at once.
-    """
+    """The lower median of seconds, of two steps together: a busy host reads one late, the next at once."""
     apart = min(2, len(times) - 1)
     seconds = sorted((after - before) / apart for before, after in zip(times, times[apart:], strict=False))
     return seconds[(len(seconds) - 1) // 2]

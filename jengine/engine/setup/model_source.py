@@ -1,13 +1,20 @@
-"""Where an engine's model comes from: its configuration, its weights, and how it embeds."""
+"""Where a model comes from: its configuration, its weights or files of quantized ones, how it embeds."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import json
 import logging
+import os
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jengine.base.display import counted
@@ -31,12 +38,19 @@ from jengine.checkpoints.converted import is_converted
 from jengine.checkpoints.encoder import load_encoder
 from jengine.checkpoints.folder import CONFIG_FILES, with_stored_head
 from jengine.checkpoints.in_memory import Tensors, in_memory
+from jengine.checkpoints.quantization import placed
+from jengine.checkpoints.safetensors import READABLE, read_file
+from jengine.checkpoints.weights import num_bytes, parts_by_name
 from jengine.core.config import EngineConfig
 from jengine.core.pooling import Embedder
 from jengine.core.speculation import NAME, Speculation
+from jengine.engine.page_events import files_digest
+from jengine.execution.cache_folders import DAY, quantized_files
+from jengine.execution.program_folder import UntrustedProgram, make_private, must_be_private, touch
+from jengine.execution.sources import source_digest
 from jengine.execution.spec import ExecutionSpec
 from jengine.hub.files import HUB_FILES, WITHOUT_WEIGHTS
-from jengine.models import Params
+from jengine.models import Model, Params
 from jengine.models.config import ModelConfig
 from jengine.models.draft_heads import of_model
 from jengine.vision.family import RowEncoder
@@ -116,11 +130,7 @@ class ModelSource:
         return cls(folder, config, embedder, vision=_vision(options, folder))
 
     def _draft(self, options: EngineConfig, weights: bool = True) -> ModelSource | None:
-        """The draft model or head that the options name, if any.
-
-        Args:
-            weights: whether it must have weights.
-        """
+        """The draft model or head that the options name, if any. weights: whether it must have weights."""
         speculation = Speculation.of(options.speculative_config)
         if speculation is None or not speculation.on_device:
             return None
@@ -173,10 +183,8 @@ class ModelSource:
         return load_encoder(self.folder, spec.images.params, spec.images.encoder.sources, self.params)
 
     def load_draft(self, spec: ExecutionSpec, params: Params, progress: Progress) -> Params:
-        """The weights of the draft model or head, on the devices; None: there is none.
-
-        Args:
-            params: the model's, some of which a head has, too.
+        """The weights of the draft model or head, on the devices; None: there is none. params: the model's,
+        some of which a head has, too.
         """
         if self.draft is None or spec.draft is None:
             return None
@@ -201,3 +209,106 @@ def _vision(options: EngineConfig, folder: Path) -> RowEncoder | None:
             raise
         log.warning("images are not read, only text is served: %s", wrong)
         return None
+
+
+SMALLEST = 32 << 20  # bytes of quantized weights; fewer are quantized in a moment
+CODES = {dtype: code for code, dtype in READABLE.items()}
+
+
+def load_weights(
+    source: ModelSource,
+    spec: ExecutionSpec,
+    calibration: np.ndarray | None,
+    root: Path,
+    limit: int,
+    progress: Progress,
+) -> Params:
+    """As `ModelSource.load`. What takes long to quantize is read from a file of the cache; without one, it is
+    written while the start goes on.
+
+    Args:
+        root: of the cache.
+        limit: bytes of all such files together.
+    """
+    device, model = spec.mesh.devices.flat[0], spec.model
+    if (
+        device.platform != "cpu"
+        or spec.mesh.size > 1
+        or model.quantization in (None, "none")
+        or source.params is not None
+        or is_converted(source.folder)
+        or not SMALLEST <= num_bytes(model.params) <= limit
+    ):
+        return source.load(spec, calibration, progress)
+    file = root / "weights" / f"{_digest(source.folder, model, calibration)}.safetensors"
+    if (params := _read(file, spec)) is not None:
+        log.info("quantized weights: read from %s", file)
+        return params
+    params = source.load(spec, calibration, progress)
+    threading.Thread(target=_write, args=(file, params, limit), name="quantized weights", daemon=True).start()
+    return params
+
+
+def _digest(folder: Path, model: Model, calibration: np.ndarray | None) -> str:
+    """Identity of the weights, and of how they are quantized."""
+    files = [folder] if folder.is_file() else sorted(path for path in folder.iterdir() if path.is_file())
+    forms = [(name, array.shape, str(array.dtype)) for name, array in parts_by_name(model.params).items()]
+    tokens = None if calibration is None else hashlib.sha256(calibration.tobytes()).hexdigest()
+    identity = (
+        files_digest(folder),
+        [file.stat().st_mtime_ns for file in files],
+        (source_digest(), jax.__version__),
+        (model.config.plain(), model.quantization, model.group_size, str(model.dtype), tokens),
+        forms,
+    )
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _read(file: Path, spec: ExecutionSpec) -> Params | None:
+    """None: there is no such file, or it cannot be used."""
+    targets = spec.model.placed(spec.mesh)
+    try:
+        must_be_private(file)
+        tensors = read_file(file, ())
+        touch(file)
+        # copies: a CPU device takes over their memory
+        arrays = [placed(np.array(tensors[name].array), to) for name, to in parts_by_name(targets).items()]
+        return jax.tree.unflatten(jax.tree.structure(targets), arrays)
+    except UntrustedProgram:
+        return None
+    except (ModelError, KeyError, ValueError) as error:
+        log.warning("%s is damaged; weights are quantized again: %s", file, error)
+        return None
+
+
+def _write(file: Path, params: Params, limit: int) -> None:
+    arrays, header, size = parts_by_name(params), {}, 0
+    for name, array in arrays.items():
+        offsets = size, size + array.nbytes
+        header[name] = {"dtype": CODES[np.dtype(array.dtype)], "shape": array.shape, "data_offsets": offsets}
+        size = offsets[1]
+    temporary = file.with_suffix(f".{os.getpid()}")
+    try:
+        make_private(file.parent)
+        _make_room(file, limit - size)
+        with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags | os.O_EXCL, 0o600)) as out:
+            text = json.dumps(header).encode()
+            out.write(len(text).to_bytes(8, "little") + text)
+            for array in arrays.values():
+                out.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+            os.fsync(out.fileno())
+        temporary.replace(file)
+        log.info("quantized weights: wrote %s, %d bytes", file, size)
+    except (OSError, RuntimeError) as error:  # such as a full disk, or weights that are gone
+        log.warning("quantized weights are not written, so the next start quantizes them again: %s", error)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _make_room(file: Path, room: int) -> None:
+    """Removes the files that were not used for the longest time, and what interrupted writers have left."""
+    for old in quantized_files(file.parents[1])[::-1]:
+        room -= old.stat().st_size
+        incomplete = old.suffix != file.suffix and time.time() - old.stat().st_mtime > DAY
+        if room < 0 or incomplete:
+            old.unlink()

@@ -99,9 +99,7 @@ def _kept(file: Path, model: ModelConfig) -> str | None:
 
 
 def _product_seconds(model: ModelConfig, dtype: str, device: jax.Device) -> float:
-    """Minimum seconds of the MLP's first product, summed over a decode step's and a prompt's number of
-    rows.
-    """
+    """Minimum seconds of the MLP's first product, for rows of a decode step and of a prompt together."""
     total = 0.0
     with jax.default_device(device):
         weight = jnp.ones((2 * model.intermediate_size, model.hidden_size), dtype)

@@ -1,4 +1,4 @@
-"""Finds and loads the model, gets its programs, and takes the devices: on every process of an engine."""
+"""Finds and loads the model, gets its programs, and takes the devices, on every process of an engine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import dataclasses
 import logging
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
@@ -20,22 +21,19 @@ from jengine.checkpoints.converted import is_converted
 from jengine.checkpoints.own_tree import own_names
 from jengine.core.config import EngineConfig
 from jengine.core.model_options import sampling_overrides
-from jengine.core.pooling import Reranker
+from jengine.core.pooling import Embedder, Reranker
+from jengine.core.request import SamplingParams
 from jengine.engine.loop.live_weights import warm, why_not_updatable
-from jengine.engine.page_names import PageNames
+from jengine.engine.page_events import PageNames
 from jengine.engine.page_stores import check_transfer, weights_digest
-from jengine.engine.rank_start import check_spec, prepare_ranks
 from jengine.engine.setup.devices import Devices, process_root
-from jengine.engine.setup.early_compilation import EarlyCompilation, make_children
-from jengine.engine.setup.model_source import ModelSource
-from jengine.engine.setup.pipeline_shapes import refuse_stages
-from jengine.engine.setup.program_set import ProgramSet, given_programs
-from jengine.engine.setup.quantized_weights import load_weights
+from jengine.engine.setup.model_source import ModelSource, load_weights
+from jengine.engine.setup.program_set import EarlyCompilation, ProgramSet, given_programs, make_children
 from jengine.engine.setup.shapes import spec_of, with_expected_pages, with_pages
-from jengine.engine.setup.started import Started
+from jengine.engine.setup.stages_and_ranks import check_spec, prepare_ranks, refuse_stages
 from jengine.execution.cache_folders import cache_limit
+from jengine.execution.device_state import check_host_memory
 from jengine.execution.executor import make_worker
-from jengine.execution.host_store import check_host_memory
 from jengine.execution.kernels import described, implementations, kernels_refused
 from jengine.execution.memory import claim_gpu_memory
 from jengine.execution.programs import open_cache
@@ -45,6 +43,50 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.parallel.link import Leader, Link
 from jengine.text.tokenizer import Tokenizer, has_tokenizer
 from jengine.vision.reader import ImageReader
+
+
+@dataclass(slots=True)
+class Started:
+    """Results of the start.
+
+    Attributes:
+        folder: the model's folder.
+        tokenizer_folder: the folder of its tokenizer.
+        tokenizer: None if that folder has none.
+        default_sampling_params: for requests that set none.
+        embedder: how the model embeds; None: there are no programs for embeddings.
+        reranker: how the model scores pairs of texts, if its folder says so.
+        dtype: of weights, activations and cache, unless they are quantized.
+        quantization: number format of quantized weights, see `Model.quantized`; "" if they are not quantized.
+        logprobs_mode: see EngineConfig.
+        devices: their kind and number.
+        programs: number of programs in the table. With warm_up="progressive", some are not ready yet.
+        kernels: which implementation serves each operation, and why not the newest one for such devices.
+        seconds: duration of each part of the start, in order.
+        longest_step: seconds of the most expensive measured step, at short contexts.
+    """
+
+    folder: Path
+    tokenizer_folder: Path
+    tokenizer: Tokenizer | None = None
+    default_sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    embedder: Embedder | None = None
+    reranker: Reranker | None = None
+    dtype: str = ""
+    quantization: str = ""
+    logprobs_mode: str = "raw_logprobs"
+    devices: str = ""
+    programs: int = 0
+    kernels: str = ""
+    programs_compiled: int = 0
+    programs_loaded: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    longest_step: float = 0.0
+
+    def require_tokenizer(self) -> Tokenizer:
+        """Raises ModelError if there is no tokenizer."""
+        return Tokenizer.load(self.tokenizer_folder) if self.tokenizer is None else self.tokenizer
+
 
 log = logging.getLogger("jengine")
 
@@ -164,10 +206,8 @@ def prepare(
 def _compile_early(
     config: EngineConfig, shapes: ExecutionSpec, devices: Devices, max_bytes: int
 ) -> EarlyCompilation | None:
-    """Begins to compile in other processes; None: this process will compile.
-
-    Args:
-        max_bytes: of the cache of programs.
+    """Begins to compile in other processes; None: this process will compile. max_bytes: of the cache of
+    programs.
     """
     used = [device for mesh in devices.stages for device in mesh.devices.flat]
     children = make_children(config, used, shapes.model)

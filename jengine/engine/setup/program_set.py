@@ -1,4 +1,4 @@
-"""The programs of an engine: those that it starts with, those that follow, and what its steps cost."""
+"""The programs of an engine: first and later ones, who compiles them, and what its steps cost."""
 
 from __future__ import annotations
 
@@ -9,29 +9,107 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+
+from jengine.base.host_memory import available_memory
 from jengine.base.progress import Progress
 from jengine.core.config import EngineConfig
 from jengine.devices.device_defaults import sizes
-from jengine.engine.loop.first_use import RUNS
+from jengine.engine.loop.engine_parts import RUNS
 from jengine.engine.setup.devices import process_root
-from jengine.engine.setup.early_compilation import EarlyCompilation
 from jengine.engine.setup.measure import measure
 from jengine.execution.background import BackgroundPrograms
-from jengine.execution.cache_folders import costs_file
+from jengine.execution.cache_folders import cache_root, costs_file
+from jengine.execution.compile_children import CompileChildren, Job, Target, children_count
+from jengine.execution.executor import StagePrograms
 from jengine.execution.kinds import Key, kind_of
 from jengine.execution.memory import check_room
-from jengine.execution.pipeline import StagePrograms
+from jengine.execution.program_cache import ProgramCache
 from jengine.execution.program_folder import make_private, write_private
 from jengine.execution.program_store import PrebuiltPrograms
-from jengine.execution.programs import Programs, first_keys, open_cache, program_keys, running
+from jengine.execution.programs import (
+    Programs,
+    by_effort,
+    file_name,
+    first_keys,
+    open_cache,
+    program_keys,
+    running,
+)
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
+from jengine.models import Model
 from jengine.parallel.link import Link
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.table.program_table import ProgramTable
 from jengine.table.ready_programs import ReadyPrograms
 
 log = logging.getLogger("jengine")
+
+
+def make_children(
+    config: EngineConfig, devices: Sequence[jax.Device], model: Model
+) -> CompileChildren | None:
+    """Processes that compile for these devices; None: threads of this process do. They do on CPUs, where
+    XLA's own work takes most of the time and does not hold Python's lock.
+    """
+    if devices[0].platform != "gpu" or config.num_processes > 1 or config.programs is not None:
+        return None
+    target, kind = Target.of(devices), devices[0].device_kind
+    count = children_count(sizes(config, "gpu").compile_threads, available_memory())
+    if target is None:
+        why = "no description to compile for"
+    elif not count:
+        why = "too little memory of the host"
+    elif any(kind.__module__ == "__main__" for kind in model.types):
+        why = "__main__ defines the model's family, which other processes cannot import"
+    else:
+        return CompileChildren(count, target, cache_root(config.cache_dir))
+    log.warning("%s: this process compiles, which slows its first requests: %s", kind, why)
+    return None
+
+
+class EarlyCompilation:
+    """The processes that compile an engine's programs, and the folder of the cache that they fill.
+
+    Args:
+        spec: with the number of pages that the engine will probably have.
+    """
+
+    def __init__(
+        self, config: EngineConfig, spec: ExecutionSpec, children: CompileChildren, cache: ProgramCache
+    ) -> None:
+        self.children, self.num_pages = children, spec.num_pages
+        self._cache: ProgramCache | None = cache
+        if len(spec.stages) > 1 or spec.ranks > 1:  # they have several specs
+            self._cache = None
+        elif cache.hold():  # otherwise another process compiles them
+            keys = first_keys(spec) if config.warm_up == "progressive" else program_keys(spec)
+            others = [key for key in program_keys(spec) if key not in keys]
+            missing = {*cache.missing(map(file_name, [*keys, *others]))}
+            every: list[Key] = [*by_effort(spec, keys), *others]
+            self.children.begin(
+                Job.of(spec, children.target), [key for key in every if file_name(key) in missing]
+            )
+        else:
+            self._cache = None
+
+    def cache_for(self, spec: ExecutionSpec) -> ProgramCache | None:
+        """The folder of this spec, if these processes fill it. If they fill another one, they stop that."""
+        if self._cache is not None and spec.num_pages != self.num_pages:
+            self.children.forget()
+            self._release()
+        return self._cache
+
+    def close(self) -> None:
+        """Ends the processes. May be called repeatedly."""
+        self.children.close()
+        self._release()
+
+    def _release(self) -> None:
+        if self._cache is not None:
+            self._cache.release()
+            self._cache = None
 
 
 class WarmedUp(NamedTuple):
@@ -161,9 +239,7 @@ def given_programs(config: EngineConfig) -> tuple[PrebuiltPrograms | None, Engin
 
 def saved_costs(config: EngineConfig, spec: ExecutionSpec) -> StepCosts | None:
     """Step costs that engines with these options have measured on this machine; None if there are none.
-
-    Args:
-        config, spec: as returned by `describe_engine`.
+    config, spec: as returned by `describe_engine`.
     """
     return CostsFile(process_root(config), spec.fingerprint()).load(spec.table)
 

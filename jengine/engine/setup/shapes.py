@@ -23,16 +23,15 @@ from jengine.devices.device_defaults import PROMPT_TOKENS, Sizes, limit_cpu_thre
 from jengine.engine.setup.devices import Devices
 from jengine.engine.setup.draft_model import build_draft, with_draft
 from jengine.engine.setup.model_source import ModelSource
-from jengine.engine.setup.pipeline_shapes import with_stages
 from jengine.engine.setup.precision import CACHE_DTYPES, check_formats, choose_dtype, multiplies_fp8
 from jengine.engine.setup.program_set import given_programs
-from jengine.execution.batch_invariance import check_batch_invariant
+from jengine.engine.setup.stages_and_ranks import with_stages
 from jengine.execution.cache_folders import saved_page_counts
 from jengine.execution.images import ImageShapes
 from jengine.execution.kernels import decode_refused, kernels_refused, product_forms, with_forms
 from jengine.execution.memory import device_bytes, pages_that_fit, pages_to_use
 from jengine.execution.program_store import PrebuiltPrograms
-from jengine.execution.spec import ExecutionSpec
+from jengine.execution.spec import ExecutionSpec, check_batch_invariant
 from jengine.models import FAMILIES, Model, build
 from jengine.models.config import ModelConfig
 from jengine.models.quantized import format_of
@@ -207,10 +206,8 @@ def _with_bursts(config: EngineConfig, platform: str, *, offline: bool) -> Engin
 def with_pages(
     config: EngineConfig, spec: ExecutionSpec, devices: Devices, expected: int | None = None
 ) -> ExecutionSpec:
-    """The spec with the number of pages that fit on the devices.
-
-    Args:
-        expected: number of pages for which programs are being compiled, if any: taken if it is about as many.
+    """The spec with the number of pages that fit on the devices. expected: number of pages for which programs
+    are being compiled, if any: taken if it is about as many.
     """
     stages = [stage for stage in spec.local_stages if stage.page_bytes]
     fit = min([pages_that_fit(config, stage) for stage in stages] or [sys.maxsize])
@@ -220,9 +217,7 @@ def with_pages(
 
 
 def with_expected_pages(config: EngineConfig, spec: ExecutionSpec, devices: Devices) -> ExecutionSpec:
-    """The spec with as many pages as will fit, before the weights are on the devices of a process that has
-    all of them. The number of pages is rather too small.
-    """
+    """The spec with about as many pages, rather fewer, as will fit beside weights to be loaded."""
     stages = [stage for stage in spec.local_stages if stage.page_bytes]
     each = [
         pages_that_fit(config, stage, device_bytes((stage.weights, encoder)) * (100 + SLACK) // 100)
@@ -462,9 +457,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def page_buckets(width: int, batch_invariant: bool = False) -> tuple[int, ...]:
-    """Static page counts for XLA attention on a GPU, in steps of a factor of four up to the table's width, or
-    this alone.
-    """
+    """Page counts for XLA attention on a GPU, in factors of four up to the table's width, or this alone."""
     buckets = [width]
     while buckets[-1] > 32 and not batch_invariant:
         buckets.append(-(-buckets[-1] // 4))

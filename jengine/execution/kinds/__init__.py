@@ -1,23 +1,24 @@
-"""The kinds of programs, one in a file. A new kind is a file and its place in these lists."""
+"""The kinds of programs. A new kind is a class in one of these files, and its place in these lists."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from jengine.execution.kinds.allocate import Allocate
-from jengine.execution.kinds.burst import Burst
-from jengine.execution.kinds.counts import AllocateCounts, Count, Forget
-from jengine.execution.kinds.draft import Draft
-from jengine.execution.kinds.encoder import AllocatePool, EncodeImages
+from jengine.execution.kinds.cache import (
+    Allocate,
+    Fill,
+    FreeCache,
+    MoveWeights,
+    PageCopies,
+    SlotUpdates,
+    Spill,
+    Stage,
+)
+from jengine.execution.kinds.inputs import AllocateLoras, AllocatePool, EncodeImages, WriteLora
 from jengine.execution.kinds.kind import CallKind, DeviceCall, Key, Kind, Program
-from jengine.execution.kinds.loras import AllocateLoras, WriteLora
-from jengine.execution.kinds.page_copies import PageCopies
-from jengine.execution.kinds.pool import Pool
-from jengine.execution.kinds.sampler import Sampler
-from jengine.execution.kinds.score import Score
-from jengine.execution.kinds.sleep import FreeCache, MoveWeights
-from jengine.execution.kinds.slot_updates import SlotUpdates
-from jengine.execution.kinds.swaps import Fill, Spill, Stage
+from jengine.execution.kinds.sampler import AllocateCounts, Count, Forget, Sampler
+from jengine.execution.kinds.several_steps import Burst, Draft
+from jengine.execution.kinds.tile_results import Pool, Score
 from jengine.execution.kinds.trunk import Trunk
 
 TRUNK, FORGET, STAGE = Trunk(), Forget(), Stage()

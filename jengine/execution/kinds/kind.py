@@ -108,9 +108,7 @@ class Kind[K](CallKind[K]):
         return iter(())
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> Mapping[K, StepPlan | DeviceCall]:
-        """For each ready key, a step or call that runs its program and changes nothing that a request
-        reads.
-        """
+        """For each ready key, a step or call that runs its program and changes nothing that requests read."""
         return {}
 
     def heaviest(self, spec: ExecutionSpec) -> K | None:
@@ -137,9 +135,7 @@ def partitions(tree: Any) -> Any:
 
 
 def of_leaves(spec: ExecutionSpec, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function as one of the leaves of its first argument, the parameters, which then know the spec's forms
-    of products.
-    """
+    """A function of the leaves of its first argument, the parameters, which know the forms of products."""
     whole = _whole(spec)
 
     @wraps(function)
@@ -150,9 +146,7 @@ def of_leaves(spec: ExecutionSpec, function: Callable[..., Any]) -> Callable[...
 
 
 def of_both_leaves(spec: ExecutionSpec, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function as one of the leaves, with a draft model: the leaves of both models' parameters, which the
-    function takes as a pair.
-    """
+    """A function of the leaves of both models' parameters, which it takes as a pair."""
     if spec.drafting is None:
         return of_leaves(spec, function)
     whole, drafting, count = _whole(spec), _whole(spec.drafting), len(spec.leaves)

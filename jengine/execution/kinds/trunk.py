@@ -16,9 +16,7 @@ from jengine.table.ready_programs import ReadyPrograms
 
 
 class Trunk(Kind[TrunkKey]):
-    """Runs a step's packed batch, int32 [layout size]; see batch.BatchLayout. In a
-    pipeline, a stage's part of it.
-    """
+    """Runs a step's packed batch, int32 [layout size], see batch.BatchLayout; or a stage's part of it."""
 
     name, key, joint = "trunk", TrunkKey, True
     each_step = True

@@ -10,8 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean, median
 
-from jengine.insight.explanations.finding import Finding, ms, percent, times
-from jengine.insight.explanations.window import Window
+from jengine.insight.explanations.finding import Finding, Window, ms, percent, times
 from jengine.insight.recording.records import RequestRecord, StepRecord
 
 COSTLY = 0.15  # share of the device's time that unused places of adapters take

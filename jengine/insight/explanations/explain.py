@@ -11,10 +11,9 @@ from jengine.insight.explanations.batches import (
     queueing,
     wrong_drafts,
 )
-from jengine.insight.explanations.finding import Explanation, Finding
+from jengine.insight.explanations.finding import Explanation, Finding, Window
 from jengine.insight.explanations.loop import compilation, garbage_collection, host, masks, slow_readers
 from jengine.insight.explanations.machine import busy_machine, compiling, memory_growth
-from jengine.insight.explanations.window import Window
 from jengine.insight.recording.trace import Trace
 
 __all__ = ["RULES", "Explanation", "Finding", "explain"]

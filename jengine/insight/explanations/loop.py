@@ -1,11 +1,8 @@
-"""Rules about delays of the loop: the host's own work, masks, callers, compilations, the garbage
-collector.
-"""
+"""Rules about delays of the loop: the host, masks, callers, compilations, the garbage collector."""
 
 from __future__ import annotations
 
-from jengine.insight.explanations.finding import Finding, ms, percent, times
-from jengine.insight.explanations.window import Window
+from jengine.insight.explanations.finding import Finding, Window, ms, percent, times
 
 IDLE = 0.2  # share of time that the device waits for the host
 MASKS, AWAY, COLLECTING = 0.15, 0.15, 0.05  # shares of time

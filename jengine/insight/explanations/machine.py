@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jengine.insight.explanations.finding import Finding, percent, times
+from jengine.insight.explanations.finding import Finding, Processors, Window, percent, times
 from jengine.insight.explanations.loop import STARVED
-from jengine.insight.explanations.window import Processors, Window
 from jengine.insight.recording.records import Memory
 
 QUEUED = 0.25  # minimum share of the time that threads could run, for which they have no processor
@@ -54,9 +53,7 @@ def busy_machine(window: Window) -> Finding | None:
 
 
 def _by_kernel(window: Window) -> Iterator[Cause]:
-    """What the kernel counts needs no usual duration, of which the load is a part where a machine is always
-    busy.
-    """
+    """The kernel's counts need no usual duration, which on a busy machine includes its load."""
     used = window.processors
     if used is None:
         return

@@ -77,10 +77,7 @@ def read_profiles(
     target: str, folders: Iterable[Path], readers: Readers | None = None
 ) -> tuple[Profile, bytes]:
     """Reads the files that captures wrote to these folders: the profile, and jax.profiler's capture as a zip
-    file.
-
-    Args:
-        readers: for a server, see Trace.
+    file. readers: for a server, see Trace.
     """
     processes, jax = [], b""
     for folder in folders:

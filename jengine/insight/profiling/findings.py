@@ -1,6 +1,4 @@
-"""Problems shown by a profile, in words and figures. Each rule is a pure function of a process's profile;
-those of `jengine explain` take its step records.
-"""
+"""Problems shown by a process's profile; rules of `jengine explain` take its step records."""
 
 from __future__ import annotations
 
@@ -26,19 +24,16 @@ MIB = 1 << 20
 def findings(profile: Profile) -> list[tuple[ProcessProfile, Finding]]:
     """All findings, the most expensive first."""
     pairs = [
-        (process, f) for process in profile.processes for f in (*_measured(process), *_explained(process))
+        (process, finding)
+        for process in profile.processes
+        for finding in (*[rule(process) for rule in RULES], *_explained(process))
+        if finding is not None
     ]
     return sorted(pairs, key=lambda pair: -pair[1].share)
 
 
-def _measured(profile: ProcessProfile) -> list[Finding]:
-    return [finding for rule in RULES if (finding := rule(profile)) is not None]
-
-
 def _explained(profile: ProcessProfile) -> list[Finding]:
-    """Findings of `jengine explain` for the steps of that period, unless this profile has its own rule for
-    the same.
-    """
+    """Findings of `jengine explain` for that period's steps, unless this profile has its own rule."""
     trace = profile.steps
     names = {rule.__name__ for rule in RULES}
     return [] if trace is None else [f for f in explain(trace).findings if f.name not in names]

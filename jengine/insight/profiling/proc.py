@@ -39,9 +39,7 @@ def call_now(thread: int) -> int:
 
 
 def processor(thread: int) -> tuple[int, int]:
-    """Nanoseconds for which a thread of this process had a processor, and waited for one; (-1, -1) if
-    unknown.
-    """
+    """Nanoseconds that a thread of this process ran, and waited for a processor; (-1, -1): unknown."""
     try:
         with open(f"/proc/self/task/{thread}/schedstat", "rb") as file:
             ran, waited, _ = file.read(96).split()
@@ -51,9 +49,7 @@ def processor(thread: int) -> tuple[int, int]:
 
 
 def input_output(thread: int) -> dict[str, int]:
-    """Read and write calls of a thread of this process, as `syscr` and `syscw`, and their bytes; empty if
-    unknown.
-    """
+    """A thread's read and write calls, `syscr` and `syscw`, and their bytes; empty if unknown."""
     try:
         lines = Path(f"/proc/self/task/{thread}/io").read_text().splitlines()
     except OSError:

@@ -64,11 +64,7 @@ class Frame:
 
 
 def report_html(profile: Profile, jax: str = "") -> str:
-    """The page.
-
-    Args:
-        jax: name of the file with jax.profiler's capture in the same folder; empty if there is none.
-    """
+    """The page. jax: the file in its folder with jax.profiler's capture; empty if there is none."""
     when = datetime.fromtimestamp(profile.processes[0].unix).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
     return _template().render(profile=profile, when=when, jax=jax, findings=findings(profile))
 
@@ -139,9 +135,7 @@ def _bar(event: Event) -> Bar:
 
 
 def visible(lane: Lane, chart: Chart) -> Iterator[dict[str, Any]]:
-    """The longest bar of each column, with its place in percent. The opacity shows how much of a column its
-    bars cover.
-    """
+    """The longest bar of each column, in percent. Its opacity is the covered share of the column."""
     scale = 100 / max(chart.end - chart.begin, 1e-9)
     columns = defaultdict[int, list[Bar]](list)
     for bar in lane.bars:

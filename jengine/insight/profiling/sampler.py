@@ -46,9 +46,7 @@ def frames(top: FrameType | None) -> Iterator[FrameType]:
 
 
 def awaited_lock(top: FrameType) -> str:
-    """The lock that a thread tries to acquire in this innermost frame, such as "self._lock"; empty if it does
-    not.
-    """
+    """The lock that a thread tries to acquire in this frame, such as "self._lock"; empty: none."""
     code = top.f_code
     if code.co_filename in WRAPPERS and code.co_name in NOTIFIED:
         return ""
@@ -78,9 +76,7 @@ def _lock_at(code: CodeType, offset: int) -> str:
 
 
 def file_call(top: FrameType) -> str:
-    """The system call made by the current Python call, such as "fsync" for os.fsync(file); empty if there is
-    none.
-    """
+    """The system call that the current Python call makes, such as "fsync"; empty if there is none."""
     return _file_call_at(top.f_code, top.f_lasti)
 
 
@@ -273,9 +269,7 @@ class ThreadSampler:
         self.slow_calls.extend(call for call in self._in_call.values() if call.seconds > self.interval)
 
     def _note_late(self, late: float, queued: int, now: float) -> None:
-        """Counts lateness as a wait for the interpreter's lock, without the nanoseconds for which the kernel
-        had no processor for this thread.
-        """
+        """Counts lateness as a wait for the interpreter's lock, less the nanoseconds without a processor."""
         waited = late - 1e-9 * queued - SLACK
         if waited <= 0.0:
             return
@@ -364,9 +358,7 @@ class ThreadSampler:
             )
 
     def _sample_call(self, ident: int, name: str, native: int, top: FrameType, now: float) -> None:
-        """A short call may have returned, and its thread wait for the interpreter; then the Python call names
-        it.
-        """
+        """A short call may have returned, and its thread wait; then the Python call names it."""
         number, known = call_now(native), self._in_call.get(ident)
         self.knows_calls = self.knows_calls and number != UNKNOWN
         seen = file_call_name(number)

@@ -139,9 +139,7 @@ def slow_steps(profile: ProcessProfile) -> list[SlowStep]:
 
 
 def usual_seconds(every: Iterable[Turn]) -> Callable[[Turn], float]:
-    """Usual seconds of an iteration with the same program, or of all iterations if that program ran
-    rarely.
-    """
+    """Usual seconds of an iteration with the same program, or of all if that program ran rarely."""
     by_program: dict[str, list[float]] = defaultdict(list)
     for turn in every:
         by_program[turn.step.name].append(turn.seconds)
@@ -157,9 +155,7 @@ def _causes(turn: Turn, usual: float, happened: list[Event]) -> tuple[tuple[Even
 
 
 def _stages(turn: Turn, steps: list[StepRecord]) -> dict[str, float]:
-    """Seconds of an iteration by stage, of all steps: an iteration dispatches one step and reads the one
-    before.
-    """
+    """Seconds of an iteration by stage, of the step that it dispatches and the one that it reads."""
     spent = dict.fromkeys(STAGES, 0.0)
     for step in steps:
         for stage, begin in stage_begins(step).items():

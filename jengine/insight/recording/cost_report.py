@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from jengine.base.display import columns, columns_html, image_html
 from jengine.scheduling.costs.host_costs import HostSeconds
 from jengine.scheduling.costs.step_costs import StepCosts
-from jengine.scheduling.work import Work
+from jengine.scheduling.step_plan import Work
 from jengine.table.program_table import SamplerKey, TrunkKey
 
 CONTEXTS = 0, 1024, 8192  # tokens before each row and each tile

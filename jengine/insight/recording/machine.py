@@ -1,6 +1,4 @@
-"""The kernel's figures about processors, who had one and who waited for one, and about memory, from Linux's
-/proc; and pauses by Python's garbage collector.
-"""
+"""The kernel's figures about processors and memory, and pauses by Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -60,9 +58,7 @@ class MachineClock:
         )
 
     def _count(self) -> bool:
-        """Adds what this process's threads of usual priority ran and waited since the last call. Returns
-        whether the kernel knows.
-        """
+        """Adds what threads of usual priority ran and waited since the last call; False: unknown."""
         folder, before, self._threads = f"{self._root}/proc/self/task", self._threads, {}
         usual = os.getpriority(os.PRIO_PROCESS, os.getpid())
         try:

@@ -144,9 +144,7 @@ def _instants(before: StepRecord, step: StepRecord) -> Iterator[Event]:
 def _requests(
     requests: list[RequestRecord], steps: list[StepRecord], spans: list[tuple[float, float]], end: float
 ) -> Iterator[Event]:
-    """Slices of each request: queue, prompt and output, one after the other, containing the steps that
-    computed its prompt.
-    """
+    """Slices of each request: queue, prompt and output, with the steps that computed its prompt."""
     known = {}
     for request in requests:
         ended = request.ended or end

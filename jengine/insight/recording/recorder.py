@@ -1,6 +1,4 @@
-"""Records an engine's requests as a trace for `jengine simulate`: lengths and times, without texts, tokens or
-names.
-"""
+"""Records requests' lengths and times for `jengine simulate`, without texts, tokens or names."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from jengine.scheduling.work import Work
+from jengine.scheduling.step_plan import Work
 from jengine.table.program_table import SamplerKey, TrunkKey
 
 # stages of the loop, in the order of a step

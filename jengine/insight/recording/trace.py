@@ -149,9 +149,7 @@ class Trace(msgspec.Struct, kw_only=True):
         return cls.from_json(bytes(saved["jengine"]))
 
     def plot(self) -> bytes:
-        """A PNG: each request from arrival to end, the contents of steps, and the pages of the cache. Needs
-        matplotlib.
-        """
+        """A PNG of requests from arrival to end, contents of steps, and pages. Needs matplotlib."""
 
         return plot_trace(self.steps, self.requests, self.taken, self.step_costs.table.tile_size)
 
@@ -198,10 +196,7 @@ def plot_trace(
     steps: Sequence[StepRecord], requests: Sequence[RequestRecord], taken: float, tile_size: int
 ) -> bytes:
     """A PNG of three plots with a common time axis: requests in lanes, tokens of steps with padding, pages by
-    state.
-
-    Args:
-        taken: time of the trace, at which unfinished requests end in the plot.
+    state. taken: time of the trace, at which unfinished requests end in the plot.
     """
     from matplotlib.figure import Figure
 

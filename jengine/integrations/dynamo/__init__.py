@@ -1,3 +1,1 @@
-"""jengine as an engine of Dynamo (the extra `dynamo`): a worker (worker.py), and its requests and answers
-(requests.py).
-"""
+"""jengine as an engine of Dynamo (the extra `dynamo`): a worker, and its requests and answers."""

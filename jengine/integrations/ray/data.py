@@ -137,9 +137,7 @@ def _make_llm(config: ProcessorConfig) -> AsyncLLM:
 
 
 class BatchWorker:
-    """An actor. Returns each batch complete and in order, so that Ray can repeat the tasks of a worker that
-    died.
-    """
+    """An actor. Returns whole batches in order, so that Ray can repeat a dead worker's tasks."""
 
     def __init__(
         self,

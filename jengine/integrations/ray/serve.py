@@ -10,10 +10,11 @@ serve.run(build_app(ServeConfig(model="Qwen/Qwen3-0.6B", max_replicas=4, num_gpu
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -22,13 +23,74 @@ from ray import serve
 from ray.exceptions import RayActorError, TaskCancelledError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from jengine import AsyncLLM, InvalidArgument, SamplingParams
-from jengine.integrations.ray.routing import PrefixRouter, prefix_key
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.embedded import EmbeddedApi
+
+FIRST = 512  # characters of a prompt, or of a conversation's first question, in the key
+SLACK, SHARE = 4, 1.25  # a replica may have up to SHARE times the mean number of requests plus SLACK
+
+
+def prefix_key(body: Mapping[str, Any]) -> str:
+    """A key for requests with a common prefix. Empty if there is no prompt.
+
+    For a conversation: everything before its first question, and the beginning of that question. So later
+    turns are routed to the same replica as earlier ones.
+    """
+    messages, prompt = body.get("messages"), body.get("prompt", body.get("input"))
+    if isinstance(messages, list) and messages:
+        first = next(
+            (
+                i
+                for i, message in enumerate(messages)
+                if isinstance(message, dict) and message.get("role") == "user"
+            ),
+            len(messages) - 1,
+        )
+        text = json.dumps([body.get("tools"), messages[:first]]) + json.dumps(messages[first])[:FIRST]
+    elif isinstance(prompt, str):
+        text = prompt[:FIRST]
+    elif isinstance(prompt, list) and prompt:
+        text = json.dumps(prompt[0] if isinstance(prompt[0], list | str) else prompt[:FIRST])[:FIRST]
+    else:
+        return ""
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+def ranked(key: str, loads: Mapping[str, int]) -> list[str]:
+    """Replicas, the best first, by rendezvous hashing, so that few keys move when replicas change. Overloaded
+    ones are last. loads: number of requests of each replica.
+    """
+    limit = SLACK + SHARE * sum(loads.values()) / max(len(loads), 1)
+
+    def place(replica: str) -> tuple[bool, bytes]:
+        return loads[replica] > limit, hashlib.blake2b(f"{key} {replica}".encode(), digest_size=8).digest()
+
+    return sorted(loads, key=place)
+
+
+class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray's types are not checked
+    """Ray Serve's interface to `ranked`, by a call's `key`; without it, the least loaded replica."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # if all of them are full
+        key = pending_request.kwargs.get("key") if pending_request is not None else None
+        if not key:
+            return [candidate_replicas]
+        replicas = {replica.replica_id.to_full_id_str(): replica for replica in candidate_replicas}
+        loads = {
+            name: self.replica_queue_len_cache.get(replica.replica_id) or 0
+            for name, replica in replicas.items()
+        }
+        return [[replicas[name]] for name in ranked(key, loads)]
+
 
 ATTEMPTS = 5  # attempts for a request whose replica ends before it has begun to answer
 PARSED = 2**20  # maximum bytes of a body that is parsed for its prefix
@@ -107,11 +169,7 @@ class ServeConfig:
 def build_app(
     config: ServeConfig, make_llm: Callable[[ServeConfig], AsyncLLM] | None = None
 ) -> serve.Application:
-    """Builds the application for serve.run.
-
-    Args:
-        make_llm: creates a replica's engine, instead of the default.
-    """
+    """Builds the application for serve.run. make_llm: creates a replica's engine, instead of the default."""
     engine = serve.deployment(
         name="engine",
         max_ongoing_requests=config.max_ongoing_requests,

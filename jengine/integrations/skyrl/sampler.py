@@ -26,7 +26,6 @@ from skyrl.utils.storage import download_and_unpack
 from jengine import (
     LLM,
     InvalidArgument,
-    JengineError,
     Logprob,
     LoraInfo,
     LoRARequest,
@@ -85,7 +84,7 @@ class JengineSampler:
                     for at in range(start, end)
                 ]
             except (InvalidArgument, ModelError) as error:
-                results[request_id] = _failed(error)
+                results[request_id] = types.ErrorResponse(error=str(error), status="error")
         outputs = iter(self._generate([sample for samples in ready.values() for sample in samples]))
         for request_id, _, _, _, scored, top in prepared_batch.request_batch_slices:
             if request_id in ready:
@@ -209,10 +208,6 @@ def _sampling(asked: types.SamplingParams, prompt_logprobs: int | None) -> Sampl
         logprobs=0,
         prompt_logprobs=prompt_logprobs,
     )
-
-
-def _failed(error: JengineError) -> types.ErrorResponse:
-    return types.ErrorResponse(error=str(error), status="error")
 
 
 def _answer(outputs: list[RequestOutput], scored: bool, top: int) -> types.SampleOutput | types.ErrorResponse:

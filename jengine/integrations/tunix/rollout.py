@@ -13,6 +13,7 @@ cluster = rl_cluster.RLCluster(
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
@@ -36,7 +37,53 @@ from jengine import (
     TokensPrompt,
     trainer_weights,
 )
-from jengine.integrations.tunix.weights import LORA, merged, named, state_of
+
+LORA = re.compile(r"_lora_[ab]$")  # parameters that adapt the one of the same name without this
+
+
+def named(state: nnx.State[Any, Any]) -> dict[str, jax.Array]:
+    """A state's arrays by their paths, such as `layers.0.attn.q_proj.w`."""
+    return {
+        ".".join(str(part) for part in path): leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+        for path, leaf in nnx.to_flat_state(state)
+    }
+
+
+def state_of(arrays: Mapping[str, jax.Array]) -> nnx.State[Any, Any]:
+    """The reverse of `named`."""
+    keys = {path: tuple(int(part) if part.isdigit() else part for part in path.split(".")) for path in arrays}
+    return nnx.from_flat_state([(keys[path], nnx.Param(array)) for path, array in arrays.items()])
+
+
+def merged(base: Mapping[str, jax.Array], lora: Mapping[str, jax.Array], alpha: float) -> dict[str, Any]:
+    """Adds the products of LoRA parameters, scaled by alpha / rank, to the parameters that they adapt (Hu et
+    al., 2021).
+
+    Args:
+        base: the other parameters, as `named` gives them.
+        lora: pairs `NAME_lora_a` [*in, rank] and `NAME_lora_b` [rank, *out] for parameters NAME [*in, *out].
+
+    Raises:
+        InvalidArgument: no parameter of that name and shape.
+    """
+    out = dict(base)
+    for name in sorted({LORA.sub("", path) for path in lora}):
+        try:
+            a, b, plain = lora[f"{name}_lora_a"], lora[f"{name}_lora_b"], base[name]
+        except KeyError as missing:
+            raise InvalidArgument("params", missing.args[0], f"must be given to adapt {name}") from None
+        if a.shape[:-1] + b.shape[1:] != plain.shape:
+            limit = f"have shapes {a.shape} and {b.shape}, whose product does not adapt {plain.shape}"
+            raise InvalidArgument("params", f"{name}_lora_a and _b", limit)
+        out[name] = _add(plain, a, b, alpha / a.shape[-1])
+    return out
+
+
+@jax.jit
+def _add(plain: jax.Array, a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+    product = jax.numpy.tensordot(a, b, 1, preferred_element_type=jax.numpy.float32)
+    return (plain + scale * product).astype(plain.dtype)
+
 
 # fields of RolloutConfig that other engines alone have
 OTHERS = ("rollout_vllm_", "rollout_sglang_jax_", "rollout_mapping_config")
@@ -178,9 +225,7 @@ class JengineRollout(BaseRollout):  # type: ignore[misc]  # tunix's types are no
         return int(self._tokenizer.eos_id())
 
     def model(self) -> None:
-        """None: the engine has weights of its own, so Tunix does not take them for shared, and updates
-        them.
-        """
+        """None: the engine's weights are not Tunix's, which therefore updates them."""
 
     def close(self) -> None:
         """Frees the engine's memory."""

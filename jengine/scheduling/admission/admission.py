@@ -20,16 +20,15 @@ from jengine.scheduling.admission.strategies import (
     latency,
     throughput,
 )
-from jengine.scheduling.costs.predictor import StepPredictor
-from jengine.scheduling.costs.rows_or_tiles import RowsOrTiles
+from jengine.scheduling.costs.predictor import RowsOrTiles, StepPredictor
 from jengine.scheduling.promises.acceptance import Acceptance
 from jengine.scheduling.prompts.prefix_lookup import PendingTiles
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
-from jengine.scheduling.step.rows import Timeline
-from jengine.scheduling.work import Work
-from jengine.table.pages import most_pages
+from jengine.scheduling.rows import Timeline
+from jengine.scheduling.step_plan import Work
+from jengine.table.program_table import most_pages
 
 
 class Admission:
@@ -105,9 +104,7 @@ class Admission:
             self._acceptance.sort_out(self._timeline.start(now))
 
     def count(self) -> int:
-        """Number of waiting sequences that may run now, in queue order. Slots and pages may limit it
-        further.
-        """
+        """Number of waiting sequences that may run now, in queue order. Slots and pages may limit it."""
         if not self._registry.waiting:
             return 0
         if self.strategy == "latency":
@@ -164,9 +161,7 @@ class Admission:
         self._acceptance.judge_again(waiting if strategy == "latency" else [])
 
     def _rows_wanted(self) -> int:
-        """Number of sequences to run at once for the highest throughput in tokens a second. A step has rows
-        of one cohort.
-        """
+        """Number of sequences to run at once for most tokens a second. A step has rows of one cohort."""
         registry, ready = self._registry, self._predictor.ready
         lengths = [len(sequence.tokens) for sequence in registry.running or islice(registry.waiting, 1)]
         mean, longest = sum(lengths) // len(lengths), max(lengths)
@@ -183,9 +178,7 @@ class Admission:
         return min(rows * self._cohorts, limit)
 
     def _fitting(self) -> int:
-        """Number of waiting sequences that fit, given all tokens that they and the running ones are expected
-        to generate.
-        """
+        """Number of waiting sequences that fit with all tokens expected, also of running ones."""
         registry, limits = self._registry, self._limits
         first = registry.waiting.first
         assert first is not None

@@ -68,9 +68,7 @@ def throughput(situation: Situation) -> Decision:
 
 
 def latency(situation: Situation) -> Decision:
-    """The way in which the fewest requests miss their targets: prompts at once, or at a pace that running
-    streams allow.
-    """
+    """The way with the fewest late requests: prompts at once, or at a pace that streams allow."""
     outlook = situation.outlook
     if outlook is None or not outlook.targets:
         return throughput(situation)._replace(reason="no targets")
@@ -153,9 +151,7 @@ def auto(state: AutoState, signs: LoadSigns, now: float) -> AutoState:
 
 
 def _called_for(strategy: StrategyName, signs: LoadSigns) -> tuple[StrategyName, str]:
-    """Thresholds depend on the current strategy (hysteresis), so a load near one of them does not cause
-    oscillation.
-    """
+    """Thresholds depend on the current strategy, so a load near one of them does not cause oscillation."""
     if signs.preempted or (
         signs.free_pages < (ENOUGH_PAGES if strategy == "memory" else SHORT_PAGES) and signs.waiting
     ):

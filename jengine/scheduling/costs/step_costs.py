@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jengine.scheduling.costs.host_costs import HostCosts, HostSeconds
-from jengine.scheduling.work import NO_WORK, Work
-from jengine.table.pages import SWAPS
+from jengine.scheduling.step_plan import NO_WORK, Work
 from jengine.table.program_table import (
+    SWAPS,
     VARIANTS,
     BurstKey,
     DraftKey,
@@ -167,9 +167,7 @@ class StepCosts:
         return self._drift.spread
 
     def seconds(self, trunk: TrunkKey, sampler: SamplerKey | None = None, work: Work = NO_WORK) -> float:
-        """Predicted device seconds of a step, from the end of the previous one. sampler: None means the
-        cheapest one.
-        """
+        """Predicted device seconds of a step from the end of the last. sampler: None: the cheapest."""
         return self._drift.factor * (
             self.base(trunk) + self.base(sampler or self._cheapest(trunk)) + self.slopes.seconds(work)
         )

@@ -1,6 +1,4 @@
-"""The drafters that an engine's options ask for, the simple ones (n-grams, grammars and draft models), and
-how often their drafts are right.
-"""
+"""The drafters that options ask for, and how often the drafts of each are right."""
 
 from __future__ import annotations
 
@@ -180,7 +178,9 @@ class BestDraft:
                 self._compare(last, sequence.tokens[last.length : last.length + self.max_drafts])
             proposals = [drafter.draft(sequence, drafter.max_drafts) for drafter in self._drafters]
             drafts = [draft for draft in proposals if draft is not None]
-            self._last[sequence] = last = _Last(max(drafts, key=self._expected, default=None), drafts, length)
+            self._last[sequence] = last = _Last(
+                max(drafts, key=lambda draft: sum(self.rates.chances(draft)), default=None), drafts, length
+            )
         return last.best
 
     def verified(self, sequence: Sequence, drafts: int, accepted: int) -> None:
@@ -194,10 +194,6 @@ class BestDraft:
         self._last.pop(sequence, None)
         for drafter in self._drafters:
             drafter.forget(sequence)
-
-    def _expected(self, draft: Draft) -> float:
-        """The number of its tokens that should be right."""
-        return sum(self.rates.chances(draft))
 
     def _compare(self, last: _Last, came: list[int]) -> None:
         for draft in last.drafts:

@@ -60,9 +60,7 @@ class Places:
         self._entered = length - 1  # n-grams that end up to here are entered
 
     def of_end(self, tokens: List[int]) -> list[int]:
-        """Enters what is new of the text, at most AT_ONCE tokens. Returns where the n-gram at its end ends
-        too, the latest place first.
-        """
+        """Enters new text, at most AT_ONCE tokens. Returns other ends of its last n-gram, latest first."""
         length, first = self._length, self._entered + 1
         last = min(len(tokens), first + AT_ONCE)
         for end in range(first, last):

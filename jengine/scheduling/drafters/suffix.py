@@ -152,9 +152,7 @@ class Suffix:
         return Draft(drafts, length, "suffix") if drafts else None
 
     def forget(self, sequence: Sequence) -> None:
-        """Forgets a sequence. The output stays, for others, unless its last tokens may be those of a mask
-        that failed.
-        """
+        """Forgets a sequence. Its output stays for others, unless a mask may have failed at its end."""
         if not sequence.searches and sequence.finish_reason != "error":
             self._entered(sequence)
         self._running.pop(sequence, None)

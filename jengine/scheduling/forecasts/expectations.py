@@ -11,7 +11,7 @@ from jengine.core.request import Request
 from jengine.scheduling.forecasts.forecast import Machine, Prediction, SequenceGroup, forecast
 from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.work import Work
+from jengine.scheduling.step_plan import Work
 from jengine.table.program_table import VARIANTS
 
 FRESH = 0.25  # seconds for which a result is reused
@@ -22,9 +22,7 @@ PROMPT_GAIN = 0.02  # weight of each prompt in the mean
 
 
 class FirstTokenOutlook:
-    """Seconds until a typical request would get its first token. Results are reused, so callers may ask
-    often.
-    """
+    """Seconds until a typical request would get its first token. Results are reused, so ask often."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler, self._prompt = scheduler, TYPICAL_PROMPT
@@ -161,9 +159,7 @@ def _machine(scheduler: Scheduler, running: List[Sequence]) -> Machine:
     known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def seconds(rows: int, tiles: int, work: Work) -> float:
-        """The longer of host and device, since their work overlaps. With drafts, a token of a row takes as
-        much less as lately.
-        """
+        """The longer of host and device, which overlap. Drafts shorten a row's token as lately."""
         if rows and tiles and scheduler.composition.apart:  # two steps
             return seconds(rows, 0, work._replace(attended=0)) + seconds(
                 0, tiles, Work(attended=work.attended)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jengine.scheduling.work import Work
+from jengine.scheduling.step_plan import Work
 
 GROUPS = 32  # maximum number of groups of decoding sequences, of begun prompts and of waiting sequences
 ITERATIONS, NEW_ITERATIONS = 512, 8  # most iterations for the queue, and in addition for each new job
@@ -176,9 +176,7 @@ class Forecast:
         return job.size * self._machine.groups * -(-tokens // self._machine.page_size)
 
     def _admit(self) -> None:
-        """Admits waiting jobs, or as many of their members as rows and pages allow; at least one if nothing
-        runs.
-        """
+        """Admits waiting jobs, as far as rows and pages allow; at least one member if nothing runs."""
         while self._waiting:
             job = self._waiting[0]
             each = (self._pages_of(job, job.end) - self._pages_of(job, job.start)) // job.size
@@ -198,9 +196,7 @@ class Forecast:
             self._pages -= size * each
 
     def _mixed(self) -> None:
-        """Steps that compute the first prompts, all with the same number of tiles: as many as the first job
-        fills, or one.
-        """
+        """Steps that compute the first prompts, with as many tiles each as the first job fills, or one."""
         machine = self._machine
         room = max((machine.max_tokens - self._rows) // machine.tile_size, 1)
         pending = -self._computed

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import takewhile
 
-from jengine.scheduling.pages.block import Block, Salt
 from jengine.scheduling.pages.block_table import (
     NO_HIT,
+    Block,
     BlockTable,
     Changed,
     Copy,
@@ -17,13 +17,13 @@ from jengine.scheduling.pages.block_table import (
     GroupPages,
     Hit,
     Ranges,
+    Salt,
 )
 from jengine.scheduling.pages.host_tier import Fetch, HostTier
 from jengine.scheduling.pages.page_pool import PagePool
-from jengine.scheduling.pages.prefix_finder import LAST_PAGE, PrefixFinder
-from jengine.scheduling.pages.prefix_index import PrefixIndex
+from jengine.scheduling.pages.prefix_index import LAST_PAGE, PrefixFinder, PrefixIndex
 from jengine.scheduling.pages.states import States
-from jengine.table.pages import SWAPS, most_pages, pages_of
+from jengine.table.program_table import SWAPS, most_pages, pages_of
 
 
 class BlockManager:
@@ -86,9 +86,7 @@ class BlockManager:
 
     @property
     def capacity(self) -> int:
-        """Number of pages for tokens, over all pools, as in the counts below. Pages of states are not
-        counted.
-        """
+        """Number of pages for tokens, over all pools, as in the counts below; none of states."""
         return sum(pool.capacity for pool in self._token_pools)
 
     @property
@@ -111,9 +109,7 @@ class BlockManager:
 
     @property
     def version(self) -> int:
-        """A counter that changes when a page becomes findable or stops being so. Until then, `match` returns
-        the same result.
-        """
+        """Changes when a page becomes findable or stops being so. Until then, `match` returns the same."""
         return self._index.version
 
     def pages_of(self, tokens: int) -> int:
@@ -150,9 +146,7 @@ class BlockManager:
         return Hit(blocks, len(blocks) * self.page_size)
 
     def match_both(self, tokens: Sequence[int], salt: Salt, hit: Hit, whole: Ranges = ()) -> Hit:
-        """The longest prefix found on device and host together, if it is longer than `hit`, found on the
-        device alone.
-        """
+        """The longest prefix on device and host together, if longer than `hit`, on the device alone."""
         if self.tier is None:
             return hit
         blocks = self._finder.longest(tokens, salt, self.tier.find, whole)
@@ -164,9 +158,7 @@ class BlockManager:
         )
 
     def known(self, tokens: Sequence[int], salt: Salt) -> list[list[bool]]:
-        """For each block of a prefix that it knows, in order: whether the page of each group is on the device
-        or on the host.
-        """
+        """For each known block of a prefix, whether each group's page is on the device or the host."""
         assert self.tier is not None
         find, limit = self.tier.find, (len(tokens) - 1) // self.page_size
         return [
@@ -189,9 +181,7 @@ class BlockManager:
         return hosts
 
     def coming(self, hit: Hit) -> bool:
-        """Whether pages of a hit are being fetched for another sequence, and will thus be found on the
-        device.
-        """
+        """Whether pages of a hit are being fetched for others, and will be on the device."""
         tier = self.tier
         if tier is None or not hit.fetches:
             return False
@@ -251,9 +241,7 @@ class BlockManager:
                 self._grow(table, group, self.pages_of(tokens))
 
     def _fetch(self, tier: HostTier, number: int, table: BlockTable) -> None:
-        """Allocates pages for blocks of a hit that are only on the host, and fetches them, the last first, as
-        in `release`.
-        """
+        """Allocates pages for blocks that are only on the host, and fetches them, the last first."""
         missing = self._finder.missing(table.blocks)
         # pin all first: taking pages could evict them too
         hosts = [tier.pin(table.blocks[index], group) for group, index in missing]
@@ -264,9 +252,7 @@ class BlockManager:
             tier.fetch(Fetch(number, table.blocks[index], group, self.groups[group].pool, host, page))
 
     def fork(self, number: int, child: int) -> None:
-        """Gives `child` the same tokens and pages. Only the last page may be incomplete; either must
-        `unshare` it before it writes.
-        """
+        """Gives `child` the same tokens and pages. Both must `unshare` an incomplete page to write to it."""
         parent = self._tables[number]
         table = BlockTable(
             [[*p] for p in parent.pages],
@@ -281,9 +267,7 @@ class BlockManager:
             self.states.fork(number, child)
 
     def replace(self, number: int, child: int) -> None:
-        """`fork` for a child with a block table, which it gives up. Entries that stay equal are not sent
-        again.
-        """
+        """`fork` for a child that gives up its block table. Equal entries are not sent again."""
         old = self._tables.pop(child)
         self.fork(number, child)  # first, so that pages which both hold stay held
         new = self._tables[child]
@@ -323,9 +307,7 @@ class BlockManager:
             pages -= 1
 
     def grow(self, number: int, tokens: int) -> list[Entry]:
-        """Allocates missing pages for a sequence's first `tokens` tokens. Returns entries up to there that
-        the device lacks.
-        """
+        """Allocates missing pages for a sequence's first tokens. Returns entries that the device lacks."""
         table, pages, entries = self._tables[number], self.pages_of(tokens), []
         for group, pages_of_group in enumerate(table.pages):
             self._grow(table, group, pages)
@@ -336,9 +318,7 @@ class BlockManager:
         return entries
 
     def copies(self, writers: Iterable[tuple[int, int]]) -> Counter[int]:
-        """Pages needed from each pool to `unshare` these sequences at these positions, one after the
-        other.
-        """
+        """Pages needed from each pool to `unshare` these sequences at these positions, in turn."""
         wanted: Counter[int] = Counter()
         holders: dict[tuple[int, int], int] = {}
         for number, position in writers:
@@ -352,9 +332,7 @@ class BlockManager:
         return wanted
 
     def unshare(self, number: int, position: int) -> tuple[list[Copy], list[Entry]]:
-        """Copies the pages of this position if the sequence shares them with others, so that it may write to
-        them.
-        """
+        """Copies the page of this position if others share it, so that the sequence may write to it."""
         table, index = self._tables[number], position // self.page_size
         copies, entries = [], []
         for group, (_, pool) in enumerate(self.groups):
@@ -370,9 +348,7 @@ class BlockManager:
         return copies, entries
 
     def commit(self, number: int, tokens: Sequence[int], count: int) -> None:
-        """Makes the whole pages of a sequence's first `count` tokens findable. Their tokens must be known,
-        their steps planned.
-        """
+        """Makes whole pages of a sequence's first tokens, all known and planned, findable."""
         table = self._tables[number]
         if not table.findable or count // self.page_size <= len(table.blocks):
             return
@@ -411,9 +387,7 @@ class BlockManager:
             self._index.unuse(table.blocks[-1])
 
     def reset(self) -> None:
-        """Forgets all cached pages. Pages that running sequences have already computed cannot be found
-        either.
-        """
+        """Forgets all cached pages, and those that running sequences have already computed."""
         self._index.clear()
         if self.tier is not None:
             self.tier.reset()

@@ -6,11 +6,10 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from jengine.scheduling.pages.block import Block
-from jengine.scheduling.pages.block_table import HOST, PageChange
+from jengine.scheduling.pages.block_table import HOST, Block, PageChange
 from jengine.scheduling.pages.prefix_index import PrefixIndex
 from jengine.scheduling.step_plan import Swaps
-from jengine.table.pages import SWAPS
+from jengine.table.program_table import SWAPS
 
 # one in this many pages of a pool is kept free or saved, so that it can be reused without losing data
 SAVED_SHARE = 4
@@ -92,9 +91,7 @@ class HostTier:
         return self.capacity - len(self._free)
 
     def find(self, block: Block, group: int) -> int:
-        """The host page with a block's keys and values of a group; 0 if there is none or its spill has not
-        finished.
-        """
+        """The host page of a block and group; 0 if there is none or its spill has not finished."""
         page = self._page.get((block, group), 0)
         return page if page in self._kept else 0
 
@@ -179,9 +176,7 @@ class HostTier:
 
     @property
     def saving(self) -> bool:
-        """Whether pages are still to be given to a store. Thread-safe: a page that was waiting before the
-        call has either been given or counts.
-        """
+        """Whether pages are still to be given to a store. Thread-safe: none that waited is missed."""
         return self.give is not None and (any(self._unsaved) or bool(self._arriving))
 
     def _keep(self, host: int) -> None:
@@ -191,9 +186,7 @@ class HostTier:
             self._index.changed(PageChange("stored", *self._owner[host], HOST))
 
     def receive(self, block: Block, group: int) -> int:
-        """Keeps a page that a store has of a block. Returns the host page to put it into; 0 if there is none,
-        or if it has a copy already.
-        """
+        """The host page for a store's page of a block; 0 if there is none, or it has a copy already."""
         host = 0 if (block, group) in self._page else self._take()
         if host:
             self._page[block, group], self._owner[host] = host, (block, group)

@@ -1,6 +1,4 @@
-"""Pages of the KV cache with their reference counts. Page 0 is the null page: padding writes to it, and it
-has no holder.
-"""
+"""Pages of the KV cache with reference counts. Page 0, the null page, takes padding and has no holder."""
 
 from __future__ import annotations
 
@@ -100,9 +98,7 @@ class PagePool:
         self._cached.clear()
 
     def check_integrity(self, holders: dict[int, int]) -> None:
-        """Raises AssertionError unless each page has exactly one state, and owned pages have the given
-        numbers of holders.
-        """
+        """Raises AssertionError unless each page has one state, and owned pages so many holders."""
         owned = [page for page in range(1, self.num_pages) if self._holders[page]]
         everyone = sorted([*self._free, *self._cached, *owned])
         assert everyone == list(range(1, self.num_pages)), (

@@ -1,6 +1,4 @@
-"""Owners of recurrent states: one for each running sequence, shared after forks, and snapshots for prefix
-hits.
-"""
+"""Owners of recurrent states: running sequences, shared after forks, and snapshots for prefix hits."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from jengine.scheduling.pages.block import Block
+from jengine.scheduling.pages.block_table import Block
 from jengine.scheduling.pages.page_pool import PagePool
 from jengine.scheduling.pages.prefix_index import PrefixIndex
 
@@ -187,9 +185,7 @@ class States:
         return ends or border % (SPARSE * tile_size) < tile_size
 
     def _snapshot(self, number: int, tokens: int) -> None:
-        """Keeps the page written by the last planned tile as a snapshot, if there is room; the next tile
-        writes to another.
-        """
+        """Keeps the last tile's page as a snapshot if there is room; the next tile writes to another."""
         if self.pool.available:
             pages = self._of[number]
             pages.snapshots[tokens] = pages.source = pages.own

@@ -13,8 +13,8 @@ from jengine.scheduling.promises.promises import EPSILON, Outlook, Prompt, Strea
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
-from jengine.scheduling.step.plan_builder import PlanBuilder
-from jengine.scheduling.work import Work, pairs, rows_work
+from jengine.scheduling.rows import PlanBuilder
+from jengine.scheduling.step_plan import Work, pairs, rows_work
 
 JUDGED = 32  # new requests judged per step, so that thousands of arrivals do not delay a step
 # iterations of judging new requests per step, and of judging the first in the queue; each may exceed it once
@@ -63,10 +63,8 @@ class Acceptance:
     # --- judging --------------------------------------------------------------------------------------
 
     def sort_out(self, start: float) -> None:
-        """Accepts waiting requests whose targets can be met, and handles late ones.
-
-        Args:
-            start: start time of the next step.
+        """Accepts waiting requests whose targets can be met, and handles late ones. start: start time of the
+        next step.
         """
         registry = self._registry
         self._effort = judged = 0
@@ -92,17 +90,11 @@ class Acceptance:
                 self._drop(first)  # its targets can never be met
 
     def judge_again(self, waiting: list[Sequence]) -> None:
-        """Forgets all judgements. The order of requests has changed.
-
-        Args:
-            waiting: requests to judge.
-        """
+        """Forgets all judgements. The order of requests has changed. waiting: requests to judge."""
         self.new, self._unpromised = waiting, None
 
     def _is_unpromised(self, sequence: Sequence) -> bool:
-        """Whether it could not be accepted, and since then no request has ended and no prompt has been
-        computed.
-        """
+        """Whether it could not be accepted, and no request has ended and no prompt was computed since."""
         registry = self._registry
         state = sequence.number, sequence.late, registry.releases, self.num_accepted, len(registry.running)
         known, self._unpromised = self._unpromised == state, state
@@ -148,10 +140,8 @@ class Acceptance:
     # --- promises -------------------------------------------------------------------------------------
 
     def outlook(self, start: float, streams: List[Sequence]) -> Outlook:
-        """Targets of running and accepted requests. Costs assume that all of them decode.
-
-        Args:
-            streams: decoding sequences, with their next tokens.
+        """Targets of running and accepted requests. Costs assume that all of them decode. streams: decoding
+        sequences, with their next tokens.
         """
         waiting, windows, size = self._registry.waiting, self._limits.windows, self._predictor.tile_size
         everyone = [*self._registry.running, *islice(waiting, self.num_accepted)]
@@ -306,18 +296,13 @@ class OutputLengths:
 
     def expected_rest(self, generated: int, limit: int, quantile: float = QUANTILE) -> int:
         """Predicted number of further tokens of a request that has generated `generated`, at most up to its
-        limit.
-
-        Args:
-            quantile: of the lengths of longer outputs.
+        limit. quantile: of the lengths of longer outputs.
         """
         longer = self._longer(generated, quantile)
         return limit - generated if longer is None else min(longer, limit) - generated
 
     def least_rest(self, generated: int, limit: int) -> int | None:
-        """Number of tokens, at most `limit`, that a request will probably still generate at least; None:
-        unknown.
-        """
+        """Tokens, at most `limit`, that a request will probably still generate at least; None: unknown."""
         longer = self._longer(generated, 1.0 - QUANTILE)
         return None if longer is None else min(longer - generated, limit)
 

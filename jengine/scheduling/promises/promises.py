@@ -124,9 +124,7 @@ class Way(NamedTuple):
 
 
 def best_way(outlook: Outlook, buckets: Sequence[int]) -> Way:
-    """The way with the fewest late requests, and the fastest of these. If none is late, all targets are
-    guaranteed.
-    """
+    """The way with the fewest late requests, then the fastest. None late: all targets are guaranteed."""
     ways = [
         way for tiles in buckets for way in (_burst(outlook, tiles), _pace(outlook, tiles)) if way is not None
     ]
@@ -134,9 +132,7 @@ def best_way(outlook: Outlook, buckets: Sequence[int]) -> Way:
 
 
 def _pace(outlook: Outlook, tiles: int) -> Way | None:
-    """Paced: a step of tiles whenever it makes no stream's next token late. None: streams lose more than they
-    regain.
-    """
+    """Paced: tiles whenever they make no stream late. None: streams lose more than they regain."""
     decode, tpot, mixed = outlook.decode, outlook.tpot, max(outlook.steps(tiles))
     first, regain = _steps(mixed - outlook.slack, tpot - decode), _steps(mixed - tpot, tpot - decode)
     if first is None or regain is None:

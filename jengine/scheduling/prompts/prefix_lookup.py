@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jengine.scheduling.costs.predictor import StepPredictor
-from jengine.scheduling.costs.rows_or_tiles import ChunkEnd
+from jengine.scheduling.costs.predictor import ChunkEnd, StepPredictor
 from jengine.scheduling.pages.block_table import NO_HIT, Hit
 from jengine.scheduling.pages.blocks import BlockManager
 from jengine.scheduling.requests.batching import Composition
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
-from jengine.scheduling.work import Windows, Work, pairs
+from jengine.scheduling.step_plan import Windows, Work, pairs
 
 
 class PrefixLookup:
@@ -62,10 +61,7 @@ class PrefixLookup:
 
     def or_fetch(self, hit: Hit, longer: Hit, count: int) -> Hit:
         """Returns the longer hit if fetching its pages is predicted to be faster than computing them,
-        otherwise `hit`.
-
-        Args:
-            count: length of the prompt in tokens.
+        otherwise `hit`. count: length of the prompt in tokens.
         """
         if not longer.fetches:
             return hit
@@ -82,10 +78,8 @@ class PrefixLookup:
         return self._predictor.prompt_seconds(end - start) + self._predictor.costs.work_seconds(work)
 
     def note_hit(self, sequence: Sequence, tokens: int, now: float, hit: Hit = NO_HIT) -> None:
-        """Records that `tokens` tokens of a sequence are not computed.
-
-        Args:
-            hit: the cache hit, which may include host pages.
+        """Records that `tokens` tokens of a sequence are not computed. hit: the cache hit, which may include
+        host pages.
         """
         if self._blocks.prefix_caching:
             queries, fetched = self._composition.prefilled(sequence), hit.from_host if hit.fetches else 0
@@ -99,9 +93,7 @@ class PrefixLookup:
             sequence.scheduled, sequence.num_cached = now, tokens
 
     def note_resumption(self, sequence: Sequence, hit: Hit) -> None:
-        """Records how a preempted sequence resumes: its pages were still cached, come from the host, or are
-        recomputed.
-        """
+        """Counts how a preempted sequence resumes: with cached pages, from the host, or recomputed."""
         missing = self._composition.prefilled(sequence) - hit.tokens
         cached, swapped, recomputed = self.resumptions
         if hit.fetches:

@@ -12,12 +12,10 @@ from jengine.scheduling.requests.batching import Composition
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
+from jengine.scheduling.rows import PlanBuilder, Rows
 from jengine.scheduling.rules.beam_searches import BeamSearches
 from jengine.scheduling.rules.repeats import Repeats
-from jengine.scheduling.step.plan_builder import PlanBuilder
-from jengine.scheduling.step.rows import Rows
-from jengine.scheduling.step_plan import Sample, SlotReset, Span
-from jengine.scheduling.work import pairs
+from jengine.scheduling.step_plan import Sample, SlotReset, Span, pairs
 
 
 class PromptCutter:
@@ -156,9 +154,7 @@ class PromptCutter:
 
     @property
     def room(self) -> int:
-        """Number of further sequences that can run, limited by free slots and by the rows of ready
-        programs.
-        """
+        """Number of further sequences that can run, by free slots and rows of ready programs."""
         return min(
             len(self._registry.free_slots), self._predictor.ready.max_rows - len(self._registry.running)
         )
@@ -182,9 +178,7 @@ class PromptCutter:
         return needed
 
     def _fits(self, wanted: Counter[int], running: int) -> bool:
-        """Whether these pages are available and one more for each running sequence, to avoid an early
-        preemption.
-        """
+        """Whether these pages are available and one for each running sequence, against preemption."""
         return self._blocks.available(wanted + self._blocks.new_pages(running))
 
     def _start(self, sequence: Sequence) -> None:
@@ -192,9 +186,7 @@ class PromptCutter:
         self._registry.start([sequence, *self._searches.begin(sequence)])
 
     def _cut(self, plan: PlanBuilder, sequence: Sequence, tiles: int) -> int:
-        """Plans up to `tiles` tiles of a sequence's known tokens, if there are pages for them, in one chunk
-        or several. Returns the number of tiles.
-        """
+        """Plans up to `tiles` tiles of known tokens, if there are pages for them. Returns their number."""
         used = 0
         # once: all of a step's tokens are written before any is read
         self._blocks.pass_windows(sequence.number, sequence.num_computed)
@@ -241,9 +233,7 @@ class PromptCutter:
         return -(-(end - start) // size)
 
     def _fork(self, plan: PlanBuilder, parent: Sequence) -> None:
-        """Forks the prompt's other samples, which wait behind the first one. They share the tokens that it
-        has computed.
-        """
+        """Forks the prompt's other samples, which wait behind the first and share its tokens."""
         registry, blocks = self._registry, self._blocks
         while min(self.room, self.admitting) > 0 and self._fits(blocks.forked, len(registry.running) + 1):
             child = registry.next

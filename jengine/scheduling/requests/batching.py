@@ -47,18 +47,14 @@ class Batches:
 
     @property
     def forms_at(self) -> float:
-        """Time on the scheduler's clock at which the held requests form a batch, if no others arrive; inf:
-        none are held.
-        """
+        """Time on the clock at which held requests form a batch if no others arrive; inf: none are held."""
         if not self._held:
             return math.inf
         return -math.inf if len(self._held) >= self.size else next(iter(self._held)).arrival + self.wait
 
     def take(self, now: float, waiting: int, running: int) -> list[Sequence]:
-        """Returns the next batch, or an empty list if it is not ready.
-
-        Args:
-            waiting, running: numbers of unfinished requests of earlier batches.
+        """Returns the next batch, or an empty list if it is not ready. waiting, running: numbers of
+        unfinished requests of earlier batches.
         """
         if waiting or (self.batching == "static" and running) or now < self.forms_at:
             return []

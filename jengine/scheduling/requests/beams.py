@@ -78,10 +78,8 @@ class Beams[Sequence]:
         self._live = dict(beams)
 
     def end(self, live: list[Path], logprobs: bool) -> list[Beam]:
-        """Returns the best of the completed beams and of those that could continue.
-
-        Args:
-            logprobs: whether to include the candidates of each position.
+        """Returns the best of the completed beams and of those that could continue. logprobs: whether to
+        include the candidates of each position.
         """
         beams = []
         for path in self._best([*self._completed, *live]):

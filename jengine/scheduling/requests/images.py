@@ -171,9 +171,7 @@ class Images:
         return 0 if self._planned is None else self._planned.bucket
 
     def hold(self, sequence: Sequence, start: int) -> bool:
-        """A sequence starts to compute its prompt from this position on. Returns False, and holds nothing, if
-        embeddings that it needs are not there.
-        """
+        """A sequence starts its prompt here. False: embeddings that it needs are not there."""
         images = sequence.images
         if images is None:
             return True
@@ -228,9 +226,7 @@ class Images:
                     self._free += part.rows
 
     def reset(self) -> None:
-        """Forgets all embeddings, as those of another encoder. Running sequences keep theirs. Nothing is
-        planned.
-        """
+        """Forgets all embeddings, as of another encoder. Running sequences keep theirs."""
         assert self._planned is None, "an image that is planned is not encoded"
         for part in self._parts.values():
             part.old = True

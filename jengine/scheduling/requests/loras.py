@@ -1,6 +1,4 @@
-"""LoRA adapters as the scheduler knows them: which are loaded, which have a place on the devices, who uses
-them.
-"""
+"""LoRA adapters as the scheduler knows them: loaded ones, their places on the devices, their users."""
 
 from __future__ import annotations
 
@@ -101,9 +99,7 @@ class LoraPlaces:
         self._drop(lora)
 
     def idle(self, but: int = 0) -> Lora | None:
-        """The loaded adapter that has no requests and was used least recently. but: not the one with this
-        number.
-        """
+        """The loaded adapter without requests that was used least recently. but: not this number."""
         unused = [lora for lora in self if not lora.users and lora.number != but]
         return min(unused, key=lambda claim: claim.used, default=None)
 
@@ -125,9 +121,7 @@ class LoraPlaces:
             self._drop(lora)
 
     def may_start(self, lora: Lora | None) -> bool:
-        """Whether a sequence that uses it may start now. If not, makes another adapter leave for it, unless
-        one does.
-        """
+        """Whether a sequence with it may start now. If not, another leaves for it, unless one does."""
         if lora is None:
             return True
         if lora.place:
@@ -177,9 +171,7 @@ class LoraPlaces:
         return tuple(sorted(running)), tuple(sorted(waiting))
 
     def take_writes(self) -> list[tuple[int, int]]:
-        """(number, place) of the adapters to write before the next step. EMPTY is for places that have lost
-        theirs: they hold zeros.
-        """
+        """(number, place) of the adapters to write before the next step. EMPTY: the place is zeroed."""
         writes, self._writes = self._writes, {}
         return [(number, place) for place, number in writes.items()]
 

@@ -251,7 +251,7 @@ class Registry:
     def _release(self, sequence: Sequence) -> None:
         self.loras.stop(sequence.lora)
         self.images.forget(sequence)
-        for member in _members(sequence):
+        for member in [sequence] if sequence.beams is None else sequence.beams.members:
             del self.running[member]
             for part in self.rememberers:
                 part.forget(member)
@@ -296,7 +296,3 @@ class Registry:
 
 def _leader(sequence: Sequence) -> Sequence:
     return sequence if sequence.beams is None else sequence.beams.leader
-
-
-def _members(sequence: Sequence) -> list[Sequence]:
-    return [sequence] if sequence.beams is None else sequence.beams.members

@@ -10,8 +10,7 @@ from jengine.core.images import PromptImages, prompt_key
 from jengine.core.pooling import PooledStates
 from jengine.core.request import FinishReason, Request
 from jengine.core.updates import Beam
-from jengine.scheduling.pages.block import LoraSalt, Salt
-from jengine.scheduling.pages.block_table import Ranges
+from jengine.scheduling.pages.block_table import LoraSalt, Ranges, Salt
 from jengine.scheduling.requests.beams import Beams
 from jengine.scheduling.requests.loras import Lora
 from jengine.table.program_table import VARIANTS, sampler_variant
@@ -132,15 +131,11 @@ class Sequence:
 
     @property
     def certain(self) -> int:
-        """Number of tokens whose keys and values are in the cache, or will be written whatever steps in
-        flight yield.
-        """
+        """Number of tokens whose keys and values are, or will certainly be, in the cache."""
         return self.num_computed - self.tentative
 
     def plan_row(self, length: int, least: int) -> None:
-        """A step with a row of this many tokens is planned, which yields as many tokens, or fewer but at
-        least `least`.
-        """
+        """A step with a row of this many tokens is planned, which yields at least `least` of them."""
         self.num_computed += length
         self.in_flight += length
         self.tentative += length - least

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from jengine.base.errors import InvalidArgument, PromptTooLong
 from jengine.core.request import DEVICE_STOPS, Request
-from jengine.table.pages import most_pages
+from jengine.table.program_table import most_pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,9 +102,7 @@ class SequenceLimits:
         return min(tokens + steps - 1, self.max_model_len)
 
     def _most_pages(self, request: Request, tokens: int) -> int:
-        """Maximum pages of a request. In groups without a window, its beams share the whole pages of the
-        prompt.
-        """
+        """Maximum pages of a request. Its beams share the prompt's whole pages in groups without a window."""
         pages = self.most_pages(tokens)
         if request.beams is None:
             return pages
@@ -119,11 +117,7 @@ class SequenceLimits:
 
 
 def longest_prompt(max_model_len: int, *, pooled: bool) -> tuple[int, str]:
-    """Maximum tokens of a prompt, and the limit as worded in errors.
-
-    Args:
-        pooled: whether the request is for an embedding.
-    """
+    """Maximum tokens of a prompt, and the limit in words. pooled: whether it is for an embedding."""
     if pooled:
         return max_model_len, f"at most max_model_len = {max_model_len}"
     return (

@@ -6,9 +6,8 @@ from jengine.core.updates import ScoredToken
 from jengine.scheduling.requests.beams import Beams, Path
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
+from jengine.scheduling.rows import PlanBuilder, Rows
 from jengine.scheduling.rules.rule import Rule
-from jengine.scheduling.step.plan_builder import PlanBuilder
-from jengine.scheduling.step.rows import Rows
 
 
 class BeamSearches(Rule):
@@ -41,9 +40,7 @@ class BeamSearches(Rule):
         return others
 
     def planned(self, plan: PlanBuilder) -> None:
-        """Makes rows of beams take their tokens from the host, and holds these beams until their successors
-        are known.
-        """
+        """Makes beams' rows take tokens from the host; holds the beams until their successors are known."""
         if self._leaders:
             for span, sequence in zip(plan.spans, plan.rows, strict=False):
                 if sequence.searches:
@@ -66,9 +63,7 @@ class BeamSearches(Rule):
     def _assign(
         self, members: list[Sequence], chosen: list[tuple[Sequence, Path]]
     ) -> list[tuple[Sequence, Path]]:
-        """Assigns a sequence to each chosen beam: its parent's sequence, or a free one if another successor
-        took that.
-        """
+        """Assigns a sequence to each chosen beam: its parent's, or a free one if that is taken."""
         parents = {parent for parent, _ in chosen}
         free = [member for member in members if member not in parents]
         beams: dict[Sequence, Path] = {}

@@ -1,15 +1,13 @@
-"""Bursts: several decode steps in a row that do not need the host. Decides when to run one, and its length
-per row.
-"""
+"""Bursts: several decode steps in a row that do not need the host: when, and how long for each row."""
 
 from __future__ import annotations
 
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
+from jengine.scheduling.rows import PlanBuilder
 from jengine.scheduling.rules.rule import Rule
-from jengine.scheduling.step.plan_builder import PlanBuilder
-from jengine.scheduling.work import Work
+from jengine.scheduling.step_plan import Work
 from jengine.table.program_table import VARIANTS
 
 LONGEST = 0.1  # predicted seconds of a burst with num_scheduler_steps="auto"

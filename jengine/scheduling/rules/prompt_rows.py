@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from jengine.scheduling.costs.rows_or_tiles import ChunkEnd, RowsOrTiles
+from jengine.scheduling.costs.predictor import ChunkEnd, RowsOrTiles
+from jengine.scheduling.rows import PlanBuilder
 from jengine.scheduling.rules.rule import Rule
-from jengine.scheduling.step.plan_builder import PlanBuilder
 from jengine.scheduling.step_plan import Sample, Span
 
 

@@ -6,10 +6,9 @@ from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
+from jengine.scheduling.rows import PlanBuilder
 from jengine.scheduling.rules.rule import Rule
-from jengine.scheduling.step.plan_builder import PlanBuilder
-from jengine.scheduling.step_plan import Sample, Span
-from jengine.scheduling.work import further_work
+from jengine.scheduling.step_plan import Sample, Span, further_work
 
 
 class Repeats(Rule):
@@ -48,9 +47,7 @@ class Repeats(Rule):
                 padding -= self._add_tokens(plan, span, sequence, padding)
 
     def _add_tokens(self, plan: PlanBuilder, span: Span, sequence: Sequence, limit: int) -> int:
-        """Adds rows for known tokens to a span, as many as there are pages and at most `limit`. Returns their
-        number.
-        """
+        """Adds rows for known tokens to a span, as pages and `limit` allow. Returns their number."""
         start = span.start + 1
         end = self._blocks.room(span.seq, min(start + limit, len(sequence.tokens)))
         if end <= start:

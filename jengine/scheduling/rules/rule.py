@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jengine.scheduling.requests.sequence import Sequence
-from jengine.scheduling.step.plan_builder import PlanBuilder
+from jengine.scheduling.rows import PlanBuilder
 
 
 class Rule:

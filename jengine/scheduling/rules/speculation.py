@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as List
 
-from jengine.scheduling.costs.draft_costs import DraftCosts, Likely, Rows
-from jengine.scheduling.costs.draft_count import HowMany, Offer
+from jengine.scheduling.costs.draft_costs import DraftCosts, HowMany, Likely, Offer, Rows
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.drafters.choice import BestDraft
 from jengine.scheduling.drafters.drafter import Drafter
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
+from jengine.scheduling.rows import PlanBuilder, Timeline
 from jengine.scheduling.rules.rule import Rule
-from jengine.scheduling.step.plan_builder import PlanBuilder
-from jengine.scheduling.step.rows import Timeline
-from jengine.scheduling.step_plan import Sample, Span
-from jengine.scheduling.work import further_work
+from jengine.scheduling.step_plan import Sample, Span, further_work
 from jengine.table.program_table import MOST_DRAFTS, MOST_STATES
 
 GAIN = 0.03  # weight of a step in the mean gain
@@ -145,9 +142,7 @@ class Speculation(Rule):
         return counts
 
     def _likely(self, sequence: Sequence, skipped: int = 0) -> Likely | None:
-        """Drafts of a sequence after `skipped` tokens in flight. If drafts are known, those are the first of
-        them, and their chances count nevertheless.
-        """
+        """Drafts of a sequence after `skipped` tokens in flight; known drafts are the first of them."""
         assert self._drafter is not None
         draft = self._drafter.draft(sequence)
         start = len(sequence.tokens) + skipped

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore")]
 
 
 def test_keys() -> None:
-    from jengine.integrations.ray.routing import prefix_key
+    from jengine.integrations.ray.serve import prefix_key
 
     system, first = {"role": "system", "content": "be brief"}, {"role": "user", "content": "a question"}
     turn = prefix_key({"messages": [system, first]})
@@ -52,7 +52,7 @@ def test_keys() -> None:
 
 
 def test_ranks() -> None:
-    from jengine.integrations.ray.routing import ranked
+    from jengine.integrations.ray.serve import ranked
 
     idle = dict.fromkeys("abcd", 0)
     homes = {str(key): ranked(str(key), idle) for key in range(400)}

@@ -13,8 +13,7 @@ import pytest
 
 from jengine.core.images import CONTENT
 from jengine.engine.page_events import EventMaker, Group, KVEventBatch, hash_of
-from jengine.scheduling.pages.block import LoraSalt
-from jengine.scheduling.pages.block_table import CLEARED, HOST, PageChange
+from jengine.scheduling.pages.block_table import CLEARED, HOST, LoraSalt, PageChange
 from jengine.scheduling.pages.prefix_index import PrefixIndex
 from jengine.serving.calls.errors import Refusal
 from jengine.serving.calls.model_provider import EventSource

@@ -20,7 +20,7 @@ from tests.golden.weights import VARIANTS, write_model
 
 of_extra("tunix", "tunix")
 
-from jengine.integrations.tunix.weights import merged, named, state_of  # noqa: E402
+from jengine.integrations.tunix.rollout import merged, named, state_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Tunix uses old names of flax and JAX
 

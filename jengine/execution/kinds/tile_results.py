@@ -1,9 +1,11 @@
-"""Scorers: log probabilities of the tokens that follow a trunk's prompt tiles."""
+"""What a trunk's tiles give the host: log probabilities of prompt tokens, and sums of hidden states."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -14,14 +16,12 @@ from jengine.execution.memory import sampler_temporaries
 from jengine.execution.sampler import SampledLogprobs, make_scorer
 from jengine.execution.spec import ExecutionSpec
 from jengine.scheduling.step_plan import Span, StepPlan
-from jengine.table.program_table import ScoreKey
+from jengine.table.program_table import PoolKey, ScoreKey
 from jengine.table.ready_programs import ReadyPrograms
 
 
 class Score(Kind[ScoreKey]):
-    """Scores the last trunk's tiles, with int32 [tiles * tile_size] of the tokens that follow, and the slots
-    of tiles.
-    """
+    """Scores the last trunk's tiles, with int32 [tiles * tile_size] of following tokens, and their slots."""
 
     name, key = "score", ScoreKey
     everywhere = False
@@ -65,3 +65,53 @@ class Score(Kind[ScoreKey]):
     def temporaries(self, spec: ExecutionSpec, key: ScoreKey) -> int:
         """It works tile by tile, and computes as many logits as a sampler."""
         return sampler_temporaries(spec, spec.table.tile_size)
+
+
+class Pool(Kind[PoolKey]):
+    """Pools the last trunk's tiles, with int32 [tiles, 2] of each tile's start and end."""
+
+    name, key = "pool", PoolKey
+    everywhere = False
+
+    def program(self, spec: ExecutionSpec, key: PoolKey) -> Program:
+        args = spec.tiles(key.tiles), ints(spec, key.tiles, 2)
+        return Program(f"pool_{key.tiles}", make_pooler(spec.table.tile_size), args, PartitionSpec())
+
+    def run(self, state: DeviceState, key: PoolKey, array: np.ndarray) -> jax.Array:
+        pooled: jax.Array = start_host_copy(state.programs[key](state.tiles, state.put(array)))
+        return pooled
+
+    def calls(self, spec: ExecutionSpec, layout: BatchLayout, plan: StepPlan) -> Iterator[DeviceCall]:
+        if all([span.pool is None for span in plan.spans]):
+            return
+        ranges = np.zeros((spec.table.passed_tiles(plan.trunk.tiles), 2), np.int32)
+        for row, (number, offset, length) in zip(ranges, spec.table.place(plan.spans).tiles, strict=False):
+            pool = plan.spans[number].pool
+            if pool is not None and pool < offset + length:
+                row[:] = max(pool - offset, 0), length
+        yield DeviceCall(PoolKey(len(ranges)), ranges)
+
+    def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[PoolKey, StepPlan]:
+        def plan(key: PoolKey) -> StepPlan:
+            trunk = ready.trunk(0, key.tiles)
+            return StepPlan(
+                trunk, ready.sampler(trunk, "greedy"), [Span(0, 0, 0, 1, [0], pool=0)] * key.tiles
+            )
+
+        return {key: plan(key) for key in ready.pools()}
+
+
+def make_pooler(tile_size: int) -> Callable[..., jax.Array]:
+    """The function to compile: (hidden [tokens, hidden_size], ranges int32 [tiles, 2]) -> float32 [tiles,
+    hidden_size].
+
+    Each tile's sum is over its tokens at [start, end); 0 if there are none.
+    """
+
+    def pool(hidden: jax.Array, ranges: jax.Array) -> jax.Array:
+        tiles = hidden.reshape(-1, tile_size, hidden.shape[-1]).astype(jnp.float32)
+        token = jnp.arange(tile_size)
+        wanted = (token >= ranges[:, :1]) & (token < ranges[:, 1:])
+        return jnp.where(wanted[..., None], tiles, 0.0).sum(1)  # not a product: padding may contain NaN
+
+    return pool
