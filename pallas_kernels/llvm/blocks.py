@@ -8,10 +8,14 @@ from typing import Any, NamedTuple
 
 from pallas_kernels.llvm.code import LINE, Code
 from pallas_kernels.llvm.formats import SIZES, Format
-from pallas_kernels.llvm.types import F32, I8, I16, I32, I64, PTR, element, vector
+from pallas_kernels.llvm.types import F32, I8, I16, I32, I64, PTR, element, vector, width
 from pallas_kernels.llvm.values import Value, Variable
 
 AHEAD = 8192  # prefetch distance for weights in bytes
+NONE, ALL, SPREAD, CONVERT = range(4)  # what a block prefetches; see `block`
+CHUNK = 4096  # bytes of a row of weights that many rows are multiplied by at a time
+# bytes from one converted row of a chunk to the next, so that rows take different sets of a cache
+CONVERTED = CHUNK + 3 * LINE
 
 
 @dataclass(frozen=True)
@@ -32,11 +36,15 @@ class Operands(NamedTuple):
 
     Attributes:
         x, weight, result: addresses; x_row, weight_row, result_row: bytes from one row to the next.
-        size: numbers in a row.
+        size: numbers in a row, or in a chunk of it.
+        partial: vectors of sums of the chunks before, row by row.
+        before, after: whether there are chunks before, and after, this one.
         row_scale: scales of rows.
         row_sum: excess of the rows' sums, if weights have an offset.
         out_scale: scales of outputs.
         out_size: bytes of a number of the result.
+        ahead, rate: address of weights to prefetch, and bytes of them for 256 numbers of a row.
+        converted: where weights are kept as they are multiplied, CONVERTED bytes for each output.
     """
 
     x: Value
@@ -44,46 +52,68 @@ class Operands(NamedTuple):
     weight: Value
     weight_row: Value
     size: Value
+    partial: Value
+    before: Value
+    after: Value
     result: Value
     result_row: Value
     row_scale: Value
     row_sum: Value
     out_scale: Value
     out_size: Value
+    ahead: Value
+    rate: Value
+    converted: Value
 
 
-KINDS = (PTR, I64, PTR, I64, I64, PTR, I64, PTR, PTR, PTR, I64)  # of Operands
+KINDS = (PTR, I64, PTR, I64, I64, PTR, I64, I64, PTR, I64, PTR, PTR, PTR, I64, PTR, I64, PTR)  # of Operands
 
 
-def block(
-    code: Code, name: str, fmt: Format, rows: int, outs: int, out: Out, *, fetched: range = range(0)
-) -> None:
+def block(code: Code, name: str, fmt: Format, rows: int, outs: int, out: Out, *, fetch: int = NONE) -> None:
     """Writes a function with this name and Operands for a block of this size.
 
     Args:
-        fetched: outputs whose weights are prefetched.
+        fetch: which weights it prefetches: NONE; ALL: its own, AHEAD bytes; SPREAD: those at `ahead`;
+            CONVERT: these too, and weights are stored as they are multiplied.
     """
     operands = Operands(*code.function(name, KINDS))
     xs = [operands.x + operands.x_row * row for row in range(rows)]
     weights = [operands.weight + operands.weight_row * n for n in range(outs)]
     x_size, weight_size = SIZES[fmt.x], SIZES[fmt.weight]
     sums = zeros(code, fmt, rows * outs)
+    loaded = 1 if fmt.sums.count == 8 else outs  # AVX2's 16 registers have place for sums and few others
+    places = [
+        operands.partial + n * (width(element(fmt.sums)) * fmt.sums.count // 8) for n in range(len(sums))
+    ]
+    with code.when(operands.before > 0):
+        for total, place in zip(sums, places, strict=True):
+            total.set(code.load(fmt.sums, place))
 
-    def multiply(xs: Sequence[Value], weights: Sequence[Value]) -> None:
-        left, right = (
-            [fmt.load_x(code, place) for place in xs],
-            [fmt.load_weight(code, place) for place in weights],
-        )
-        for n, total in enumerate(sums):
-            total.set(fmt.dot(code, total.get(), left[n // outs], right[n % outs]))
+    def multiply(at: Value, xs: Sequence[Value], weights: Sequence[Value]) -> None:
+        left = [fmt.load_x(code, place) for place in xs]
+        for first in range(0, outs, loaded):
+            right = [fmt.load_weight(code, place) for place in weights[first : first + loaded]]
+            if fetch == CONVERT:
+                for n, weight in enumerate(right, first):
+                    code.store(
+                        weight, operands.converted + at * (4 * fmt.sums.count // fmt.step) + n * CONVERTED
+                    )
+            for row, x in enumerate(left):
+                for total, weight in zip(sums[row * outs + first :], right, strict=False):
+                    total.set(fmt.dot(code, total.get(), x, weight))
 
     whole = operands.size.rounded_down(fmt.step)
     with code.loop(0, whole, fmt.step) as at:
         here = [place + at * weight_size for place in weights]
-        for n in fetched:
-            for line in range(0, fmt.step * weight_size, LINE):
-                code.prefetch(here[n] + (AHEAD + line))
-        multiply([place + at * x_size for place in xs], here)
+        lines = range(0, fmt.step * weight_size, LINE)
+        if fetch == ALL:
+            for place in here:
+                for line in lines:
+                    code.prefetch(place + (AHEAD + line))
+        if fetch in (SPREAD, CONVERT):
+            for line in range(0, -(-outs * fmt.step * weight_size // (2 * LINE)) * LINE, LINE):
+                code.prefetch(operands.ahead + ((at * operands.rate >> 8) + line), far=True)
+        multiply(at, [place + at * x_size for place in xs], here)
 
     rest = operands.size - whole
     with code.when(rest > 0):  # fewer numbers than a vector has
@@ -91,8 +121,12 @@ def block(
         right = [
             padded(code, w + whole * weight_size, rest * weight_size, fmt.step * weight_size) for w in weights
         ]
-        multiply(left, right)
+        multiply(whole, left, right)
 
+    with code.when(operands.after > 0):
+        for total, place in zip(sums, places, strict=True):
+            code.store(total.get(), place)
+        code.ret()
     at_once = max(1, fmt.sums.count // outs)
     for first in range(0, rows, at_once):
         outputs = range(first, min(rows, first + at_once))
@@ -129,10 +163,10 @@ def joined(vectors: Sequence[Value], join: Callable[[Value, Value], Value]) -> V
             [group * lanes + half * lanes // 2 + n for group in range(groups) for n in range(lanes // 2)]
             for half in (0, 1)
         )
-        width = groups * lanes
+        size = groups * lanes
         if len(left) > 1:
             left += left[:1] * (len(left) % 2)
-            low, high = (places + [width + place for place in places] for places in (low, high))
+            low, high = (places + [size + place for place in places] for places in (low, high))
             left = [
                 join(first.shuffled(other, low), first.shuffled(other, high))
                 for first, other in zip(left[::2], left[1::2], strict=True)

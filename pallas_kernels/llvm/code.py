@@ -47,14 +47,20 @@ class Code:
         return str(self.module)
 
     def function(
-        self, name: str, kinds: Sequence[Any], *, internal: bool = True, result: Any = VOID
+        self,
+        name: str,
+        kinds: Sequence[Any],
+        *,
+        internal: bool = True,
+        inline: bool = False,
+        result: Any = VOID,
     ) -> list[Value]:
         """Begins a function. Returns its arguments."""
         self._end()
         made = ir.Function(self.module, ir.FunctionType(result, kinds), name)
         if internal:
             made.linkage = "internal"
-            made.attributes.add("noinline")
+            made.attributes.add("alwaysinline" if inline else "noinline")
         self.builder = ir.IRBuilder(made.append_basic_block())
         return [Value(self.builder, argument) for argument in made.args]
 

@@ -7,7 +7,7 @@ sum is bit-identical for any number of rows.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -41,6 +41,10 @@ class Processor:
     rows: int
     outs: int
     tiles: bool = False
+
+    def for_floats(self) -> Processor:
+        """With AVX2's 16 registers, sums of floats leave place for a further row; those of bytes do not."""
+        return replace(self, rows=3) if self.lanes == 8 else self
 
 
 def processor(target: Target) -> Processor:

@@ -15,7 +15,10 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.llvm.blocks import CHUNK
+from pallas_kernels.llvm.formats import SIZES
 from pallas_kernels.llvm.kinds import INPUTS, WEIGHTS
+from pallas_kernels.products.cpu.multiply import ROWS
 from pallas_kernels.products.weight import ROW_CLASSES, form_key, forms_of
 from pallas_kernels.products.weights import prepare, product, stored
 from pallas_kernels.quantization.hadamard import block_of, gain, transform
@@ -152,6 +155,18 @@ def test_a_row_is_the_same_alone_and_among_others(kind: str) -> None:
     x, weight = arrays(31, 200, 37, "bfloat16", kind)
     every = in_form("kernel", x, weight, "float32")
     for first, end in ((0, 1), (3, 5), (7, 15), (2, 31)):
+        np.testing.assert_array_equal(in_form("kernel", x[first:end], weight, "float32"), every[first:end])
+
+
+@pytest.mark.parametrize("kind", [*INPUTS, "int8", "w8a8"])
+def test_rows_that_are_multiplied_in_chunks(kind: str) -> None:
+    """Longer than a chunk: few rows, those of several groups, and a single one have the same bits."""
+    size = 2 * CHUNK // SIZES[kind if kind in INPUTS else "int8"] + 37
+    x, weight = arrays(ROWS + 5, size, 70, "bfloat16", kind)
+    every = in_form("kernel", x, weight, "float32")
+    want = exact(x, weight)
+    assert (np.abs(every - want) <= 4e-6 * np.abs(want).max()).all()
+    for first, end in ((0, 1), (1, 9), (2, 66)):
         np.testing.assert_array_equal(in_form("kernel", x[first:end], weight, "float32"), every[first:end])
 
 

@@ -13,22 +13,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pallas_kernels.llvm import native
-from pallas_kernels.llvm.blocks import AHEAD, Operands, Out, padded, store_rows, totals, zeros
+from pallas_kernels.llvm.blocks import AHEAD, NONE, Operands, Out, padded, store_rows, totals, zeros
 from pallas_kernels.llvm.code import LINE, Code
 from pallas_kernels.llvm.formats import SIZES, Format, Processor, plain_format, processor
 from pallas_kernels.llvm.types import BF16, F32, I16, I32, I64, LANES, PTR, VOID, vector
 from pallas_kernels.llvm.values import Value
 from pallas_kernels.products.cpu.multiply import (
-    CONVERTED_FEW,
-    NONE,
     PANEL,
-    SCRATCH,
     blocks_of,
     dispatch,
     strips,
 )
 from pallas_kernels.quantization.int4 import E2M1, TILE
 
+UNPACKED_FEW = 16  # maximum rows for which reading weights dominates
+SCRATCH = 1 << 17  # bytes of unpacked weights on the stack
 STEPS = 4  # of 32 inputs in a tile, which has LANES words
 SCALES_AHEAD = 512  # prefetch distance for scales and offsets in bytes
 # the number of each four-bit code
@@ -91,7 +90,7 @@ def int4_module(target: native.Target, x: str, group: int, offset: bool, kind: s
     """The module of a function `multiply` with arguments x, values, scale and, if weights have offsets,
     offset.
     """
-    at, code = processor(target), Code()
+    at, code = processor(target).for_floats(), Code()
     pairs = at.pairs and at.lanes == LANES and x == "bfloat16"
     fmt = Int4Format(at, pairs, plain_format(at, x, "bfloat16" if pairs else "float32"), group, offset, kind)
     _single(code, "block", fmt, fmt.alone)
@@ -118,9 +117,10 @@ def _multiply(code: Code, fmt: Int4Format) -> None:
     x_row, out_size = size * SIZES[fmt.format.x], code.result_size(frame, 0)
     result_row = count * out_size
     first, end, last = blocks_of(count, at.outs, part, parts)
-    unpacked_row = width * (8 * SIZES[fmt.format.weight])
+    # rows begin in different sets of a cache
+    unpacked_row = width * (8 * SIZES[fmt.format.weight]) + 3 * LINE
     many = (SCRATCH // unpacked_row).rounded_down(at.outs).least(PANEL).most(at.outs)
-    panel = (rows > CONVERTED_FEW).choose(many, at.outs)
+    panel = (rows > UNPACKED_FEW).choose(many, at.outs)
 
     def one_row(name: str, row: Value | int, out: Value) -> None:
         into = result + (result_row * row + out * out_size)
@@ -150,12 +150,18 @@ def _multiply(code: Code, fmt: Int4Format) -> None:
                 weight=scratch + (out - begin) * unpacked_row,
                 weight_row=unpacked_row,
                 size=size,
+                partial=scratch,  # not used
+                before=code.whole(0),
+                after=code.whole(0),
                 result=result + (row * result_row + out * out_size),
                 result_row=result_row,
                 row_scale=scratch,  # not read, like the next two
                 row_sum=scratch,
                 out_scale=scratch,
                 out_size=out_size,
+                ahead=scratch,  # not used, like the next two
+                rate=size,
+                converted=scratch,
             )
             code.call("unpacked", VOID, *operands, height, at.outs, NONE)
 

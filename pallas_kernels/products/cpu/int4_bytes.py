@@ -20,11 +20,12 @@ from pallas_kernels.llvm.types import F32, I8, I32, I64, LANES, PTR, VOID, vecto
 from pallas_kernels.llvm.values import Value, Variable
 from pallas_kernels.products.cpu.int4 import KINDS as PACKED_KINDS
 from pallas_kernels.products.cpu.int4 import SCALES_AHEAD, Packed
-from pallas_kernels.products.cpu.multiply import FEW, PANEL, blocks_of, heights, quantize, strips
+from pallas_kernels.products.cpu.multiply import PANEL, blocks_of, heights, quantize, strips
 from pallas_kernels.quantization.int4 import SCALES, TILE
 
 SIGNS = 0x88888888 - (1 << 32)  # makes signed four-bit numbers codes that are larger by 8
 LOW, FIRST, SECOND = 0x0F0F0F0F, 0x000F000F, 0x0F000F00  # all bytes of a word; inputs below 64 and the others
+FEW = 48  # maximum rows for which reading weights dominates
 # results of the call
 OUT, BYTES, ROW_SCALES, ARRANGED, SUMS, TRANSFORMED = range(6)
 

@@ -12,9 +12,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, reduce
+from itertools import product
 
 from pallas_kernels.llvm import native
-from pallas_kernels.llvm.blocks import AHEAD, KINDS, Operands, Out, block, padded
+from pallas_kernels.llvm.blocks import (
+    AHEAD,
+    ALL,
+    CHUNK,
+    CONVERT,
+    CONVERTED,
+    KINDS,
+    NONE,
+    SPREAD,
+    Operands,
+    Out,
+    block,
+    padded,
+)
 from pallas_kernels.llvm.code import Code, share
 from pallas_kernels.llvm.formats import (
     SIZES,
@@ -30,10 +44,9 @@ from pallas_kernels.llvm.types import F32, I8, I32, I64, PTR, VOID, vector
 from pallas_kernels.llvm.values import Value
 from pallas_kernels.products.cpu.hadamard import transform_row, write_parts
 
-FEW = 48  # maximum rows for which reading weights dominates
-CONVERTED_FEW = 16  # the same if each block's weights are converted first
-PANEL, SCRATCH = 64, 1 << 17  # maximum outputs; bytes of converted weights on the stack
-NONE, ALL, LOWER, UPPER = range(4)  # the outputs of a block whose weights a strip of rows prefetches
+FEW = 64  # maximum rows for which reading weights dominates
+PANEL = 64  # maximum outputs
+ROWS = 96  # maximum rows whose sums are kept, if their inputs are multiplied in chunks
 STRIP = 8  # larger than any strip
 LONGEST = 64  # numbers in the longest vector
 MAXIMA = 4  # vectors of maxima of a row; in a single one, each waits for the one before
@@ -42,7 +55,7 @@ SMALLEST, RECIPROCAL = 1e-30, 1 / 127  # as in `quantized`
 
 def product_module(target: native.Target, x: str, weight: str) -> str:
     """The function `multiply` of x, weight and, for eight bits, the weight's scale [out]."""
-    at, code = processor(target), Code()
+    at, code = processor(target).for_floats(), Code()
     fmt, out = plain_format(at, x, weight), Out(scaled=SIZES[weight] == 1)
     computed = "bfloat16" if at.pairs and x == "bfloat16" and weight != "float32" else "float32"
     _multiply(code, at, fmt, out, None if computed == weight else computed)
@@ -66,10 +79,10 @@ def _multiply(code: Code, at: Processor, fmt: Format, out: Out, converted: str |
     """Args: converted: the dtype to which weights are converted once, if they are multiplied by more rows
     than a block has.
     """
-    dispatch(code, "strip", at, fmt, out, (NONE, ALL) if converted else (NONE, ALL, LOWER, UPPER))
+    dispatch(code, "strip", at, fmt, out, (ALL, CONVERT) if converted else (NONE, ALL, SPREAD))
     if converted:
         inner = replace(plain_format(at, fmt.x, converted), factor=fmt.factor)
-        dispatch(code, "converted", at, inner, out, (NONE,))
+        dispatch(code, "converted", at, inner, out, (NONE, SPREAD))
         _convert(code, at, fmt.weight, converted)
     frame, part, parts = code.kernel("multiply")
     (x, _), (weight, shape) = code.argument(frame, 0), code.argument(frame, 1)
@@ -84,62 +97,85 @@ def _multiply(code: Code, at: Processor, fmt: Format, out: Out, converted: str |
     result_row = count * out_size
     first, end, last = blocks_of(count, at.outs, part, parts)
     many = rows > at.rows
-    paired = (count >= at.outs) & (rows.equals(8) | (rows >= 2 * at.rows))
-    max_rows, few = code.whole(PANEL), FEW
-    inner_row, scratch = weight_row, weight
-    if converted:
-        inner_row = (size + (LONGEST - 1)).rounded_down(LONGEST) * SIZES[converted]
-        max_rows, few = (SCRATCH // inner_row).rounded_down(at.outs).most(at.outs).least(PANEL), CONVERTED_FEW
-    panel = (rows > few).choose(max_rows, at.outs)
-    if converted:
-        scratch = code.memory(many.choose(inner_row * panel, 0))
+    panel = (rows > FEW).choose(code.whole(PANEL), at.outs)
+    item, vector_bytes = SIZES[converted or fmt.weight], 4 * at.lanes
+    chunk = many.choose(code.whole(CHUNK // item), size)
+    divided = size > chunk
+    # Of few rows, each strip prefetches its share of the next outputs' weights, so that memory is busy.
+    numbers = at.outs * SIZES[fmt.weight]  # bytes for each input
+    share_of_row = 256 * numbers // rows
+    fetch = (rows > FEW).choose(code.whole(NONE), SPREAD)
+    group = divided.choose(code.whole(ROWS), rows)
+    partial = code.memory(divided.choose(group.least(rows) * panel * vector_bytes, 0))
+    scratch = code.memory(many.choose(panel * CONVERTED, 0)) if converted else weight
+    # The first strip of few rows converts weights while it multiplies.
+    at_once = many & (rows <= FEW) & (count >= at.outs)
 
-    with code.loop(first, end, panel) as start:
-        over = (start + panel).least(end)
-        begin = start.least(last)  # the last blocks may overlap: both compute equal results
+    def operands_of(row: Value, o: Value, start: Value, taken: Value) -> Operands:
+        return Operands(
+            x=x + (row * x_row + start * SIZES[fmt.x]),
+            x_row=x_row,
+            weight=weight + (o * weight_row + start * SIZES[fmt.weight]),
+            weight_row=weight_row,
+            size=taken,
+            partial=partial,
+            before=start,
+            after=size - start - taken,
+            result=result + (row * result_row + o * out_size),
+            result_row=result_row,
+            row_scale=row_scale + row * 4,
+            row_sum=row_sum + row * 4,
+            out_scale=out_scale + o * 4,
+            out_size=out_size,
+            ahead=weight,
+            rate=size,
+            converted=scratch,
+        )
+
+    with code.when(rows.equals(1) & (count >= at.outs)):
+        with code.loop(first, end, at.outs) as o:
+            code.call(f"strip_1_{ALL}", VOID, *operands_of(rows - 1, o.least(last), rows - 1, size))
+        code.ret()
+
+    def multiply(start: Value, row_group: Value, taken: Value, begin: Value, over: Value) -> None:
+        """Multiplies a group of rows by a panel, for the chunk of inputs from start on."""
         if converted:
-            with code.when(many):
+            with code.when(many & at_once.equals(0)):
+                source = weight + (begin * weight_row + start * SIZES[fmt.weight])
                 code.call(
-                    "convert",
-                    VOID,
-                    weight + begin * weight_row,
-                    weight_row,
-                    size,
-                    over - begin,
-                    scratch,
-                    inner_row,
+                    "convert", VOID, source, weight_row, taken, over - begin, scratch, code.whole(CONVERTED)
                 )
-        with strips(code, at, rows) as (row, height), code.loop(begin, over, at.outs) as outs:
+        group_rows = group.least(rows - row_group)
+        with strips(code, at, group_rows) as (strip, height), code.loop(begin, over, at.outs) as outs:
+            row = row_group + strip
             o = outs.least(begin.equals(last).choose(last, over - at.outs))
-            operands = Operands(
-                x=x + row * x_row,
-                x_row=x_row,
-                weight=weight + o * weight_row,
-                weight_row=weight_row,
-                size=size,
-                result=result + (row * result_row + o * out_size),
-                result_row=result_row,
-                row_scale=row_scale + row * 4,
-                row_sum=row_sum + row * 4,
-                out_scale=out_scale + o * 4,
-                out_size=out_size,
+            source = weight + ((o + at.outs) * weight_row + start * numbers)
+            operands = operands_of(row, o, start, taken)._replace(
+                partial=partial + (strip * panel + (outs - begin) * height) * vector_bytes,
+                ahead=source + (strip * taken * share_of_row >> 8),
+                rate=height * share_of_row,
             )
             left = (over - o).least(at.outs)
-            # Two strips prefetch half of the weights each, so that memory is busy while the second is
-            # multiplied.
-            second = paired & (row <= at.rows)
-            fetch = row.equals(0).choose(
-                paired.choose(code.whole(LOWER), ALL), second.choose(code.whole(UPPER), NONE)
-            )
             if converted:
-                of_scratch = operands._replace(weight=scratch + (o - begin) * inner_row, weight_row=inner_row)
-                with code.if_else(many) as (yes, no):
+                by_scratch = many & (at_once.equals(0) | (strip > 0))
+                of_scratch = operands._replace(
+                    weight=scratch + (o - begin) * CONVERTED, weight_row=code.whole(CONVERTED)
+                )
+                with code.if_else(by_scratch) as (yes, no):
                     with yes:
-                        code.call("converted", VOID, *of_scratch, height, left, NONE)
+                        code.call("converted", VOID, *of_scratch, height, left, fetch)
                     with no:
-                        code.call("strip", VOID, *operands, height, left, fetch)
+                        code.call(
+                            "strip", VOID, *operands, height, left, many.choose(code.whole(CONVERT), ALL)
+                        )
             else:
-                code.call("strip", VOID, *operands, height, left, fetch)
+                code.call("strip", VOID, *operands, height, left, many.choose(fetch, ALL))
+
+    with code.loop(first, end, panel) as outs, code.loop(0, rows, group) as row:
+        over = (outs + panel).least(end)
+        begin = outs.least(last)  # the last blocks may overlap: both compute equal results
+        with code.loop(0, size, chunk) as start:
+            multiply(start, row, (size - start).least(chunk), begin, over)
 
 
 def blocks_of(count: Value, outs: int, part: Value, parts: Value) -> tuple[Value, Value, Value]:
@@ -159,28 +195,28 @@ def strips(code: Code, at: Processor, rows: Value) -> Iterator[tuple[Value, Valu
         left, height = rows - row, code.whole(1)
         for count in heights(at)[1:]:
             height = (left >= count).choose(count, height)
-        height = left.equals(8).choose(min(4, at.rows), height)  # rather than six and two
+        if at.rows == 3:  # two first, since blocks of two have registers for converting weights
+            height = (left % 3).equals(0).choose(height, height.least(2))
+        else:
+            height = left.equals(8).choose(min(4, at.rows), height)  # rather than six and two
         yield row, height
         first.set(row + height)
 
 
 def heights(at: Processor) -> list[int]:
-    return [count for count in (1, 2, 4, 6) if count <= at.rows]
+    return [1, 2, 3] if at.rows == 3 else [count for count in (1, 2, 4, 6) if count <= at.rows]
 
 
 def dispatch(code: Code, name: str, at: Processor, fmt: Format, out: Out, fetches: Sequence[int]) -> None:
     """A function of Operands, the number of rows (one of `heights`), the number of outputs (at most a
     block's), and the prefetch mode.
     """
-    half, made = at.outs // 2, {}
-    fetched = {NONE: range(0), ALL: range(at.outs), LOWER: range(half), UPPER: range(half, at.outs)}
-    for mode in fetches:
-        for height in heights(at):
-            if mode in (NONE, ALL) or height in (min(4, at.rows), at.rows):
-                made[height + mode * STRIP] = f"{name}_{height}_{mode}"
-                block(code, f"{name}_{height}_{mode}", fmt, height, at.outs, out, fetched=fetched[mode])
+    made = {}
+    for mode, height in product(fetches, heights(at)):
+        made[height + mode * STRIP] = f"{name}_{height}_{mode}"
+        block(code, f"{name}_{height}_{mode}", fmt, height, at.outs, out, fetch=mode)
     block(code, f"{name}_single", fmt, 1, 1, out)
-    *operands, rows, outs, fetch = code.function(name, (*KINDS, I64, I64, I64))
+    *operands, rows, outs, fetch = code.function(name, (*KINDS, I64, I64, I64), inline=True)
     arguments = Operands(*operands)
     with code.when(outs < at.outs):  # a weight with fewer outputs
         with code.loop(0, rows) as row, code.loop(0, outs) as o:
@@ -188,6 +224,7 @@ def dispatch(code: Code, name: str, at: Processor, fmt: Format, out: Out, fetche
                 x=arguments.x + row * arguments.x_row,
                 weight=arguments.weight + o * arguments.weight_row,
                 result=arguments.result + (row * arguments.result_row + o * arguments.out_size),
+                partial=arguments.partial + (row * outs + o) * (4 * at.lanes),
                 row_scale=arguments.row_scale + row * 4,
                 row_sum=arguments.row_sum + row * 4,
                 out_scale=arguments.out_scale + o * 4,

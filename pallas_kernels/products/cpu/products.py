@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.llvm import native
 from pallas_kernels.llvm.calls import call, register
+from pallas_kernels.llvm.formats import processor
 from pallas_kernels.llvm.kinds import INPUTS
 from pallas_kernels.products.cpu import panels, tiles
 from pallas_kernels.products.cpu.hadamard import transform_module
@@ -59,6 +60,7 @@ def product(
         weight: [out, in], one of WEIGHTS; of eight bits with a scale, float32 [out].
         dtype: of the result; bfloat16 and float32 cost no pass of their own.
     """
+    x = _as_multiplied(x)
     name = register_product(str(x.dtype), str(weight.dtype))
     return _call(name, dtype, x, weight, *([] if scale is None else [scale]))
 
@@ -133,8 +135,21 @@ def product_of_int4(
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype), *_transformed(x, weight.hadamard)]
         x = call(register_transform(str(x.dtype), weight.hadamard), shapes, x)[0]
     form = weight.group, bool(offset), weight.kind
+    x = x if by_panels else _as_multiplied(x)
     name = register_int4_panels(*form) if by_panels else register_int4(str(x.dtype), *form)
     return _call(name, dtype, x, weight.values, weight.scale, *offset)
+
+
+def _as_multiplied(x: jax.Array) -> jax.Array:
+    """x in the dtype in which the kernel multiplies it. It converts a single row itself; of several rows, it
+    would convert each for every four outputs.
+    """
+    return x if len(x) == 1 else x.astype(_dtypes(str(x.dtype))[-1])
+
+
+def _dtypes(x: str) -> list[str]:
+    """The dtypes in which the kernel takes x: for a single row, and for several."""
+    return ["bfloat16", "float32"] if x == "bfloat16" and not processor(native.host()).pairs else [x]
 
 
 def _call(
@@ -262,7 +277,8 @@ def prepare_int4(x: str, parameter: Int4, weight: WeightFormat) -> None:
     if by_panels:
         register_int4_panels(*form)
     if x in INPUTS:
-        register_int4(x, *form)
+        for dtype in _dtypes(x):
+            register_int4(dtype, *form)
         if parameter.hadamard > 1:
             register_transform(x, parameter.hadamard)
 
@@ -285,4 +301,5 @@ def prepare(x: str, weight: WeightFormat, hadamard: int = 1) -> None:
         if of_bytes:
             register_bytes(x, hadamard)
         else:
-            register_product(x, weight.numbers)
+            for dtype in _dtypes(x):
+                register_product(dtype, weight.numbers)
