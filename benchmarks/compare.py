@@ -5,6 +5,7 @@
     python -m benchmarks.compare --before      saves as compare_before
     python -m benchmarks.compare --prepare     only installs and converts
     python -m benchmarks.compare --quick       a few tokens each, nothing saved
+    XLA_FLAGS=--xla_cpu_max_isa=AVX2 python -m benchmarks.compare    as on a processor with AVX2 only
 
 one stream      decode tokens/s of one sequence, prompt 128, 128 tokens beyond the first
 32 at once      output tokens/s of 32 requests, prompts of 16 to 512 tokens, outputs of 16 to 256
@@ -41,12 +42,16 @@ from benchmarks.peers.environments import PEERS_FOLDER, Unavailable, environment
 from benchmarks.peers.registry import PEERS
 from benchmarks.peers.tables import agreement, goals, spread, table
 from benchmarks.peers.workload import MAX_MODEL_LEN, SEQUENCES, workload
+from pallas_kernels.llvm.max_isa import limit
 
 SHAPE, VOCABULARY = "134m", 32000
 THREADS = 2
 TIMEOUT = 600  # seconds for one process
 ORDER = ("float32", "bfloat16", "w8a8", "int8", "int8+bfloat16", "w4a8", "int4")
 REFERENCE = "jengine float32"
+# What limits peers' libraries as `max_isa` limits jengine: oneDNN's (OpenVINO, vLLM), and PyTorch's kernels.
+# llama.cpp has no such variable: build it for the older processor.
+LIMITS = {"AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}}
 QUICK = 0.06  # share of the output tokens and requests
 
 
@@ -121,6 +126,7 @@ def run(arm: Arm, model: Path, cache: Path, work: dict[str, Any], measures: dict
                 **os.environ,
                 **kept,
                 **threads,
+                **LIMITS.get(limit() or "", {}),
                 "HF_HUB_OFFLINE": "1",
                 "PYTHONPATH": str(ROOT),
                 **variables,

@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.llvm.max_isa import hidden
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = ROOT / ".cache" / "models"
@@ -28,7 +30,7 @@ def facts() -> dict[str, Any]:
     return {
         "cpu": info.get("model name", platform.processor()),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "flags": [flag for flag in FLAGS if flag in info.get("flags", "").split()],
+        "flags": _flags(),
         "devices": [device.device_kind for device in visible_devices()],
         "used_by_others": _used_by_others(),
         "python": platform.python_version(),
@@ -39,12 +41,15 @@ def facts() -> dict[str, Any]:
 
 
 def instruction_set() -> str:
-    """The last of FLAGS that the processor has. Results of different instruction sets are saved
-    separately.
+    """The last of FLAGS that the processor has, without those that `max_isa` hides. Results of different
+    instruction sets are saved separately.
     """
-    return ([flag for flag in FLAGS if flag in _cpuinfo().get("flags", "").split()] or [platform.machine()])[
-        -1
-    ]
+    return (_flags() or [platform.machine()])[-1]
+
+
+def _flags() -> list[str]:
+    features = _cpuinfo().get("flags", "").split()
+    return [flag for flag in FLAGS if flag in features and flag not in hidden(features)]
 
 
 def _busy() -> tuple[float, float]:

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
 from jengine.engine.setup import precision
 from jengine.engine.setup.precision import check_formats, choose_dtype
+from jengine.execution import fastest_formats
 from jengine.models.config import ModelConfig
 from tests.golden.weights import VARIANTS
 
@@ -127,3 +129,29 @@ def test_emulated_fp8_is_said(device: Any, name: str) -> None:
 def test_what_is_native_is_not_warned_of() -> None:
     check_formats(EngineConfig(quantization="fp8", kv_cache_dtype="fp8"), gpu("8.9"))
     check_formats(EngineConfig(quantization="int8"), SimpleNamespace(platform="cpu"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("features", "platform", "quantized", "said"),
+    [
+        ("avx2 fma", "cpu", "", "AVX2 only, the slower class of x86"),
+        ("avx2 fma avx512f avx512_vnni avx512_bf16", "cpu", "", "AVX-512 and bfloat16 products"),
+        ("avx2 fma avx512f", "cpu", "", None),  # a class that was not measured
+        ("avx2 fma", "cpu", "w8a8", None),
+        ("avx2 fma", "gpu", "", None),
+    ],
+)
+def test_the_fastest_quantization_is_said(
+    features: str, platform: str, quantized: str, said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fastest_formats, "cpu_features", lambda: features)
+    devices = np.array([SimpleNamespace(platform=platform)])
+    spec: Any = SimpleNamespace(
+        mesh=SimpleNamespace(devices=devices), model=SimpleNamespace(quantized=quantized)
+    )
+    advice = fastest_formats.fastest_formats(spec)
+    if said is None:
+        assert advice is None
+    else:
+        assert advice is not None and said in advice
+        assert "quantization='w4a8'" in advice and "quantization='w8a8'" in advice and "perplexity" in advice

@@ -20,11 +20,16 @@ NEWER = {
 }
 
 
+def limit() -> str | None:
+    """The flag's value in XLA_FLAGS, if it is one that XLA knows."""
+    values = re.findall(r"--xla_cpu_max_isa=(\w+)", os.environ.get("XLA_FLAGS", ""))
+    return values[-1].upper() if values and values[-1].upper() in NEWER else None
+
+
 def hidden(features: Iterable[str]) -> set[str]:
     """Which of these features, by LLVM's or Linux's names, that XLA_FLAGS excludes."""
-    values = re.findall(r"--xla_cpu_max_isa=(\w+)", os.environ.get("XLA_FLAGS", ""))
-    levels = [*NEWER]
-    if not values or values[-1].upper() not in levels:  # XLA rejects a value that it does not know
+    newest, levels = limit(), [*NEWER]
+    if newest is None:
         return set()
-    newer = tuple(name for level in levels[levels.index(values[-1].upper()) :] for name in NEWER[level])
+    newer = tuple(name for level in levels[levels.index(newest) :] for name in NEWER[level])
     return {feature for feature in features if feature.startswith(newer)}

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels.llvm import native
 from pallas_kernels.llvm.formats import Processor, processor
 from pallas_kernels.llvm.kinds import INPUTS
+from pallas_kernels.llvm.max_isa import limit
 from pallas_kernels.products.cpu import panels, tiles
 from pallas_kernels.products.cpu.products import why_no_tiles
 from pallas_kernels.products.cpu.tiles import OUTS
@@ -73,9 +74,11 @@ def forms(
     at, times = processor(native.host()), {}
     at = at if tiles.permitted() else replace(at, tiles=False)
     for weight in weights:
-        for rows in (1, *(limit // 2 for limit in ROW_CLASSES[1:]), MANY):
+        for rows in (1, *(last // 2 for last in ROW_CLASSES[1:]), MANY):
             key = form_key(rows, x, weight.name)
             able = candidates(at, x, weight, rows) if by_place else ("kernel",)
+            if limit() is not None:  # the libraries that XLA calls do not follow the flag
+                able = able[:1]
             if len(able) == 1 or known.get(key) not in able:
                 times[key] = able[0] if len(able) == 1 else _fastest(able, rows, x, weight, shape)
             else:

@@ -12,6 +12,9 @@ from jengine.execution import spec
 from pallas_kernels.llvm import native
 from pallas_kernels.llvm.formats import processor
 from pallas_kernels.llvm.max_isa import hidden
+from pallas_kernels.products import choice
+from pallas_kernels.products.weight import form_key
+from pallas_kernels.quantization.formats import WeightFormat
 
 FEATURES = [
     "sse4.2", "avx", "avx2", "f16c", "fma", "bmi2", "avxvnni", "avx_vnni", "avx512f", "avx512vnni",
@@ -47,3 +50,15 @@ def test_kernels_and_the_names_of_programs_follow(monkeypatch: pytest.MonkeyPatc
     assert "+avx512" not in native.host().features
     features = spec.cpu_features.__wrapped__().split()
     assert "avx2" in features and not hidden(features)
+
+
+def test_what_follows_no_flag_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA calls libraries that use what the processor has."""
+    monkeypatch.setattr(choice, "_fastest", lambda *_: "xla")
+    weight = WeightFormat("float32", 32)
+    key = form_key(choice.MANY, "float32", weight.name)
+    chosen = []
+    for flags in ("", "--xla_cpu_max_isa=AVX2"):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        chosen.append(choice.forms("float32", [weight], (64, 64), {})[key])
+    assert chosen == ["xla", "kernel"]

@@ -15,6 +15,7 @@ from jengine.capacity.planning.layouts import Candidate, Choice, Deployment
 from jengine.capacity.planning.memory import GIB, fits
 from jengine.capacity.planning.roofline import NAMES, Batch, Causes, Roofline
 from jengine.devices.device_spec import DeviceSpec
+from jengine.execution.fastest_formats import fastest_formats
 from jengine.execution.kernels import described
 from jengine.execution.kinds import Key
 from jengine.execution.memory import DeviceMemory, ProgramMemory
@@ -154,7 +155,9 @@ def local_report(
         else str(cost_report(costs))
     )
     verdict = "It fits." if fits(memory, pages) else "It does not fit."
-    return "\n\n".join([f"{name} on {device.device_kind}: weights {dtype}", _text(*table), measured, verdict])
+    advice = fastest_formats(spec)
+    parts = [f"{name} on {device.device_kind}: weights {dtype}", _text(*table), measured]
+    return "\n\n".join([*parts, *([f"A {advice}."] if advice else []), verdict])
 
 
 def plain(plan: Plan) -> dict[str, Any]:

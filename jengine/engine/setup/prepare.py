@@ -34,6 +34,7 @@ from jengine.engine.setup.stages_and_ranks import check_spec, prepare_ranks, ref
 from jengine.execution.cache_folders import cache_limit
 from jengine.execution.device_state import check_host_memory
 from jengine.execution.executor import make_worker
+from jengine.execution.fastest_formats import fastest_formats
 from jengine.execution.kernels import described, implementations, kernels_refused
 from jengine.execution.memory import claim_gpu_memory
 from jengine.execution.programs import open_cache
@@ -145,6 +146,8 @@ def prepare(
     devices = Devices.take(config, link, mesh)
     config, shapes = spec_of(config, source, devices, prebuilt, offline=offline)
     check_spec(config, shapes)
+    if config.process_id == 0 and (advice := fastest_formats(shapes)):
+        log.info("%s", advice)
     started = _facts(config, source, shapes, seconds)
     if prebuilt is not None:
         # before reading the weights, which may take minutes
