@@ -1,4 +1,4 @@
-"""Which `quantization` is fastest on a class of processors, and what it costs in quality: measurements."""
+"""Which `quantization` is fastest on a class of processors, and what it costs in quality."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ CLASSES = {
     AVX2: ({"avx2", "fma"}, {"avx512f", "avx_vnni"}),
 }
 USES = "for one stream", "for 32 at once", "in prompts"
-# tokens/s over bfloat16's, of a model of 134 million parameters: benchmarks/results/compare_avx512_bf16.json,
-# and benchmarks/NOTES.md for AVX2
+# tokens/s over bfloat16's, of a model of 134 million parameters: benchmarks/results/compare_avx512_bf16.json;
+# for AVX2, an estimate (benchmarks/NOTES.md)
 SPEEDS = {
     AVX512: {"w8a8": (1.7, 1.5, 1.3), "w4a8": (2.8, 1.3, 1.3)},
     AVX2: {"w8a8": (1.5, 1.1, 1.4), "w4a8": (2.0, 0.9, 1.3)},
@@ -32,7 +32,7 @@ def fastest_formats(spec: ExecutionSpec) -> str | None:
     uses = dict[str, list[str]]()
     for index, use in enumerate(USES):
         best = max(SPEEDS[name], key=lambda quantization: SPEEDS[name][quantization][index])
-        uses.setdefault(best, []).append(f"{SPEEDS[name][best][index]:g} times bfloat16's tokens/s {use}")
+        uses.setdefault(best, []).append(f"about {SPEEDS[name][best][index]:g} times bfloat16's tokens/s {use}")
     formats = (
         f"quantization={best!r} ({' and '.join(parts)}; perplexity times {PERPLEXITIES[best]})"
         for best, parts in uses.items()
