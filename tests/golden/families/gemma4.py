@@ -93,6 +93,7 @@ OF_EXPERTS = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "p
 def shapes(config: dict[str, Any]) -> Shapes:
     if "text_config" in config:
         named = with_images(config, shapes(config["text_config"]))
+        del named["model.vision_tower.std_scale"]  # only encoders that standardize have it
         return named | _vision(config["vision_config"])
     hidden, layers, heads, ffn = (
         config[n] for n in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
