@@ -30,7 +30,7 @@ from benchmarks.large_requests import LARGE, AnyRequest, send
 from benchmarks.machine import save
 from benchmarks.serve_processes import mock_server, model_server
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.grpc.client_errors import GenerateServiceStub
+from jengine.serving.grpc.client_messages import GenerateServiceStub
 
 MODEL = {"model": "demo", "dtype": "float32", "max_num_seqs": 32, "max_model_len": 512}
 LIMIT = 0.25  # seconds by which an attack may increase the longest wait

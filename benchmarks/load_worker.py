@@ -36,7 +36,7 @@ async def stub(address: str) -> Generate:
     import grpc
 
     from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-    from jengine.serving.grpc.client_errors import GenerateServiceStub
+    from jengine.serving.grpc.client_messages import GenerateServiceStub
 
     method = GenerateServiceStub(grpc.aio.insecure_channel(address)).GenerateStream
 

@@ -39,7 +39,7 @@ from benchmarks.serve_processes import (
 )
 from jengine import CompletionOutput, RequestOutput
 from jengine.serving.metrics.model_metrics import ModelMetrics
-from jengine.serving.metrics.server_metrics import PrometheusMetrics
+from jengine.serving.metrics.server_metrics import Metrics
 
 MODEL = {"model": "demo", "dtype": "float32", "max_num_seqs": 32, "max_model_len": 512}
 PROMPT, OUTPUT = (16, 128), (16, 128)  # tokens, uniform
@@ -261,7 +261,7 @@ def metrics_cost(repeat: int, quick: bool) -> dict[str, Any]:
 def calls_alone() -> float:
     """Microseconds of the metrics calls for a message with one token."""
     model = ModelMetrics("demo", lambda: None, lambda: 0)  # type: ignore[arg-type,return-value]
-    watch = PrometheusMetrics(model).request_started()
+    watch = Metrics(model).request_started()
     output = RequestOutput(
         request_id="", prompt=None, prompt_token_ids=[1], outputs=[CompletionOutput(token_ids=[1])]
     )

@@ -14,7 +14,7 @@ from jengine.capacity.planning.memory import fits, local_room
 from jengine.core.config import EngineConfig
 from jengine.execution.device_state import check_host_memory
 from jengine.insight.recording.machine import memory
-from jengine.serving.models.pool import HostMemory, MemoryNeed
+from jengine.serving.models.pool import MemoryNeed, fits_host
 from tests.execution.specs import make_spec
 
 PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -67,6 +67,4 @@ def test_all_who_ask_get_the_containers(tmp_path: Path, monkeypatch: pytest.Monk
     _, needed, pages = local_room(EngineConfig.of("demo", {}))
     assert needed.limit == 40 * MIB and pages > 0 and not fits(needed, pages)
     assert memory(0.0).available == 10 * MIB
-    assert HostMemory().fits(MemoryNeed(bytes=10 * MIB), []) and not HostMemory().fits(
-        MemoryNeed(bytes=10 * MIB + 1), []
-    )
+    assert fits_host(MemoryNeed(bytes=10 * MIB), []) and not fits_host(MemoryNeed(bytes=10 * MIB + 1), [])

@@ -459,8 +459,13 @@ def test_a_command_with_saved_programs_imports_no_more_than_it_needs() -> None:
 
 
 def test_a_server_and_what_it_starts_for_requests_import_no_jax() -> None:
-    workers = (f"jengine.serving.guards.{name}_worker" for name in ("chat", "image", "sandbox"))
-    code = f"import sys, jengine.serving.app, {', '.join(workers)}; print(*sys.modules)"
+    names = (
+        "ChatTemplate, ImageReader, judging_text, probe_structure, rendered_chat"  # of the sandbox's worker
+    )
+    code = (
+        "import sys, jengine.serving.app, jengine.serving.guards.worker;"
+        f" from jengine.spi import {names}; print(*sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     modules = {*done.stdout.split()}
     assert "starlette" in modules and not {"flax", "jax", "jaxlib", "transformers", "xgrammar"} & modules

@@ -20,9 +20,9 @@ import jengine
 from jengine import EngineConfig, InvalidArgument, SamplingParams, StructuredOutputs, cli
 from jengine.checkpoints.folder import kept_format
 from jengine.serving import app
-from jengine.serving.calls import listening
 from jengine.serving.config import SERVE_DEFAULTS, ServerConfig
 from jengine.serving.guards.access import Access
+from jengine.serving.http import front
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.options import LoraModule
 from jengine.utils import FlexibleArgumentParser
@@ -211,7 +211,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ServerConfig, EngineCo
         found.append((server, models[0].make(None).engine))
 
     monkeypatch.setattr(engine_fleet, "maker", lambda server, engine: lambda on_end: Taken(engine))
-    monkeypatch.setattr(listening, "listen", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(front, "listen", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(app, "run", run)
     return found
 

@@ -31,7 +31,7 @@ from jengine.insight.profiling import data as profiles
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.policy import POLICIES
 from jengine.serving.metrics.model_metrics import ModelMetrics
-from jengine.serving.metrics.server_metrics import PrometheusMetrics
+from jengine.serving.metrics.server_metrics import Metrics
 from jengine.vllm.flags import add_fields
 from jengine.vllm.setting import Setting
 from jengine.vllm.settings import CALLS, ENGINE, SAMPLING, SERVER, STRUCTURED
@@ -139,7 +139,7 @@ def metrics() -> str:
         loras=LoraLoad(max_loras=1),
         store=StoreLoad("disk"),
     )
-    server = PrometheusMetrics(ModelMetrics("model", lambda: load, lambda: 0))
+    server = Metrics(ModelMetrics("model", lambda: load, lambda: 0))
     server.certificate_expiry = lambda: 0.0
     rows = [
         f"| `{_exposed(metric)}` | {metric.type} | {metric.documentation} |" for metric in server.collect()

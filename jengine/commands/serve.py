@@ -71,7 +71,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    from jengine.serving.models.model_config import resolve_models
+    from jengine.serving.config import resolve_models
 
     flags = {name: value for name, value in vars(options).items() if name != "run"}
     server, (default, *others) = resolve_models(flags, flags.pop("more_models", []))
@@ -83,7 +83,7 @@ def _serve(options: argparse.Namespace) -> None:
         return
 
     from jengine.integrations.smg import added_services
-    from jengine.serving.calls.listening import listen
+    from jengine.serving.http.front import listen
     from jengine.serving.processes.engine_fleet import EngineOfServer, maker
     from jengine.spi import check_model
 

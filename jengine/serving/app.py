@@ -17,31 +17,27 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
-import grpc
 import msgspec
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from starlette.applications import Starlette
 
 from jengine.serving.calls.model_provider import Adapters, ModelInfo
-from jengine.serving.config import PREFIX, ServerConfig
+from jengine.serving.config import PREFIX, ServerConfig, service_links
 from jengine.serving.grpc.server import AddedService, BuiltServer, build_server
 from jengine.serving.guards.access import Access
 from jengine.serving.guards.sandbox import Tokenizing
-from jengine.serving.http.app import Parts
+from jengine.serving.http.endpoint import Parts
 from jengine.serving.http.front import HttpFront, page_routes
 from jengine.serving.http.small_pages import api
-from jengine.serving.logs.request_log import RequestLog, SparseLog
-from jengine.serving.logs.status_log import Lines, write_status
-from jengine.serving.metrics.metrics_server import pages_of
+from jengine.serving.logs import Lines, RequestLog, SparseLog, write_status
 from jengine.serving.metrics.model_metrics import ModelMetrics
-from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
+from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, pages_of
 from jengine.serving.models.pool import BESIDE, MemoryNeed, ModelPool, PooledModel
 from jengine.serving.options import read_modules
 from jengine.serving.playground.app import playground
 from jengine.serving.processes.engine_fleet import EngineOfServer
 from jengine.serving.processes.supervisor import OnEnd, Supervisor
 from jengine.serving.requests.tracking import Spans
-from jengine.serving.service_links import service_links
 
 ENOUGH_DESCRIPTORS = 65_536
 OTHER_DESCRIPTORS = 200  # those that are no connections of clients: of engines, files, fetched images
@@ -241,10 +237,7 @@ class ServerApp:
         access = Access(config, metrics)
         if access.reloads:
             self.reloads.append(access.reload)
-        interceptors: list[grpc.aio.ServerInterceptor] = (
-            [OutcomeInterceptor(metrics)] if isinstance(metrics, PrometheusMetrics) else []
-        )
-        interceptors += access.interceptors
+        interceptors = [*([OutcomeInterceptor(metrics)] if metrics.models else []), *access.interceptors]
         request_log = None if config.request_log is None else RequestLog(config.request_log)
         spans = (
             None if config.otlp_traces_endpoint is None else Spans.of(config.otlp_traces_endpoint, self._name)
@@ -292,7 +285,7 @@ class ServerApp:
     async def _exporter(self, metrics: Metrics, access: Access) -> HttpFront | None:
         """Starts the metrics port, if it is enabled, with the playground if that is too."""
         config = self._config
-        if not isinstance(metrics, PrometheusMetrics) or config.metrics_on_api:
+        if not metrics.models or config.metrics_on_api:
             return None
         assert config.metrics_port is not None
         pages = pages_of(metrics, self._why_not_ready, lambda: self._models.retry_seconds)
@@ -380,7 +373,7 @@ class ServerApp:
     def _metrics(self) -> Metrics:
         if self._config.metrics_port is None:
             return Metrics()
-        return PrometheusMetrics(*map(_metrics_of, self._models), prefix=self._config.metrics_prefix)
+        return Metrics(*map(_metrics_of, self._models), prefix=self._config.metrics_prefix)
 
     def _changed(self, serving: bool) -> None:
         """Called when a model starts or stops answering."""

@@ -1,15 +1,19 @@
-"""A server's configuration: plain data, read from flags, JENGINE_* variables and a TOML file."""
+"""A server's configuration, and the models that it offers with the options of each: plain data, read from
+flags, JENGINE_* variables and TOML files.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from jengine import EngineConfig, InvalidArgument
 from jengine.serving.options import (
@@ -23,7 +27,6 @@ from jengine.serving.options import (
     check_ports,
     check_security,
 )
-from jengine.serving.service_links import is_service_link
 from jengine.spi import (
     SERVE_SETTINGS,
     check_options,
@@ -33,6 +36,36 @@ from jengine.spi import (
     value_of,
     whole_number,
 )
+
+_PROTOCOL = "(?:TCP|UDP|SCTP)"
+_URL = rf"{_PROTOCOL.lower()}://\S+"
+_ANY = r".+"
+# The form of the value for each suffix of a name, as written by kubelet's pkg/kubelet/envvars.
+_FORMS = [
+    (re.compile(name), re.compile(value))
+    for name, value in (
+        (r"\w+_SERVICE_HOST", _ANY),
+        (r"\w+_SERVICE_PORT(?:_\w+)?", r"\d+"),
+        (r"\w+_PORT", _URL),
+        (rf"\w+_PORT_\d+_{_PROTOCOL}", _URL),
+        (rf"\w+_PORT_\d+_{_PROTOCOL}_PROTO", _PROTOCOL.lower()),
+        (rf"\w+_PORT_\d+_{_PROTOCOL}_PORT", r"\d+"),
+        (rf"\w+_PORT_\d+_{_PROTOCOL}_ADDR", _ANY),
+    )
+]
+
+
+def is_service_link(variable: str, value: str) -> bool:
+    """Whether a variable has the name and the value of a service link."""
+    return any(name.fullmatch(variable) and form.fullmatch(value) for name, form in _FORMS)
+
+
+def service_links(environ: Mapping[str, str], prefix: str) -> list[str]:
+    """The names of the service links that begin with this prefix."""
+    return sorted(
+        name for name, value in environ.items() if name.startswith(prefix) and is_service_link(name, value)
+    )
+
 
 PREFIX = "JENGINE_"
 KV_TOKEN = "JENGINE_KV_TOKEN"  # which page stores read, see EngineConfig.kv_transfer_config
@@ -232,3 +265,108 @@ def _parsed(variable: str, text: str, hint: Any) -> Any:
     except (KeyError, ValueError):
         wanted = "true or false" if bool in kinds else "a number" if float in kinds else "a whole number"
         raise InvalidArgument(variable, text, f"must be {wanted} (environment variable)") from None
+
+
+OWN = ("revision", "tokenizer", "chat_template")  # options of the default model that others do not take over
+HINTS = get_type_hints(EngineConfig)
+
+
+class ModelEntry(NamedTuple):
+    """A model, and its engine's options."""
+
+    name: str
+    engine: EngineConfig
+
+
+class Table(NamedTuple):
+    """A table of the file: a model, and options of its own."""
+
+    name: str
+    model: str
+    options: dict[str, Any]
+
+
+def resolve_models(
+    flags: Mapping[str, Any], more: Sequence[str] = (), environ: Mapping[str, str] = os.environ
+) -> tuple[ServerConfig, list[ModelEntry]]:
+    """The server's options, and the models to serve, the default one first.
+
+    Args:
+        flags: see resolve_config.
+        more: models of the command line after the first.
+
+    Raises:
+        InvalidArgument: as resolve_config; a table of the file is invalid, or two models have one name.
+    """
+    common = sourced_options(flags, environ, lambda _: None)
+    file = common.get("model_config")
+    tables = [] if file is None else _tables(Path(file[0]))
+    if alone := "model" not in common and bool(tables):
+        flags = {**flags, "model": tables[0].model}
+    server, engine = resolve_config(flags, environ, print_note)
+    served = server.served_names
+    default = ModelEntry(served[0] if served else engine.model, engine)
+    apart: dict[str, Any] = dict.fromkeys(OWN)
+    shared = dataclasses.replace(engine, **apart)
+    others = [_entry(table, shared) for table in (*(Table(name, name, {}) for name in more), *tables)]
+    if alone:
+        entry = _entry(tables[0], engine)
+        default = entry._replace(name=served[0] if served else entry.name)
+        others = others[1:]
+    models = [default, *others]
+    names = [*served[1:], *(model.name for model in models)]
+    for i, name in enumerate(names):
+        if name in names[:i] or name in {module.name for module in _modules(server)}:
+            raise InvalidArgument("model", name, "is the name of two models; see --model-config for names")
+    if len(models) > 1 and engine.num_processes > 1:
+        raise InvalidArgument("num_processes", engine.num_processes, "must be 1 with several models")
+    addresses = [events.endpoint for model in models if (events := model.engine.page_events) is not None]
+    for i, address in enumerate(addresses):
+        if address in addresses[:i]:
+            limit = "is the endpoint of two models; give each its own in --model-config"
+            raise InvalidArgument("kv_events_config.endpoint", address, limit)
+    return server, models
+
+
+def _modules(server: ServerConfig) -> Any:
+    return server.lora_modules or ()
+
+
+def _tables(file: Path) -> list[Table]:
+    try:
+        content = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as wrong:
+        raise InvalidArgument("model_config", str(file), f"cannot be read: {wrong}") from None
+    models = content.pop("models", None)
+    if content or not isinstance(models, dict) or not models:
+        raise InvalidArgument(
+            "model_config", str(file), 'must have tables [models.NAME] only, each with model = "..."'
+        )
+    return [_table(file, name, options) for name, options in models.items()]
+
+
+def _table(file: Path, name: str, options: Any) -> Table:
+    where = f"{file}, models.{name}"
+    if not isinstance(options, dict) or not isinstance(options.get("model"), str):
+        raise InvalidArgument("model", None, f'must be given as model = "..." ({where})')
+    entries = {}
+    for option, value in options.items():
+        option = option.replace("-", "_")
+        try:
+            translation, _ = translated({option: value}, HINTS, SERVE_SETTINGS)
+        except ValueError as wrong:  # InvalidArgument, too
+            limit = wrong.limit if isinstance(wrong, InvalidArgument) else str(wrong)
+            raise InvalidArgument(option, value, f"{limit} ({where})") from None
+        for field in translation:
+            if field not in HINTS:
+                hint = suggestion(field, HINTS)
+                raise InvalidArgument(field, value, f"is no option of an engine ({where}){hint}")
+        entries.update(translation)
+    return Table(name, entries.pop("model"), entries)
+
+
+def _entry(table: Table, shared: EngineConfig) -> ModelEntry:
+    try:
+        return ModelEntry(table.name, dataclasses.replace(shared, **{**table.options, "model": table.model}))
+    except InvalidArgument as wrong:
+        raise InvalidArgument(wrong.field, wrong.value, f"{wrong.limit} (model {table.name})") from None

@@ -130,14 +130,6 @@ def read_domains(value: object) -> tuple[str, ...]:
     return tuple(out)
 
 
-def modules_of(value: object) -> tuple[LoraModule, ...] | None:
-    return read_modules(value) or None
-
-
-def domains_of(value: object) -> tuple[str, ...] | None:
-    return read_domains(value) or None
-
-
 def as_keys(name: str, value: Any) -> tuple[str, ...]:
     """An API key, or several, as a tuple."""
     keys = (value,) if isinstance(value, str) else value
@@ -170,6 +162,8 @@ def variables_of(value: Any) -> dict[str, Any]:
 
 port_number = whole(0, 65535)
 metrics_name = is_a(str, "must be letters, digits and _", METRICS_PREFIX.fullmatch)
+as_modules = read_as(lambda value: read_modules(value) or None)
+as_domains = read_as(lambda value: read_domains(value) or None)
 as_parser = read_as(partial(value_of, "tool_call_parser"))
 
 
@@ -267,7 +261,7 @@ class ServedOptions:
     model_config: Annotated[str | Path | None, path_to("file")] = None
     max_loaded_models: Annotated[int | None, whole(1)] = None
     unload_after: Annotated[float | None, seconds()] = None
-    lora_modules: Annotated[list[str] | tuple[str | LoraModule, ...] | str | None, read_as(modules_of)] = None
+    lora_modules: Annotated[list[str] | tuple[str | LoraModule, ...] | str | None, as_modules] = None
     lora_dir: Annotated[str | Path | None, path_to("folder")] = None
     allow_lora_hub: bool = False
 
@@ -355,7 +349,7 @@ class ClientOptions:
     smg_api: bool = False
     weights_folder: str | None = None
     allowed_origins: Annotated[str | None, readable(origins_of)] = None
-    allowed_media_domains: Annotated[list[str] | tuple[str, ...] | str | None, read_as(domains_of)] = None
+    allowed_media_domains: Annotated[list[str] | tuple[str, ...] | str | None, as_domains] = None
     allowed_local_media_path: Annotated[str | Path | None, path_to("folder")] = None
 
     @property

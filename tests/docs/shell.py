@@ -16,9 +16,8 @@ from google.protobuf import json_format
 
 from jengine import EngineConfig
 from jengine.cli import _parser
-from jengine.serving.config import ServerConfig
+from jengine.serving.config import ServerConfig, resolve_models
 from jengine.serving.generated.jengine.v1 import generate_pb2
-from jengine.serving.models.model_config import resolve_models
 from tests.docs.blocks import ROOT
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -20,17 +20,16 @@ from jengine import AsyncLLM, SamplingParams, Tokenizer
 from jengine.api.backend import EngineThread
 from jengine.serving.calls.model_provider import NO_PAGES, FixedModel, ModelInfo, PagesInfo
 from jengine.serving.config import ServerConfig
-from jengine.serving.grpc.client_errors import GenerateServiceStub
+from jengine.serving.grpc.client_messages import GenerateServiceStub
 from jengine.serving.grpc.server import AddedService, build_server
 from jengine.serving.guards.access import Access
-from jengine.serving.http.app import Parts
+from jengine.serving.http.endpoint import Parts
 from jengine.serving.http.front import HttpFront
 from jengine.serving.http.small_pages import api
-from jengine.serving.logs.request_log import RequestLog
-from jengine.serving.metrics import metrics_server
-from jengine.serving.metrics.metrics_server import pages_of
+from jengine.serving.logs import RequestLog
+from jengine.serving.metrics import server_metrics
 from jengine.serving.metrics.model_metrics import ModelMetrics
-from jengine.serving.metrics.server_metrics import PrometheusMetrics
+from jengine.serving.metrics.server_metrics import Metrics, pages_of
 from jengine.serving.playground.app import playground
 from tests.mocks.mock_engine import MockEngine
 from tests.text.conftest import byte_level, write
@@ -47,7 +46,7 @@ class MockServer:
     llm: AsyncLLM
     engine: MockEngine
     run: Callable[..., Any]  # a coroutine, in the server's event loop
-    metrics: PrometheusMetrics
+    metrics: Metrics
     http: str = ""  # with server={"port": 0}: the base of OpenAI's paths
     page: str = ""  # with server={"metrics_port": 0, "page": True}: the playground's address
 
@@ -85,7 +84,7 @@ def with_key(channel: grpc.Channel, key: str) -> grpc.Channel:
     return grpc.intercept_channel(channel, _WithKey(key))
 
 
-metrics_server.KEEP_FACTOR = 0  # tests read metrics right after what they count
+server_metrics.KEEP_FACTOR = 0  # tests read metrics right after what they count
 MakeServer = Callable[..., AbstractContextManager[MockServer]]
 
 
@@ -114,7 +113,7 @@ def serve_mock(
         has_chat_template=True,
         pages=exchange,
     )
-    metrics = PrometheusMetrics(ModelMetrics(name, lambda: engine.load, lambda: 0))
+    metrics = Metrics(ModelMetrics(name, lambda: engine.load, lambda: 0))
     started, box = threading.Event(), []
 
     async def main() -> None:

@@ -1,5 +1,5 @@
 """An image worker whose decoder hangs, crashes, or takes all memory: `python -m
-tests.serving.faulty_image_worker`."""
+tests.serving.faulty_image_worker images ARGUMENT...`."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from typing import Any
 
 import PIL.Image
 
-from jengine.serving.guards import image_worker
+from jengine.serving.guards import worker
 
 OPEN = PIL.Image.open
 
@@ -25,6 +25,5 @@ def faulty(file: Any, **options: Any) -> Any:
 
 
 if __name__ == "__main__":
-    image_worker.CPU_SECONDS = 0.5
     PIL.Image.open = faulty
-    sys.exit(image_worker.main())
+    sys.exit(worker.main())

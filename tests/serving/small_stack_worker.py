@@ -1,11 +1,11 @@
 """A sandbox worker in which grammars overflow the stack, like a fault in llguidance: `python -m
-tests.serving.small_stack_worker`."""
+tests.serving.small_stack_worker texts FOLDER`."""
 
 import sys
 
-from jengine.serving.guards import sandbox_worker
+from jengine.serving.guards import worker
 from jengine.text import grammars
 
 if __name__ == "__main__":
     grammars.STACK = 2**20
-    sys.exit(sandbox_worker.main())
+    sys.exit(worker.main())

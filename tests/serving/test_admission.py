@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jengine import InvalidArgument
-from jengine.serving.calls.call import Busy
+from jengine.serving.calls.errors import Busy
 from jengine.serving.calls.model_provider import FixedModel, ModelInfo
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.admission import LONGEST_RETRY, SHORTEST_RETRY, Place, ServerAdmission, client_of

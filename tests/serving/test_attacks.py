@@ -16,7 +16,7 @@ import pytest
 from benchmarks import attacks
 from benchmarks.image_attacks import IMAGES, asked
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.grpc.client_errors import GenerateServiceStub
+from jengine.serving.grpc.client_messages import GenerateServiceStub
 from jengine.serving.processes.engine_child import EngineChild
 from jengine.serving.processes.watchdog import Heartbeat
 from jengine.serving.processes.wire import Add, End, PromptSample

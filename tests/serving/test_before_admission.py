@@ -25,7 +25,7 @@ from jengine.serving.calls.portions import Portions
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc import conversions
 from jengine.serving.http import bodies
-from jengine.serving.logs.request_log import MOST_CHARACTERS, RequestLog
+from jengine.serving.logs import MOST_CHARACTERS, RequestLog
 from jengine.serving.requests.tracking import MAX_REQUEST_ID, TrackedRequest
 from tests.mocks.mock_engine import MockEngine
 from tests.serving.conftest import MakeServer, MockServer

@@ -13,11 +13,11 @@ from tokenizers import AddedToken
 
 from jengine import InvalidArgument, StructuredOutputs, Tokenizer
 from jengine.serving.http.blocks import blocks_of
-from jengine.serving.http.tool_choice import ToolChoice
+from jengine.serving.http.parameters import ToolChoice
 from jengine.serving.parsers.events import OutputParser, joined
 from jengine.serving.parsers.formats import TOOL_PARSERS, AnswerFormat
 from jengine.serving.parsers.json_formats import LlamaJson
-from jengine.serving.parsers.marked import DEEPSEEK, KIMI
+from jengine.serving.parsers.tagged import DEEPSEEK, KIMI
 from jengine.spi import calls_or_text, forced_in_channels, plain_calls_or_text
 from jengine.text.call_grammars import CALL_RULES
 from jengine.text.grammars import compile_structure

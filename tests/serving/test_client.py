@@ -19,10 +19,10 @@ import pytest
 from grpc import _channel
 
 from jengine import InvalidArgument, SamplingParams, Tokenizer
-from jengine.serving.calls.errors import Refusal, busy, status_metadata
+from jengine.serving.calls.errors import Busy, Refusal, status_metadata
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc.client import AsyncClient, Client, Retries, ServedOutput, ServerError
-from jengine.serving.grpc.client_errors import Attempts
+from jengine.serving.grpc.client_messages import Attempts
 from tests.serving.conftest import MakeServer
 
 
@@ -261,7 +261,7 @@ FINISHED = pb.GenerateStreamResponse(
     finished=pb.Finished(endings=[pb.Ending(finish_reason=pb.FINISH_REASON_STOP)])
 )
 DOWN = Refusal(grpc.StatusCode.UNAVAILABLE, "gone")
-FULL = busy("full", 0.05)
+FULL = Busy("full", 0.05)
 TOO_LARGE = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "too large")
 
 
@@ -310,7 +310,7 @@ def test_tries_again_until_it_is_taken(kind: Any) -> None:
         ([[STARTED, DELTA, FULL]], "RESOURCE_EXHAUSTED", 0.05),
         ([[STARTED, DELTA, DOWN]], "UNAVAILABLE", None),
         ([[FULL], [FULL], [FULL]], "RESOURCE_EXHAUSTED", 0.05),  # three attempts
-        ([[busy("full", 60.0)]], "RESOURCE_EXHAUSTED", 60.0),  # longer than it has time for
+        ([[Busy("full", 60.0)]], "RESOURCE_EXHAUSTED", 60.0),  # longer than it has time for
         ([[Refusal(grpc.StatusCode.UNAUTHENTICATED, "who?")]], "UNAUTHENTICATED", None),
     ],
 )
@@ -344,8 +344,8 @@ def test_pauses() -> None:
         pause = attempts.pause(error(DOWN))
         assert pause is not None and low <= pause <= 1.25 * low
     assert attempts.pause(error(DOWN)) is None
-    assert 7.0 <= (Attempts(Retries()).pause(error(busy("full", 7.0))) or 0) <= 8.75
-    assert Attempts(Retries(seconds=3.0)).pause(error(busy("full", 7.0))) is None
+    assert 7.0 <= (Attempts(Retries()).pause(error(Busy("full", 7.0))) or 0) <= 8.75
+    assert Attempts(Retries(seconds=3.0)).pause(error(Busy("full", 7.0))) is None
 
 
 def test_nobody_there(kind: Any) -> None:

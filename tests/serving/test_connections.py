@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from jengine.serving.http.front import Quota
-from jengine.serving.metrics.metrics_server import Recent
+from jengine.serving.metrics.server_metrics import Recent
 from tests.serving.conftest import MakeServer
 from tests.serving.leaks import wait_until
 
@@ -105,8 +105,8 @@ def test_concurrent_requests_share_metrics() -> None:
 def test_metrics_are_kept_for_a_multiple_of_the_time_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, made = [0.0], []
     for kind in ("monotonic", "thread_time"):
-        monkeypatch.setattr(f"jengine.serving.metrics.metrics_server.time.{kind}", lambda: clock[0])
-    monkeypatch.setattr("jengine.serving.metrics.metrics_server.KEEP_FACTOR", 4)
+        monkeypatch.setattr(f"jengine.serving.metrics.server_metrics.time.{kind}", lambda: clock[0])
+    monkeypatch.setattr("jengine.serving.metrics.server_metrics.KEEP_FACTOR", 4)
     monkeypatch.setattr(asyncio, "to_thread", at_once)
 
     def make() -> bytes:

@@ -19,9 +19,8 @@ from prometheus_client.registry import CollectorRegistry
 
 from jengine import __version__, cli
 from jengine.serving.config import ServerConfig, resolve_config
-from jengine.serving.metrics.metrics_server import pages_of
 from jengine.serving.metrics.model_metrics import ModelMetrics
-from jengine.serving.metrics.server_metrics import PrometheusMetrics
+from jengine.serving.metrics.server_metrics import Metrics, pages_of
 from jengine.spi import StepTotals
 from tests.mocks.mock_engine import MockEngine
 from tests.serving.helm_templates import rendered
@@ -150,9 +149,7 @@ def test_flags_and_ports(name: str) -> None:
 
 
 def test_probes_ask_for_what_there_is() -> None:
-    pages = pages_of(
-        PrometheusMetrics(ModelMetrics("mock", lambda: MockEngine().load, lambda: 0)), lambda: None
-    )
+    pages = pages_of(Metrics(ModelMetrics("mock", lambda: MockEngine().load, lambda: 0)), lambda: None)
     probes = [container()[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")]
     assert all(probe["port"] == "metrics" and probe["path"] in pages for probe in probes)
     [path] = re.findall(
@@ -243,7 +240,7 @@ def test_metrics_are_exported() -> None:
     registry = CollectorRegistry()
     load = MockEngine().load._replace(decisions=(("throughput: most tokens a second", 1),))
     totals = StepTotals(steps={"8+1": 1}, seconds={"wait": 1.0})
-    metrics = PrometheusMetrics(ModelMetrics("mock", lambda: load, lambda: 0, lambda: totals))
+    metrics = Metrics(ModelMetrics("mock", lambda: load, lambda: 0, lambda: totals))
     metrics.certificate_expiry = lambda: 2e9
     metrics.http_ended("POST", "/v1/completions", 200)
     metrics.rpc_ended("/jengine.v1.GenerateService/Generate", grpc.StatusCode.OK)

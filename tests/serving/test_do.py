@@ -97,7 +97,7 @@ def test_only_administrators(
                 anna.do(operation)
         assert admin.do("ResetPrefixCache") is True
     monkeypatch.setattr(
-        "jengine.serving.guards.bounds.is_loopback", lambda peer: not peer.startswith("ipv4:127.")
+        "jengine.serving.guards.admission.is_loopback", lambda peer: not peer.startswith("ipv4:127.")
     )
     with make_server() as server, server.stub() as stub:
         code, message, _ = refused(lambda: stub.Do(pb.DoRequest(operation="ResetPrefixCache")))

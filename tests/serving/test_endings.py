@@ -15,7 +15,7 @@ import pytest
 
 from jengine.core.updates import Ended
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.grpc.client_errors import GenerateServiceStub
+from jengine.serving.grpc.client_messages import GenerateServiceStub
 from tests.serving.conftest import MockServer, serve_mock
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 9}

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.grpc.client_errors import GenerateServiceStub
+from jengine.serving.grpc.client_messages import GenerateServiceStub
 from tests.serving.conftest import MakeServer, MockServer
 from tests.serving.test_generate import kinds
 

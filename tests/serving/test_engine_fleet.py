@@ -14,10 +14,9 @@ import pytest
 from jengine import AsyncLLM, EngineDead, InvalidArgument, SamplingParams, Tokenizer
 from jengine.core.config import EngineConfig
 from jengine.serving.config import ServerConfig
-from jengine.serving.processes import places
-from jengine.serving.processes.engine_fleet import EngineFleet, maker
+from jengine.serving.processes import engine_fleet
+from jengine.serving.processes.engine_fleet import EngineFleet, Place, maker
 from jengine.serving.processes.engine_process import EngineProcess
-from jengine.serving.processes.places import Place
 from jengine.serving.processes.supervisor import OnEnd, Supervisor
 from jengine.spi import BackOff
 from tests.serving.children import LONG, MOCK, PROMPT, collect
@@ -155,29 +154,31 @@ def test_a_server_starts_all_again_when_all_have_ended(tokenizer_folder: Path) -
 
 def test_replicas_have_gpus_or_cpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,9")
-    found = places.places(2, devices=2)
+    found = engine_fleet.places(2, devices=2)
     assert [dict(place.variables) for place in found] == [
         {"CUDA_VISIBLE_DEVICES": "4,5"},
         {"CUDA_VISIBLE_DEVICES": "6,7"},
     ]
     with pytest.raises(InvalidArgument, match=r"size=3: with 2 GPUs for each it needs 6"):
-        places.places(3, devices=2)
-    monkeypatch.setattr(places, "_gpus", list)
+        engine_fleet.places(3, devices=2)
+    monkeypatch.setattr(engine_fleet, "_gpus", list)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 5, 7}, raising=False)
-    assert [place.cpus for place in places.places(2, devices=1)] == [{0, 1}, {2, 5}]
-    assert [place.cpus for place in places.places(6, devices=1)] == [frozenset()] * 6, "too few to share"
-    assert places.places(1, devices=8) == [Place()]
+    assert [place.cpus for place in engine_fleet.places(2, devices=1)] == [{0, 1}, {2, 5}]
+    assert [place.cpus for place in engine_fleet.places(6, devices=1)] == [frozenset()] * 6, (
+        "too few to share"
+    )
+    assert engine_fleet.places(1, devices=8) == [Place()]
 
 
 def test_replicas_have_memory_nodes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number, cpus in enumerate(["0-1,4-5", "2-3,6-7"]):  # the second halves are hyperthreads
         (tmp_path / f"node{number}").mkdir()
         (tmp_path / f"node{number}" / "cpulist").write_text(f"{cpus}\n")
-    monkeypatch.setattr(places, "NODES", tmp_path)
-    monkeypatch.setattr(places, "_gpus", list)
+    monkeypatch.setattr(engine_fleet, "NODES", tmp_path)
+    monkeypatch.setattr(engine_fleet, "_gpus", list)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    assert [place.cpus for place in places.places(2, devices=1)] == [{0, 1, 4, 5}, {2, 3, 6, 7}]
-    assert [place.cpus for place in places.places(4, devices=1)] == [{0, 1}, {4, 5}, {2, 3}, {6, 7}]
+    assert [place.cpus for place in engine_fleet.places(2, devices=1)] == [{0, 1, 4, 5}, {2, 3, 6, 7}]
+    assert [place.cpus for place in engine_fleet.places(4, devices=1)] == [{0, 1}, {4, 5}, {2, 3}, {6, 7}]
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")

@@ -26,7 +26,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc.client import Client
-from jengine.serving.grpc.client_errors import GenerateServiceStub, retry_seconds
+from jengine.serving.grpc.client_messages import GenerateServiceStub, retry_seconds
 from tests.serving.leaks import wait_until
 from tests.serving.processes import ServerProcess, mock_process
 
@@ -138,7 +138,7 @@ CLIENTS = """
 import asyncio, sys
 import grpc
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.grpc.client_errors import GenerateServiceStub
+from jengine.serving.grpc.client_messages import GenerateServiceStub
 
 async def main(address, count, request):
     options = [("grpc.use_local_subchannel_pool", 1)]

@@ -11,7 +11,7 @@ from jengine import StructuredOutputs, Tokenizer
 from jengine.serving.parsers.events import Arguments, Content, Reasoning, ToolCallStart
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.parsers.json_calls import NamedCall
-from jengine.serving.parsers.marked import KIMI
+from jengine.serving.parsers.tagged import KIMI
 from jengine.spi import after_thought
 from jengine.text.grammars import compile_structure
 from tests.serving.test_parsers import BEGIN, CALL, CALL_END, END, FINAL, SEP, parsed

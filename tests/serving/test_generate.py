@@ -14,7 +14,7 @@ from jengine import BeamSearchParams, SamplingParams
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc import conversions
 from jengine.serving.grpc.client import Client
-from jengine.serving.grpc.client_errors import GenerateServiceStub
+from jengine.serving.grpc.client_messages import GenerateServiceStub
 from tests.serving.conftest import MakeServer, MockServer
 
 TEXT = "The quick brown fox"

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.image_attacks import bomb
 from jengine import InvalidArgument
-from jengine.serving.guards import image_worker
+from jengine.serving.guards import worker
 from jengine.serving.guards.sandbox import Sandbox
 from jengine.spi import MOST_IMAGE_BYTES, CutImage, ImageReader
 from tests.golden.images import picture, write_image_model
@@ -88,7 +88,7 @@ def test_a_decoder_that_hangs_or_crashes_costs_one_request(
     reader: ImageReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another client's image is read meanwhile."""
-    monkeypatch.setattr(image_worker, "CPU_SECONDS", 0.5)
+    monkeypatch.setattr(worker, "IMAGE_SECONDS", 0.5)
 
     async def work(sandbox: Sandbox) -> None:
         await sandbox.read_image("b", PNG, "image", reader)
@@ -105,7 +105,7 @@ def test_a_decoder_that_hangs_or_crashes_costs_one_request(
 
 def test_nothing_heavy_is_imported() -> None:
     code = (
-        "import sys, jengine.serving.guards.image_worker;"
+        "import sys, jengine.serving.guards.worker; from jengine.spi import ImageReader;"
         " print({'jax', 'grpc', 'transformers'} & {*sys.modules})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -15,7 +15,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.grpc.client_errors import GenerateServiceStub
+from jengine.serving.grpc.client_messages import GenerateServiceStub
 from jengine.serving.guards.security import hash_line
 from tests.serving.conftest import MakeServer, MockServer
 from tests.serving.leaks import wait_until

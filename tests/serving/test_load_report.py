@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jengine import Load
 from jengine.serving.metrics.model_metrics import ModelMetrics
-from jengine.serving.metrics.server_metrics import PrometheusMetrics
+from jengine.serving.metrics.server_metrics import Metrics
 from jengine.spi import LoraLoad
 from tests.serving.conftest import MakeServer
 
@@ -32,7 +32,7 @@ def test_the_endpoint_pickers_metrics() -> None:
         first_token_seconds=0.25, loras=LoraLoad(4, 2, ("a", "b"), ("c",)),
     )  # fmt: skip
     registry = CollectorRegistry()
-    registry.register(PrometheusMetrics(ModelMetrics("tiny", lambda: load, lambda: 0), prefix="vllm"))
+    registry.register(Metrics(ModelMetrics("tiny", lambda: load, lambda: 0), prefix="vllm"))
     text = generate_latest(registry).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     for name, labels in PICKER.items():

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from jengine.serving.logs.status_log import Lines
+from jengine.serving.logs import Lines
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from jengine.serving.calls.errors import Refusal
 from jengine.serving.calls.model_provider import Adapters
 from jengine.serving.config import ServerConfig
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.guards.lora_folder import allowed_path
 from jengine.serving.guards.security import hash_line
 from jengine.serving.options import LoraModule
+from jengine.serving.requests.lora_changes import allowed_path
 from tests.serving.adapters import change, load, options, write_adapter
 from tests.serving.conftest import MakeServer, MockServer, serve_mock
 from tests.serving.test_refusals import refused

@@ -15,8 +15,8 @@ import pytest
 from jengine import InvalidArgument, JengineError
 from jengine.api.loras import AsyncLoras
 from jengine.serving.config import ServerConfig, resolve_config
-from jengine.serving.guards.lora_folder import check_folder
 from jengine.serving.options import LoraModule, read_modules
+from jengine.serving.requests.lora_changes import check_folder
 from tests.serving.adapters import expected, write_adapter
 from tests.serving.leaks import wait_until
 from tests.serving.processes import mock_process

@@ -15,12 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jengine import CompletionOutput, EngineDead, Load, RequestOutput
 from jengine.core.updates import StoreLoad
-from jengine.serving.guards.authentication import Authenticator, KeyInterceptor
+from jengine.serving.guards.access import Authenticator, KeyInterceptor
 from jengine.serving.guards.security import ApiKeys, hash_line
-from jengine.serving.metrics.metric_families import Histogram
-from jengine.serving.metrics.metrics_server import pages_of
-from jengine.serving.metrics.model_metrics import ModelMetrics
-from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, PrometheusMetrics
+from jengine.serving.metrics.model_metrics import Histogram, ModelMetrics
+from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, pages_of
 from jengine.spi import StepTotals
 
 LOAD = Load(
@@ -33,16 +31,16 @@ LOAD = Load(
 )  # fmt: skip
 
 
-def make(load: Load | None = LOAD, totals: StepTotals | None = None) -> PrometheusMetrics:
+def make(load: Load | None = LOAD, totals: StepTotals | None = None) -> Metrics:
     def known() -> Load:
         if load is None:
             raise EngineDead("gone")
         return load
 
-    return PrometheusMetrics(ModelMetrics("tiny", known, lambda: 7, lambda: totals or StepTotals()))
+    return Metrics(ModelMetrics("tiny", known, lambda: 7, lambda: totals or StepTotals()))
 
 
-def scraped(metrics: PrometheusMetrics) -> dict[tuple[Any, ...], float]:
+def scraped(metrics: Metrics) -> dict[tuple[Any, ...], float]:
     """Values by metric name and label values, without the model's label."""
     page = asyncio.run(pages_of(metrics, lambda: None)["/metrics"](""))  # type: ignore[arg-type]
     text = page.body.decode()
@@ -251,7 +249,7 @@ VLLM = {
 
 
 def test_vllms_names() -> None:
-    metrics = PrometheusMetrics(ModelMetrics("tiny", lambda: LOAD, lambda: 0), prefix="vllm")
+    metrics = Metrics(ModelMetrics("tiny", lambda: LOAD, lambda: 0), prefix="vllm")
     kinds = {metric.name: metric.type for metric in metrics.collect()}
     expected = {f"vllm:{name}": kind for kind, names in VLLM.items() for name in names.split()}
     assert {name: kinds.get(name) for name in expected} == expected
@@ -397,12 +395,6 @@ def test_rpcs_by_outcome(caplog: pytest.LogCaptureFixture) -> None:
     }
 
 
-def test_without_metrics_nothing_is_kept() -> None:
-    metrics = Metrics()
-    watch = metrics.request_started()
-    watch.tokens(output(0.0, 1.0, 1.0, (1, "stop")))
-    watch.ended()
-    metrics.rpc_ended("/a/b", grpc.StatusCode.OK)
-    metrics.rejected("wrong_key")
-    metrics.request_over("anna", "OK", 1, 1)
-    assert watch is metrics.request_started() and not vars(metrics)
+def test_without_models_requests_are_not_watched() -> None:
+    assert Metrics().request_started() is None
+    assert Metrics(ModelMetrics("a", Load, lambda: 0)).request_started("b") is None

@@ -14,9 +14,8 @@ from starlette.applications import Starlette
 from jengine import EngineDead, InvalidArgument, Load
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.front import HttpFront, page_routes
-from jengine.serving.metrics.metrics_server import Page, Pages, pages_of
 from jengine.serving.metrics.model_metrics import ModelMetrics
-from jengine.serving.metrics.server_metrics import PrometheusMetrics
+from jengine.serving.metrics.server_metrics import Metrics, Page, Pages, pages_of
 
 
 def no_engine() -> Load:
@@ -28,7 +27,7 @@ async def serving(
     why: str | None = None, host: str = "127.0.0.1", pages: Pages | None = None
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the port."""
-    pages = pages or pages_of(PrometheusMetrics(ModelMetrics("tiny", no_engine, lambda: 0)), lambda: why)
+    pages = pages or pages_of(Metrics(ModelMetrics("tiny", no_engine, lambda: 0)), lambda: why)
     front = HttpFront(
         Starlette(routes=page_routes(pages)), ServerConfig(host=host, metrics_port=0), "metrics_port"
     )

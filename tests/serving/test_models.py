@@ -19,15 +19,15 @@ from openai import OpenAI
 from jengine import InvalidArgument, OutOfMemory, SamplingParams
 from jengine.client import Client
 from jengine.serving.calls.model_provider import NotReady
-from jengine.serving.models.model_config import resolve_models
+from jengine.serving.config import resolve_models
 from jengine.serving.models.pool import (
     MEMORY,
-    GpuMemory,
     MemoryNeed,
     ModelPool,
     PooledModel,
     Usage,
-    memory_of,
+    fits_gpu,
+    fits_on,
 )
 from tests.serving.leaks import alive, wait_until
 from tests.serving.processes import ServerProcess, mock_process
@@ -178,9 +178,9 @@ def test_a_busy_model_leaves_when_its_requests_have_ended() -> None:
 
 
 def test_memory_makes_models_leave() -> None:
-    assert isinstance(memory_of("2 NVIDIA H200"), GpuMemory)
+    assert fits_on("2 NVIDIA H200") is fits_gpu
     needs = [MemoryNeed(share=share) for share in (0.4, 0.5, 0.3)]
-    assert GpuMemory().fits(needs[0], needs[1:2]) and not GpuMemory().fits(needs[0], needs[1:])
+    assert fits_gpu(needs[0], needs[1:2]) and not fits_gpu(needs[0], needs[1:])
 
     async def main() -> None:
         full = StandIn([OutOfMemory("no room"), OutOfMemory("no room")])

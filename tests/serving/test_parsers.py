@@ -23,8 +23,8 @@ from jengine.serving.parsers.events import (
 from jengine.serving.parsers.harmony import Harmony
 from jengine.serving.parsers.json_calls import CallArray, NamedCall
 from jengine.serving.parsers.json_formats import Hermes, LlamaJson, Mistral
-from jengine.serving.parsers.marked import DEEPSEEK, KIMI, MarkedCalls
 from jengine.serving.parsers.pythonic import Pythonic
+from jengine.serving.parsers.tagged import DEEPSEEK, KIMI, MarkedCalls
 
 NAMES = {"f", "g"}
 ODD = "ns:my tool-2/x"

@@ -17,10 +17,10 @@ import httpx
 import pytest
 
 from jengine import InvalidArgument
-from jengine.serving.calls.call import Busy
+from jengine.serving.calls.errors import Busy
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.security import hash_line
-from jengine.serving.http.hosts import is_own
+from jengine.serving.http.endpoint import is_own
 from jengine.serving.playground import app
 from jengine.serving.playground.app import (
     MOST_EVENTS,

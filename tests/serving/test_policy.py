@@ -18,8 +18,8 @@ from jengine.serving.http.chat_completions import ChatCompletions
 from jengine.serving.http.chat_service import ChatInput
 from jengine.serving.http.messages.body import MessagesBody
 from jengine.serving.http.messages.reply import Messages
+from jengine.serving.http.parameters import read_tools
 from jengine.serving.http.policy import CHAT, POLICIES, Outcome, _log_once, fields
-from jengine.serving.http.tool_choice import read_tools
 from jengine.serving.parsers.formats import AnswerFormat
 from tests.text.conftest import byte_level
 

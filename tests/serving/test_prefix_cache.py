@@ -14,7 +14,7 @@ import pytest
 from jengine import InvalidArgument
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc.client import AsyncClient, Client, Retries, ServerError
-from jengine.serving.guards.bounds import is_loopback
+from jengine.serving.guards.admission import is_loopback
 from jengine.serving.guards.security import Key, current_key, hash_line, salted
 from jengine.spi import Request
 from tests.serving.conftest import MakeServer, MockServer
@@ -262,7 +262,7 @@ def test_without_keys_only_this_machine_may_reset(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "jengine.serving.guards.bounds.is_loopback", lambda peer: not peer.startswith("ipv4:127.")
+        "jengine.serving.guards.admission.is_loopback", lambda peer: not peer.startswith("ipv4:127.")
     )
     with make_server() as server, server.stub() as stub:
         code, message, _ = refused(lambda: stub.Do(pb.DoRequest(operation="ResetPrefixCache")))

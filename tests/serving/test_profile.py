@@ -21,7 +21,7 @@ from jengine.engine.operations import WriteProfile
 from jengine.insight.profiling.findings import findings
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc.client import AsyncClient, Client, Retries, ServerError
-from jengine.serving.grpc.client_errors import GenerateServiceStub
+from jengine.serving.grpc.client_messages import GenerateServiceStub
 from jengine.serving.guards.security import hash_line
 from jengine.spi import read_profiles
 from tests.serving.children import started

@@ -17,7 +17,7 @@ from google.rpc.status_pb2 import Status
 from jengine import AsyncLLM
 from jengine.serving.calls.errors import DETAILS_KEY, LONGEST_MESSAGE
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.grpc.client_errors import GenerateServiceStub
+from jengine.serving.grpc.client_messages import GenerateServiceStub
 from tests.serving.conftest import TEMPLATE, MakeServer, MockServer, serve_mock
 from tests.serving.test_ends import ENDLESS, request_of
 from tests.serving.test_generate import TEXT, kinds

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from jengine import InvalidArgument
-from jengine.serving.logs import request_log
-from jengine.serving.logs.request_log import RequestLog
+from jengine.serving import logs
+from jengine.serving.logs import RequestLog
 from tests.serving.leaks import wait_until
 
 
@@ -52,7 +52,7 @@ def test_a_reader_who_stands_still_delays_no_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A full pipe: lines are dropped, and the server's log reports this once."""
-    monkeypatch.setattr(request_log, "MOST_WAITING", 3)
+    monkeypatch.setattr(logs, "MOST_WAITING", 3)
     reading, writing = os.pipe()
     with (
         os.fdopen(reading),

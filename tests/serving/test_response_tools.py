@@ -13,10 +13,9 @@ import pytest
 
 from jengine import InvalidArgument, StructuredOutputs, Tokenizer
 from jengine.serving.http import policy
-from jengine.serving.http.responses.body import COMPACTED, conversation
-from jengine.serving.http.responses.tools import INPUT, read_tools
+from jengine.serving.http.parameters import ToolChoice
+from jengine.serving.http.responses.body import COMPACTED, INPUT, conversation, read_tools
 from jengine.serving.http.responses.types import ITEMS
-from jengine.serving.http.tool_choice import ToolChoice
 from tests.serving.conftest import MockServer
 from tests.serving.echo import serve_echo
 from tests.serving.test_call_grammars import accepts

@@ -18,7 +18,7 @@ from tokenizers import decoders
 from jengine import AsyncLLM, InvalidArgument, SamplingParams, StructuredOutputs, Tokenizer
 from jengine.serving.calls.errors import Refusal
 from jengine.serving.guards import sandbox as sandbox_module
-from jengine.serving.guards import sandbox_worker, workers
+from jengine.serving.guards import worker, workers
 from jengine.serving.guards.sandbox import Sandbox
 from jengine.text import masks
 from tests.serving.children import started
@@ -225,7 +225,9 @@ def test_workers_die_with_the_server(tokenizer_folder: Path) -> None:
 
 def test_nothing_heavy_is_imported() -> None:
     code = (
-        "import sys, jengine.serving.guards.sandbox_worker; print({'jax', 'grpc', 'transformers', 'llvmlite'}"
+        "import sys, jengine.serving.guards.worker;"
+        " from jengine.spi import ChatTemplate, judging_text, probe_structure, rendered_chat;"
+        " print({'jax', 'grpc', 'transformers', 'llvmlite'}"
         " & set(sys.modules))"
     )
     assert (
@@ -337,11 +339,11 @@ def test_work_is_charged_to_the_client(tokenizer: Tokenizer) -> None:
     async def work(sandbox: Sandbox) -> None:
         await sandbox.check("a", GOOD, tokenizer)
         [(client, seconds)] = charged
-        assert client == "a" and 0 < seconds <= sandbox_worker.CPU_SECONDS
+        assert client == "a" and 0 < seconds <= worker.TEXT_SECONDS
         await sandbox.check("b", GOOD, tokenizer)
         assert charged[1:] == [("b", seconds)], "the engine compiles it once more"
         with pytest.raises(InvalidArgument):
             await sandbox.render("c", MESSAGES, {"chat_template": ENDLESS}, tokenizer)
-        assert charged[2:] == [("c", sandbox_worker.CPU_SECONDS)]
+        assert charged[2:] == [("c", worker.TEXT_SECONDS)]
 
     within(work, charge=lambda *one: charged.append(one))

@@ -17,9 +17,8 @@ import pytest
 from jengine import InvalidArgument
 from jengine.client import Client
 from jengine.serving.config import ServerConfig
-from jengine.serving.grpc.client_errors import Retries, ServerError
-from jengine.serving.guards.access import Tls, warn_of_plaintext
-from jengine.serving.guards.authentication import Authenticator, KeyInterceptor
+from jengine.serving.grpc.client_messages import Retries, ServerError
+from jengine.serving.guards.access import Authenticator, KeyInterceptor, Tls, warn_of_plaintext
 from jengine.serving.guards.security import ApiKeys, Key, current_key, hash_line
 from tests.serving.certificates import Authority
 

@@ -8,8 +8,7 @@ import sys
 import pytest
 
 from jengine import EngineConfig, InvalidArgument
-from jengine.serving.config import PREFIX, SERVE_DEFAULTS, ServerConfig, resolve_config
-from jengine.serving.service_links import service_links
+from jengine.serving.config import PREFIX, SERVE_DEFAULTS, ServerConfig, resolve_config, service_links
 from tests.serving.processes import CODE, process
 
 # As kubelet writes them for Services named jengine, jengine-metrics and jengine-0.

@@ -18,8 +18,8 @@ import pytest
 
 from jengine import EngineDead, Load
 from jengine.serving.grpc.client import Client, Retries, ServerError
-from jengine.serving.logs.status_log import StatusSample, line, write_status
-from jengine.serving.processes.starting import StartProgress
+from jengine.serving.logs import StatusSample, line, write_status
+from jengine.serving.processes.engine_process import StartProgress
 from jengine.serving.processes.wire import Starting
 from jengine.spi import StepTotals
 from tests.serving.leaks import wait_until

@@ -23,8 +23,8 @@ from jengine.serving.parsers.events import (
     ThinkParser,
     ToolCallStart,
 )
+from jengine.serving.parsers.json_calls import argument, declared_types, parameter_types
 from jengine.serving.parsers.tagged import GLM, MINIMAX, QWEN_CODER, TaggedCalls
-from jengine.serving.parsers.values import argument, declared_types, parameter_types
 from tests.serving.test_formats import TOOLS, format_of
 from tests.serving.test_parsers import cut, parsed
 from tests.text.conftest import byte_level, write

@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 import pytest
 
-from jengine.serving.calls.call import Busy, SlowReader
-from jengine.serving.calls.errors import refusal
-from jengine.serving.requests.text_work import LONG_TEXT, MAX_CLIENT_BYTES, THREADS, TextWork
+from jengine.serving.calls.call import SlowReader
+from jengine.serving.calls.errors import Busy, refusal
+from jengine.serving.requests.service import LONG_TEXT, MAX_CLIENT_BYTES, THREADS, TextWork
 
 
 class Jobs:

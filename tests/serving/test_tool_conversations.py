@@ -18,7 +18,7 @@ from jengine.serving.http.messages.body import conversation as from_messages
 from jengine.serving.http.responses.body import conversation as from_responses
 from jengine.serving.parsers.events import joined
 from jengine.serving.parsers.formats import TOOL_PARSERS
-from jengine.serving.parsers.marked import DEEPSEEK, KIMI
+from jengine.serving.parsers.tagged import DEEPSEEK, KIMI
 from jengine.text.chat_template import ChatTemplate
 from tests.text import chat_templates, tool_templates
 from tests.text.conftest import byte_level

@@ -11,7 +11,7 @@ import pytest
 
 from jengine import InvalidArgument, Trace, cli, explain
 from jengine.serving.grpc.client import AsyncClient, Client, Retries, ServerError
-from jengine.serving.grpc.client_errors import GenerateServiceStub
+from jengine.serving.grpc.client_messages import GenerateServiceStub
 from jengine.serving.guards.security import hash_line
 from tests.serving.conftest import MakeServer, MockServer
 from tests.serving.leaks import wait_until

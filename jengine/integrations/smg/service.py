@@ -27,8 +27,7 @@ from jengine.integrations.smg import events, messages
 from jengine.serving.calls.errors import Refusal, reported
 from jengine.serving.calls.named_model import NamedModel, named_model
 from jengine.serving.grpc.conversions import MOST_TOKENS
-from jengine.serving.guards.admission import client_of
-from jengine.serving.guards.bounds import check_admin, sees_all_clients
+from jengine.serving.guards.admission import check_admin, client_of, sees_all_clients
 from jengine.serving.guards.security import scoped
 from jengine.serving.requests.answers import Answer, PatientWriter, abandon
 from jengine.serving.requests.service import ParsedRequest, Service, Shared, check_ids

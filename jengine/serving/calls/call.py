@@ -1,4 +1,4 @@
-"""The protocol-independent interface of a call, with its images and the errors of overload, and interceptors
+"""The protocol-independent interface of a call, with its images, and interceptors
 of gRPC calls that run every handler in a context.
 """
 
@@ -52,19 +52,6 @@ class NamedImage(NamedTuple):
 
     source: str | bytes
     field: str
-
-
-class Busy(Exception):
-    """The server is overloaded.
-
-    Attributes:
-        retry_seconds: when a retry is worthwhile.
-        cause: one word for logs and metrics.
-    """
-
-    def __init__(self, message: str, retry_seconds: float, cause: str = "") -> None:
-        super().__init__(message)
-        self.retry_seconds, self.cause = retry_seconds, cause
 
 
 class SlowReader(Exception):

@@ -19,7 +19,7 @@ from google.rpc.error_details_pb2 import BadRequest, ResourceInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from jengine import EngineDead, InvalidArgument, ModelError, SamplingParams
-from jengine.serving.calls.call import Busy, SlowReader
+from jengine.serving.calls.call import SlowReader
 from jengine.serving.calls.model_provider import RESTART_SECONDS, NotReady
 
 log = logging.getLogger("jengine.serving")
@@ -67,9 +67,14 @@ class Refusal(Exception):
         self.field, self.retry_seconds, self.resource = field, retry_seconds, resource
 
 
-def busy(message: str, retry_seconds: float, cause: str = "") -> Refusal:
+class Busy(Refusal):
     """The server is overloaded; the client should retry after this time."""
-    return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, message, cause=cause, retry_seconds=retry_seconds)
+
+    retry_seconds: float
+
+    def __init__(self, message: str, retry_seconds: float, cause: str = "") -> None:
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED
+        super().__init__(code, message, cause=cause, retry_seconds=retry_seconds)
 
 
 def not_found(kind: str, name: str, message: str) -> Refusal:
@@ -128,8 +133,6 @@ def refusal(error: Exception, retry_seconds: float = RESTART_SECONDS) -> Refusal
         return Refusal(
             grpc.StatusCode.UNAVAILABLE, "the engine is not running; try again", retry_seconds=retry_seconds
         )
-    if isinstance(error, Busy):
-        return busy(str(error), error.retry_seconds, error.cause)
     if isinstance(error, SlowReader):
         return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), cause="slow_reader")
     return Refusal(grpc.StatusCode.INTERNAL, f"internal server error ({type(error).__name__}); see its log")

@@ -18,22 +18,20 @@ import msgspec
 
 from jengine import InvalidArgument, Profile, ProfileOptions, Trace
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
-from jengine.serving.grpc.client_errors import (
-    Attempts,
-    GenerateServiceStub,
-    Retries,
-    ServerError,
-    StartWait,
-    exception_of,
-)
 from jengine.serving.grpc.client_messages import (
+    Attempts,
     CallOptions,
+    GenerateServiceStub,
     Messages,
     OutputReader,
     Prompt,
+    Retries,
     ServedOutput,
+    ServerError,
+    StartWait,
     Usage,
     chat_request,
+    exception_of,
     generate_request,
 )
 from jengine.serving.grpc.conversions import sending

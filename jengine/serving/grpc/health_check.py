@@ -13,8 +13,7 @@ import sys
 import urllib.error
 import urllib.request
 
-from jengine.serving.config import PREFIX
-from jengine.serving.service_links import is_service_link
+from jengine.serving.config import PREFIX, is_service_link
 
 SECONDS = 10.0
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jengine import InvalidArgument, JengineError, StructuredOutputs, Tokenizer
-from jengine.serving.guards import chat_worker, image_worker, sandbox_worker
+from jengine.serving.guards import worker
 from jengine.serving.guards.workers import WORKERS, Workers
 from jengine.serving.processes.wire import Job, part_of
 from jengine.spi import (
@@ -71,7 +71,7 @@ class Sandbox:
 
     Args:
         workers: maximum number of processes of each kind.
-        module, image_module: the modules that they run.
+        module, image_module: the modules that they run for texts and for images.
         charge: called with the client and the processor seconds of each of its jobs, in the context of the
             request.
     """
@@ -79,15 +79,15 @@ class Sandbox:
     def __init__(
         self,
         workers: int = WORKERS,
-        module: str = sandbox_worker.__name__,
-        image_module: str = image_worker.__name__,
+        module: str = worker.__name__,
+        image_module: str = worker.__name__,
         charge: Callable[[str, float], None] = lambda client, seconds: None,
     ) -> None:
-        self.texts = Workers(module, "grammars and templates", workers, charge)
-        self.images = Workers(image_module, "images", workers, charge)
+        self.texts = Workers((module, "texts"), "grammars and templates", workers, charge)
+        self.images = Workers((image_module, "images"), "images", workers, charge)
         # every conversation needs one of these: clients are not charged
         self.chats = Workers(
-            chat_worker.__name__, "conversations", workers, idle=CHAT_PROCESSES, waiting=MOST_CHATS
+            (worker.__name__, "chats"), "conversations", workers, idle=CHAT_PROCESSES, waiting=MOST_CHATS
         )
         self._charge = charge
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
@@ -109,7 +109,7 @@ class Sandbox:
         key = hashlib.sha256("\0".join((*folder, arguments)).encode(errors="surrogatepass")).digest()
         verdict = self._verdicts.get(key)
         if verdict is None or verdict.until < time.monotonic():
-            job = Job("check", "structured_outputs", arguments, sandbox_worker.CPU_SECONDS)
+            job = Job("check", "structured_outputs", arguments, worker.TEXT_SECONDS)
             done = (await self.texts.run(client, folder, job)).done
             error = (
                 InvalidArgument(done.field, done.value or shown_value(what), done.limit)
@@ -194,7 +194,7 @@ class Sandbox:
             if isinstance(source, bytes)
             else ("data_url", source.encode("utf-8", "replace"))
         )
-        job = Job(kind, field, json.dumps(dict(processing or {})), image_worker.CPU_SECONDS, data)
+        job = Job(kind, field, json.dumps(dict(processing or {})), worker.IMAGE_SECONDS, data)
         done, pictures = await self.images.run(client, arguments, job)
         done.check()
         return CutImage(tuple(part_of(picture) for picture in pictures))
@@ -212,9 +212,9 @@ class Sandbox:
             text = msgspec.json.encode(arguments).decode()
         except (TypeError, ValueError, OverflowError, RecursionError) as wrong:
             raise InvalidArgument("messages", None, f"must be plain JSON: {wrong}") from None
-        seconds, workers = chat_worker.CPU_SECONDS, self.texts
+        seconds, workers = worker.TEXT_SECONDS, self.texts
         if trusted:
-            seconds, workers = seconds + len(text) // chat_worker.BYTES_A_SECOND, self.chats
+            seconds, workers = seconds + len(text) // worker.BYTES_A_SECOND, self.chats
         done = (await workers.run(client, _folder(tokenizer), Job(kind, "chat_template", text, seconds))).done
         done.check()
         return RenderedChat(done.text, done.token_ids)
@@ -235,7 +235,7 @@ class Tokenizing:
     """Processes that turn text into tokens, with limits on time and memory; for all models."""
 
     def __init__(self) -> None:
-        self._workers = Workers(chat_worker.__name__, "texts", AT_ONCE)
+        self._workers = Workers((worker.__name__, "chats"), "texts", AT_ONCE)
         self._turns = threading.BoundedSemaphore(AT_ONCE)
         self.close = self._workers.close
 
@@ -256,7 +256,7 @@ class Tokenizing:
             arguments = msgspec.json.encode([text, add_special_tokens]).decode()
         except (TypeError, UnicodeEncodeError):
             raise InvalidArgument("prompt", text, "must be text that UTF-8 can encode") from None
-        seconds = chat_worker.CPU_SECONDS + len(text) // chat_worker.BYTES_A_SECOND
+        seconds = worker.TEXT_SECONDS + len(text) // worker.BYTES_A_SECOND
         with self._turns:
             done = self._workers.do((folder,), Job("encode", "prompt", arguments, seconds)).done
         done.check()

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
 from jengine import JengineError
-from jengine.serving.calls.errors import busy
+from jengine.serving.calls.errors import Busy
 from jengine.serving.processes.turns import Turns
 from jengine.serving.processes.wire import RECEIVE, Done, Frames, Job, Picture, frame
 
@@ -60,8 +60,8 @@ class Workers:
     workers do not block each other.
 
     Args:
-        module: the module that they run. Its arguments come with each job: a process does those that have
-            the same.
+        command: the module that they run, and its kind of work. Further arguments come with each job: a
+            process does those that have the same.
         what: they work on, in the plural, for messages.
         most: maximum number of jobs at a time.
         idle: maximum number of processes, if it is larger: those that are kept for other arguments.
@@ -72,7 +72,7 @@ class Workers:
 
     def __init__(
         self,
-        module: str,
+        command: tuple[str, str],
         what: str,
         max_jobs: int = WORKERS,
         charge: Callable[[str, float], None] = lambda client, seconds: None,
@@ -80,7 +80,7 @@ class Workers:
         idle: int = 0,
         waiting: int = MOST_WAITING,
     ) -> None:
-        self._module, self._what, self._most, self._charge = module, what, max_jobs, charge
+        self._command, self._what, self._most, self._charge = command, what, max_jobs, charge
         self._processes, self._most_waiting = max(max_jobs, idle), waiting
         self._threads = ThreadPoolExecutor(max_jobs, thread_name_prefix="sandbox")
         self._idle: list[_Worker] = []
@@ -96,7 +96,7 @@ class Workers:
             Refusal: too many jobs are waiting, or processes are killed.
         """
         if len(self._turns) + len(self._served) >= self._most_waiting:
-            raise busy(f"{self._most_waiting} {self._what} are waiting", RETRY_SECONDS)
+            raise Busy(f"{self._most_waiting} {self._what} are waiting", RETRY_SECONDS)
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         self._turns.put(client, turn)
@@ -169,7 +169,7 @@ class Workers:
                     self._running.discard(worker)
                     self._idle.append(worker)
                 return result
-        raise busy(f"the processes for {self._what} are stopped or killed; try again", RETRY_SECONDS)
+        raise Busy(f"the processes for {self._what} are stopped or killed; try again", RETRY_SECONDS)
 
     def _take(self, arguments: tuple[str, ...]) -> _Worker:
         with self._lock:
@@ -180,7 +180,7 @@ class Workers:
                 self._idle.remove(worker)
             elif len(self._idle) + len(self._running) >= self._processes:
                 self._idle.pop(0).close()
-            worker = worker or _Worker(self._module, arguments)
+            worker = worker or _Worker(self._command, arguments)
             self._running.add(worker)
             return worker
 
@@ -188,14 +188,14 @@ class Workers:
 class _Worker:
     """A process, and this side's end of its socket."""
 
-    def __init__(self, module: str, arguments: tuple[str, ...]) -> None:
+    def __init__(self, command: tuple[str, str], arguments: tuple[str, ...]) -> None:
         self.arguments = arguments
         self._frames: Frames[Done | Picture] = Frames(Done | Picture)
         self._ready = False
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, *arguments],
+                [sys.executable, "-P", "-m", *command, *arguments],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # a terminal's Ctrl-C is for the server

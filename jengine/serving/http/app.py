@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from http import HTTPStatus
-from typing import NamedTuple
 
 import grpc
 import msgspec
@@ -16,15 +16,12 @@ from starlette.routing import Route
 
 from jengine.serving.calls.errors import Refusal
 from jengine.serving.calls.model_provider import ModelProvider, NotReady
-from jengine.serving.config import ServerConfig
-from jengine.serving.guards.admission import ClientCalls
-from jengine.serving.guards.authentication import Authenticator
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.chat_completions import ChatCompletions
 from jengine.serving.http.chat_service import ChatService
 from jengine.serving.http.completion_service import CompletionService
-from jengine.serving.http.endpoint import Endpoint, Gate, Handler
-from jengine.serving.http.errors import ANTHROPIC, OPENAI, ErrorForm, http_error
+from jengine.serving.http.endpoint import Parts, endpoint
+from jengine.serving.http.errors import ANTHROPIC, OPENAI, http_error
 from jengine.serving.http.messages import body as messages_body
 from jengine.serving.http.messages.reply import Messages
 from jengine.serving.http.responses import body as responses_body
@@ -35,33 +32,14 @@ from jengine.serving.http.responses.earlier import (
     no_websocket,
 )
 from jengine.serving.http.responses.reply import Responses
-from jengine.serving.http.scoring_service import RANKS, SCORES, EmbeddingService, ScoringService
-from jengine.serving.http.text_service import LoraService, TextService
-from jengine.serving.metrics.server_metrics import Metrics
-from jengine.serving.requests.service import Shared
-
-
-class Parts(NamedTuple):
-    """Parts shared with the gRPC services.
-
-    Attributes:
-        why_not_ready: returns None if the model answers.
-    """
-
-    config: ServerConfig
-    shared: Shared
-    calls: ClientCalls
-    authenticator: Authenticator | None
-    metrics: Metrics
-    why_not_ready: Callable[[], str | None]
-
-
-def endpoint(
-    parts: Parts, method: str, path: str, handle: Handler, open: bool = False, errors: ErrorForm = OPENAI
-) -> Route:
-    """A route whose handler runs behind the gate of these parts: keys, limits, errors in this form."""
-    gate = Gate(parts.shared.models, parts.calls, parts.authenticator, parts.metrics)
-    return Route(path, Endpoint(gate, path, handle, open, errors), methods=[method])
+from jengine.serving.http.text_service import (
+    RANKS,
+    SCORES,
+    EmbeddingService,
+    LoraService,
+    ScoringService,
+    TextService,
+)
 
 
 def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
@@ -98,10 +76,7 @@ def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
             raise Refusal(grpc.StatusCode.UNAVAILABLE, why, retry_seconds=shared.models.retry_seconds)
         await call.answer(200, programs_of(shared.models))
 
-    def route(
-        method: str, path: str, handle: Handler, open: bool = False, errors: ErrorForm = OPENAI
-    ) -> Route:
-        return endpoint(parts, method, path, handle, open, errors)
+    route = partial(endpoint, parts)
 
     async def wrong(request: Request, error: Exception) -> Response:
         """The answer for an unknown path or method. The existing ones are no secret."""

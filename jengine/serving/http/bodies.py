@@ -160,25 +160,8 @@ class ChatBody(Extras, Strict, total=False):
     reasoning: ReasoningConfig
 
 
-class EmbeddingBody(Strict, total=False):
-    """/v1/embeddings, with fields of PoolingParams."""
-
-    model: Required[str]
-    input: Required[str | list[Any]]
-    dimensions: int
-    encoding_format: Literal["float", "base64"]
-    user: str
-    request_id: str
-    priority: int
-    timeout: float
-    cache_salt: str
-    add_special_tokens: bool
-    pooling: str
-    normalize: bool
-
-
-class ScoringExtras(Strict, total=False):
-    """Fields of both requests for scores. `instruction`: for rerankers."""
+class PoolingExtras(Strict, total=False):
+    """Fields of all requests without generated text."""
 
     model: str
     user: str
@@ -186,12 +169,26 @@ class ScoringExtras(Strict, total=False):
     priority: int
     timeout: float
     cache_salt: str
+
+
+class EmbeddingBody(PoolingExtras, total=False):
+    """/v1/embeddings, with fields of PoolingParams."""
+
+    input: Required[str | list[Any]]
+    dimensions: int
+    encoding_format: Literal["float", "base64"]
+    add_special_tokens: bool
+    pooling: str
+    normalize: bool
+
+
+class ScoreBody(PoolingExtras, total=False):
+    """/v1/score: vLLM has given the texts three pairs of names, of which a request uses one.
+
+    `instruction`: for rerankers.
+    """
+
     instruction: str
-
-
-class ScoreBody(ScoringExtras, total=False):
-    """/v1/score: vLLM has given the texts three pairs of names, of which a request uses one."""
-
     text_1: str | list[str]
     text_2: str | list[str]
     queries: str | list[str]
@@ -206,9 +203,10 @@ class Document(Strict):
     text: str
 
 
-class RerankBody(ScoringExtras, total=False):
+class RerankBody(PoolingExtras, total=False):
     """/v1/rerank. `top_n`: 0 for all."""
 
+    instruction: str
     query: str
     documents: list[str | Document]
     top_n: int

@@ -29,10 +29,16 @@ from jengine.serving.http import replies
 from jengine.serving.http.bodies import Body
 from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.endpoint import Handler, while_connected
-from jengine.serving.http.parameters import chat_params, effort_variables, with_thinking_budget
+from jengine.serving.http.parameters import (
+    ToolChoice,
+    chat_params,
+    effort_variables,
+    read_tools,
+    shows_tools,
+    with_thinking_budget,
+)
 from jengine.serving.http.replies import TokenTexts, chat_logprobs
 from jengine.serving.http.service import TEMPLATE_OPTIONS, HttpService, check_conversation, level_of
-from jengine.serving.http.tool_choice import ToolChoice, read_tools, shows_tools
 from jengine.serving.parsers.events import Arguments, Event, OutputParser, Reasoning, ToolCallStart, joined
 from jengine.serving.parsers.formats import AnswerFormat
 from jengine.serving.requests.answers import Aborts, Answer

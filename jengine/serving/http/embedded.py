@@ -12,7 +12,8 @@ from jengine import AsyncLLM, InvalidArgument
 from jengine.serving.calls.model_provider import FixedModel, ModelInfo
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.admission import ClientCalls
-from jengine.serving.http.app import Parts, application
+from jengine.serving.http.app import application
+from jengine.serving.http.endpoint import Parts
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.requests.service import Shared
 

@@ -1,27 +1,86 @@
-"""The steps of every HTTP request: key, limits, body, handler, errors, metrics."""
+"""The steps of every HTTP request: host name, key, limits, body, handler, errors, metrics."""
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import traceback
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import NamedTuple
 
 import grpc
 import msgspec
-from starlette.types import Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jengine import EngineDead
 from jengine.serving.calls.errors import Refusal
 from jengine.serving.calls.model_provider import ModelProvider
-from jengine.serving.guards.admission import ClientCalls
-from jengine.serving.guards.authentication import Authenticator, Rejection
-from jengine.serving.guards.bounds import check_admin
+from jengine.serving.config import ServerConfig
+from jengine.serving.guards.access import Authenticator, Rejection
+from jengine.serving.guards.admission import ClientCalls, check_admin
 from jengine.serving.guards.security import current_key
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.errors import OPENAI, ErrorForm, HttpError, http_error
 from jengine.serving.metrics.server_metrics import Metrics
+from jengine.serving.requests.service import Shared
+
+MESSAGE = (
+    "use the server's address or a name without a dot: without API keys (--api-keys), web pages under domain"
+    " names are rejected\n"
+)
+
+
+def is_own(host: str) -> bool:
+    """Whether a Host header is an address, or a name without a dot."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return bool(name) and "." not in name.removesuffix(".localhost")
+    return True
+
+
+class OwnHosts:
+    """An ASGI application that forwards only these requests, and requests for open paths.
+
+    Args:
+        open_paths: paths that show and change nothing.
+        pages_only: reject only requests that a browser sends for a web page (with `Origin`), so that other
+            clients may use any name.
+        origins: pages of these may use any name, too.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        open_paths: frozenset[str] = frozenset(),
+        *,
+        pages_only: bool = False,
+        origins: frozenset[str] = frozenset(),
+    ) -> None:
+        self._app, self._open, self._pages_only, self._origins = app, open_paths, pages_only, origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (
+            scope["type"] == "http"
+            and scope["path"] not in self._open
+            and self._is_foreign(Headers(scope=scope))
+        ):
+            await PlainTextResponse(MESSAGE, 421)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _is_foreign(self, headers: Headers) -> bool:
+        origin = headers.get("origin")
+        if (self._pages_only and origin is None) or origin in self._origins:
+            return False
+        return not is_own(headers.get("host", ""))
+
 
 log = logging.getLogger("jengine.serving")
 
@@ -30,29 +89,20 @@ FORMAT, LOAD = b"endpoint-load-metrics-format", "endpoint-load-metrics"
 METRICS_PREFIX = "named_metrics"
 
 
-class Gate:
-    """Checks for every request before it is handled.
+class Parts(NamedTuple):
+    """Parts of a server that its HTTP endpoints share with the gRPC services.
 
-    Args:
+    Attributes:
         authenticator: None accepts all requests.
+        why_not_ready: returns None if the model answers.
     """
 
-    def __init__(
-        self, models: ModelProvider, calls: ClientCalls, authenticator: Authenticator | None, metrics: Metrics
-    ) -> None:
-        self.models, self.calls, self.authenticator, self.metrics = models, calls, authenticator, metrics
-
-    def check_key(self, call: HttpCall) -> None:
-        """Raises Refusal without a known key."""
-        current_key.set(None)  # a connection's next request may run in the same context
-        if self.authenticator is None:
-            return
-        api_key = call.header(b"x-api-key")  # Anthropic's clients send it
-        key = self.authenticator.key_of(call.header(b"authorization") or (api_key and f"Bearer {api_key}"))
-        if isinstance(key, Rejection):
-            self.authenticator.rejected(key, call.peer())
-            raise Refusal(grpc.StatusCode.UNAUTHENTICATED, key.message, cause=key.cause)
-        current_key.set(key)
+    config: ServerConfig
+    shared: Shared
+    calls: ClientCalls
+    authenticator: Authenticator | None
+    metrics: Metrics
+    why_not_ready: Callable[[], str | None]
 
 
 class Endpoint:
@@ -65,13 +115,14 @@ class Endpoint:
     """
 
     def __init__(
-        self, gate: Gate, path: str, handle: Handler, open: bool = False, errors: ErrorForm = OPENAI
+        self, parts: Parts, path: str, handle: Handler, open: bool = False, errors: ErrorForm = OPENAI
     ) -> None:
-        self._gate, self._path, self._handle, self._open, self._errors = gate, path, handle, open, errors
+        self._parts, self._models = parts, parts.shared.models
+        self._path, self._handle, self._open, self._errors = path, handle, open, errors
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = HttpCall(scope, receive, send)
-        call.more_headers = partial(load_headers, call.header(FORMAT), self._gate.models)
+        call.more_headers = partial(load_headers, call.header(FORMAT), self._models)
         try:
             await self._answer(call)
         except asyncio.CancelledError:
@@ -81,19 +132,19 @@ class Endpoint:
             task.uncancel()
         finally:
             call.done()
-            self._gate.metrics.http_ended(scope["method"], self._path, call.status)
+            self._parts.metrics.http_ended(scope["method"], self._path, call.status)
 
     async def _answer(self, call: HttpCall) -> None:
         try:
             if not self._open:
-                self._gate.check_key(call)
-            with self._gate.calls.one_more(call):
+                check_key(call, self._parts.authenticator)
+            with self._parts.calls.one_more(call):
                 await self._handle(call)
         except Exception as error:
             await report(call, self._shown(error, call.names), self._errors)
 
     def _shown(self, error: Exception, names: dict[str, str]) -> HttpError:
-        shown = http_error(error, self._gate.models.retry_seconds, names)
+        shown = http_error(error, self._models.retry_seconds, names)
         if shown.status == 500:  # without its message, which may quote a prompt
             log.error(
                 "%s in %s:\n%s",
@@ -102,6 +153,26 @@ class Endpoint:
                 "".join(traceback.format_tb(error.__traceback__)),
             )
         return shown
+
+
+def endpoint(
+    parts: Parts, method: str, path: str, handle: Handler, open: bool = False, errors: ErrorForm = OPENAI
+) -> Route:
+    """A route whose handler runs behind keys and limits, with errors in this form; see Endpoint."""
+    return Route(path, Endpoint(parts, path, handle, open, errors), methods=[method])
+
+
+def check_key(call: HttpCall, authenticator: Authenticator | None) -> None:
+    """Raises Refusal without a known key."""
+    current_key.set(None)  # a connection's next request may run in the same context
+    if authenticator is None:
+        return
+    api_key = call.header(b"x-api-key")  # Anthropic's clients send it
+    key = authenticator.key_of(call.header(b"authorization") or (api_key and f"Bearer {api_key}"))
+    if isinstance(key, Rejection):
+        authenticator.rejected(key, call.peer())
+        raise Refusal(grpc.StatusCode.UNAUTHENTICATED, key.message, cause=key.cause)
+    current_key.set(key)
 
 
 def check_administrator(call: HttpCall) -> None:

@@ -26,14 +26,14 @@ STATUSES = {
 }
 # places of jengine's error fields in every body; others have the same place
 PLACES = {"prompt_token_ids": "prompt"}
-QUOTE = (
-    "prompt",
-    "prompt_token_ids",
-    "messages",
-    "system",
-    "input",
-    "instructions",
-)  # never repeated in a message, which may be logged
+# never repeated in a message, which may be logged
+QUOTE = ("prompt", "prompt_token_ids", "messages", "system", "input", "instructions")
+RESOURCES = {  # what is missing or exists already: OpenAI's code, and the field at fault
+    "model": ("model_not_found", "model"),
+    "request": (None, "request_id"),
+    "previous_response_id": ("previous_response_not_found", "previous_response_id"),
+    "item": (None, "input"),
+}
 ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -147,14 +147,8 @@ def _named(error: InvalidArgument, names: Mapping[str, str]) -> tuple[str, str]:
 
 def _code(refused: Refusal) -> tuple[str | None, str | None]:
     """OpenAI's code, and the field at fault."""
-    if refused.resource is not None and refused.resource[0] == "model":
-        return "model_not_found", "model"
-    if refused.resource is not None and refused.resource[0] == "request":
-        return None, "request_id"
-    if refused.resource is not None and refused.resource[0] == "previous_response_id":
-        return "previous_response_not_found", "previous_response_id"
-    if refused.resource is not None and refused.resource[0] == "item":
-        return None, "input"
+    if refused.resource is not None and refused.resource[0] in RESOURCES:
+        return RESOURCES[refused.resource[0]]
     if refused.code is StatusCode.UNAUTHENTICATED:
         return "invalid_api_key", None
     if refused.code is StatusCode.RESOURCE_EXHAUSTED:

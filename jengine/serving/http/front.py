@@ -7,12 +7,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from http import HTTPStatus
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import uvicorn
 from starlette.requests import Request
@@ -21,10 +22,36 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jengine.serving.calls.listening import PortOption, listen
+from jengine import InvalidArgument
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.errors import OPENAI, error_with_status
-from jengine.serving.metrics.metrics_server import MakePage, Pages
+from jengine.serving.metrics.server_metrics import MakePage, Pages
+
+PortOption = Literal["port", "metrics_port"]
+
+
+def listen(config: ServerConfig, option: PortOption) -> socket.socket:
+    """Listens on the first address of config's host, like gRPC for both families on `::`.
+
+    Args:
+        option: the option of config with the port.
+
+    Raises:
+        InvalidArgument: the port is in use, or the address does not belong to this machine.
+    """
+    host, port = config.host, getattr(config, option)
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        both = family is socket.AF_INET6 and address[0] == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(address[:2], family=family, dualstack_ipv6=both)
+    except OSError as wrong:
+        raise InvalidArgument(option, port, f"cannot listen on {host}: {_reason(wrong)}") from None
+
+
+def _reason(error: OSError) -> str:
+    """The error's text without the address that Python adds; the resolver's text for unknown names."""
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else str(error.strerror)
+
 
 # maximum time for a request's headers, from the first byte of the connection or the request
 HEAD_SECONDS = 10.0

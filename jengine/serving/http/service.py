@@ -12,12 +12,11 @@ import msgspec
 
 from jengine import CompletionOutput, InvalidArgument, RequestOutput, Tokenizer
 from jengine.serving.calls import portions
-from jengine.serving.calls.call import Busy
+from jengine.serving.calls.errors import Busy
 from jengine.serving.calls.named_model import NamedModel, named_model
 from jengine.serving.calls.portions import Parts
 from jengine.serving.grpc.conversions import MAX_MESSAGES, MAX_TOOLS_BYTES
-from jengine.serving.guards.admission import Place, client_of
-from jengine.serving.guards.bounds import check_priority
+from jengine.serving.guards.admission import Place, check_priority, client_of
 from jengine.serving.http.bodies import Body, BodyFields, most_bytes
 from jengine.serving.http.calls import BadBody, HttpCall, json_object
 from jengine.serving.http.endpoint import while_connected

@@ -16,13 +16,11 @@ from starlette.types import ASGIApp
 
 from jengine import AsyncLLM, InvalidArgument, __version__
 from jengine.serving.guards.admission import client_of
-from jengine.serving.guards.lora_folder import folder_below
-from jengine.serving.http.app import Parts, application, endpoint
+from jengine.serving.http.app import application
 from jengine.serving.http.calls import HttpCall, json_object
-from jengine.serving.http.endpoint import check_administrator
-from jengine.serving.http.hosts import OwnHosts
-from jengine.serving.metrics.metrics_server import pages_of
-from jengine.serving.metrics.server_metrics import PrometheusMetrics
+from jengine.serving.http.endpoint import OwnHosts, Parts, check_administrator, endpoint
+from jengine.serving.metrics.server_metrics import pages_of
+from jengine.serving.requests.lora_changes import folder_below
 
 log = logging.getLogger("jengine.serving")
 MOST_BYTES = 2**16  # of a body
@@ -98,11 +96,11 @@ def rollout_routes(parts: Parts) -> list[Route]:
     return [
         route("POST", "/pause", ("mode",), _pause),
         route("POST", "/resume", (), _resume),
-        route("GET", "/is_paused", (), _is_paused),
+        route("GET", "/is_paused", (), _asking("is_paused", "is_paused")),
         route("POST", "/sleep", ("level", "mode", "tags"), _sleep),
         route("POST", "/wake_up", ("tags",), _wake_up),
-        route("GET", "/is_sleeping", (), _is_sleeping),
-        route("POST", "/reset_prefix_cache", (), _reset_prefix_cache),
+        route("GET", "/is_sleeping", (), _asking("is_sleeping", "is_sleeping")),
+        route("POST", "/reset_prefix_cache", (), _asking("done", "reset_prefix_cache")),
         endpoint(parts, "POST", "/update_weights", update_weights),
     ]
 
@@ -115,10 +113,6 @@ async def _pause(llm: AsyncLLM, query: Query) -> Any:
 async def _resume(llm: AsyncLLM, query: Query) -> Any:
     await llm.resume()
     return {"status": "resumed"}
-
-
-async def _is_paused(llm: AsyncLLM, query: Query) -> Any:
-    return {"is_paused": await llm.is_paused()}
 
 
 async def _sleep(llm: AsyncLLM, query: Query) -> Any:
@@ -137,12 +131,13 @@ async def _wake_up(llm: AsyncLLM, query: Query) -> Any:
     return {"is_sleeping": await llm.is_sleeping()}
 
 
-async def _is_sleeping(llm: AsyncLLM, query: Query) -> Any:
-    return {"is_sleeping": await llm.is_sleeping()}
+def _asking(name: str, method: str) -> Answer:
+    """Answers with what a method of AsyncLLM returns, as the member of this name."""
 
+    async def answer(llm: AsyncLLM, query: Query) -> Any:
+        return {name: await getattr(llm, method)()}
 
-async def _reset_prefix_cache(llm: AsyncLLM, query: Query) -> Any:
-    return {"done": await llm.reset_prefix_cache()}
+    return answer
 
 
 def _query(call: HttpCall, names: tuple[str, ...]) -> Query:
@@ -216,7 +211,7 @@ def small_pages(parts: Parts) -> list[Route]:
         endpoint(parts, "GET", "/version", version),
         endpoint(parts, "GET", "/info", info),
     ]
-    if isinstance(parts.metrics, PrometheusMetrics):
+    if parts.metrics.models:
         make = pages_of(parts.metrics, parts.why_not_ready)["/metrics"]
 
         async def metrics(call: HttpCall) -> None:

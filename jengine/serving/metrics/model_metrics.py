@@ -3,15 +3,91 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from jengine import EngineDead, Load, RequestOutput
-from jengine.serving.metrics.metric_families import SECONDS, TOKENS, Families, Histogram
 from jengine.spi import LOAD_COUNTERS, LOAD_GAUGES, StepTotals
+
+# a millisecond to about eight minutes
+SECONDS = tuple(factor * 10.0**power for power in range(-3, 3) for factor in (1, 2.5, 5))
+# one to half a million
+TOKENS = tuple(float(factor * 10**power) for power in range(6) for factor in (1, 2, 5))
+
+
+class Histogram:
+    """Counts by bucket."""
+
+    def __init__(self, bounds: tuple[float, ...] = SECONDS) -> None:
+        self.bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, number of values up to it); the last one includes all."""
+        out, total = [], 0
+        for bound, count in zip([*map(str, self.bounds), "+Inf"], list(self.counts), strict=True):
+            total += count
+            out.append((bound, float(total)))
+        return out
+
+
+class Families:
+    """Metrics of one model, whose name is a label of each.
+
+    Names (after the prefix) and meanings follow vLLM where it has the same metric.
+
+    Args:
+        prefix: of the names, such as "jengine:".
+    """
+
+    def __init__(self, model: str, prefix: str) -> None:
+        self.model, self.prefix = model, prefix
+
+    def gauge(self, name: str, help: str, value: float) -> Metric:
+        return self.gauges(name, help, (), [((), value)])
+
+    def gauges(
+        self, name: str, help: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
+    ) -> Metric:
+        """A gauge for each set of label values."""
+        return self._filled(
+            GaugeMetricFamily(self.prefix + name, help, labels=("model_name", *labels)), values
+        )
+
+    def counter(self, name: str, help: str, value: float) -> Metric:
+        return self.counters(name, help, (), [((), value)])
+
+    def counters(
+        self, name: str, help: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
+    ) -> Metric:
+        """A counter for each set of label values."""
+        return self._filled(
+            CounterMetricFamily(self.prefix + name, help, labels=("model_name", *labels)), values
+        )
+
+    def histogram(self, name: str, help: str, values: Histogram) -> Metric:
+        return self.buckets(name, help, values.cumulative(), values.sum)
+
+    def buckets(self, name: str, help: str, cumulative: Sequence[tuple[str, float]], total: float) -> Metric:
+        """A histogram from cumulative counts by upper bound; `total` is the sum of its values."""
+        family = HistogramMetricFamily(self.prefix + name, help, labels=("model_name",))
+        family.add_metric((self.model,), cumulative, total)
+        return family
+
+    def _filled(
+        self, family: CounterMetricFamily | GaugeMetricFamily, values: Iterable[tuple[Sequence[str], float]]
+    ) -> Metric:
+        for labels, value in values:
+            family.add_metric((self.model, *labels), value)
+        return family
+
 
 STORE_COUNTERS = (  # names, fields of StoreLoad, and what they are
     ("queried_pages", "queries", "Pages of prompts that were looked up in a store"),
@@ -147,18 +223,6 @@ def step_families(families: Families, totals: StepTotals) -> Iterator[Metric]:
     yield families.gauge("engine_resident_memory_bytes", "Memory of the engine's process", totals.resident)
 
 
-class RequestWatch:
-    """Receives the progress of one request. This base class ignores it, for servers without metrics."""
-
-    def tokens(self, output: RequestOutput) -> None:
-        """An output with new content only (output_kind delta or final)."""
-
-    def ended(self, whole: RequestOutput | None = None) -> None:
-        """Called exactly once. `whole`: everything generated, also what no output has had, since the client
-        has gone.
-        """
-
-
 class ModelMetrics:
     """All metrics of a model since the server started.
 
@@ -220,12 +284,15 @@ def merged(families: Iterable[Metric]) -> Iterator[Metric]:
     return iter(by_name.values())
 
 
-class ModelWatch(RequestWatch):
+class RequestWatch:
+    """Receives the progress of one request."""
+
     def __init__(self, metrics: ModelMetrics) -> None:
         self.metrics, self.last, self.lengths = metrics, 0.0, [0]
         self.output: RequestOutput | None = None
 
     def tokens(self, output: RequestOutput) -> None:
+        """An output with new content only (output_kind delta or final)."""
         self._grow(output, [len(completion.token_ids) for completion in output.outputs])
 
     def _grow(self, output: RequestOutput, news: list[int]) -> None:
@@ -264,6 +331,9 @@ class ModelWatch(RequestWatch):
         return first
 
     def ended(self, whole: RequestOutput | None = None) -> None:
+        """Called exactly once. `whole`: everything generated, also what no output has had, since the client
+        has gone.
+        """
         if whole is not None:
             seen = [*self.lengths, *[0] * len(whole.outputs)]
             news = zip(whole.outputs, seen, strict=False)

@@ -1,4 +1,5 @@
-"""Prometheus metrics of requests: counted in plain integers, and converted only when scraped.
+"""Prometheus metrics of requests, counted in plain integers and converted only when scraped, and pages for
+operators: /metrics for Prometheus, /healthz and /readyz for probes.
 
 Names (after the prefix) and meanings follow vLLM where it has the same metric; `grpc_server_handled_total`
 follows gRPC's libraries.
@@ -7,18 +8,24 @@ follows gRPC's libraries.
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import NamedTuple
 
 import grpc
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from jengine.serving.calls.call import ContextInterceptor, interruption
-from jengine.serving.metrics.metric_families import Families
-from jengine.serving.metrics.model_metrics import ModelMetrics, ModelWatch, RequestWatch, merged
+from jengine.serving.calls.model_provider import RESTART_SECONDS
+from jengine.serving.metrics.model_metrics import Families, ModelMetrics, RequestWatch, merged
 
 
 @dataclass(slots=True)
@@ -30,11 +37,14 @@ class KeyUse:
     generation_tokens: int = 0
 
 
-_BLIND = RequestWatch()
+class Metrics(Collector):
+    """All metrics since the server started.
 
+    Only the event loop writes. Prometheus's threads read, and may see some numbers before others are updated.
 
-class Metrics:
-    """Receives the events of services. This base class ignores them, for servers without metrics.
+    Args:
+        models: those that the server offers, the default one first; none: nobody reads the metrics.
+        prefix: of the metrics' names, before a colon.
 
     Attributes:
         certificate_expiry: expiry of the server's certificate in seconds since 1970; None without TLS.
@@ -42,59 +52,39 @@ class Metrics:
 
     certificate_expiry: Callable[[], float | None] = staticmethod(lambda: None)
 
-    def request_started(self, model: str | None = None) -> RequestWatch:
-        """A request waits or runs. `model`: the name of its model; None: the default model."""
-        return _BLIND
-
-    def rpc_ended(self, method: str, code: grpc.StatusCode) -> None:
-        """An RPC (`/package.Service/Method`) has ended. Unknown methods are counted together under
-        `unknown`.
-        """
-
-    def http_ended(self, method: str, path: str, status: int) -> None:
-        """An HTTP request for one of the server's paths has ended; status 0 if the client disconnected before
-        the answer."""
-
-    def rejected(self, cause: str, key: str = "") -> None:
-        """A call was rejected before it was queued. `cause` is one of a few words, `key` a known key's
-        name.
-        """
-
-    def request_over(self, key: str, status: str, prompt_tokens: int, output_tokens: int) -> None:
-        """A request has ended with this status, having used these tokens."""
-
-
-class PrometheusMetrics(Metrics, Collector):
-    """All metrics since the server started.
-
-    Only the event loop writes. Prometheus's threads read, and may see some numbers before others are updated.
-
-    Args:
-        models: those that the server offers, the default one first.
-        prefix: of the metrics' names, before a colon.
-    """
-
     def __init__(self, *models: ModelMetrics, prefix: str = "jengine") -> None:
         self.prefix = f"{prefix}:"
-        self.model, self.models = models[0].model, {metrics.model: metrics for metrics in models}
+        self.model = models[0].model if models else ""
+        self.models = {metrics.model: metrics for metrics in models}
         self.rpcs: Counter[tuple[str, str]] = Counter()  # RPCs by method and status
         self.http: Counter[tuple[str, str, int]] = Counter()  # HTTP requests by method, path and status
         self.rejections: Counter[tuple[str, str]] = Counter()  # by cause and key
         self.by_key: dict[str, KeyUse] = {}
 
-    def request_started(self, model: str | None = None) -> RequestWatch:
-        return ModelWatch(self.models[self.model if model is None else model])
+    def request_started(self, model: str | None = None) -> RequestWatch | None:
+        """A request waits or runs. `model`: the name of its model; None: the default model."""
+        metrics = self.models.get(self.model if model is None else model)
+        return None if metrics is None else RequestWatch(metrics)
 
     def rpc_ended(self, method: str, code: grpc.StatusCode) -> None:
+        """An RPC (`/package.Service/Method`) has ended. Unknown methods are counted together under
+        `unknown`.
+        """
         self.rpcs[method, code.name] += 1
 
     def http_ended(self, method: str, path: str, status: int) -> None:
+        """An HTTP request for one of the server's paths has ended; status 0 if the client disconnected before
+        the answer."""
         self.http[method, path, status] += 1
 
     def rejected(self, cause: str, key: str = "") -> None:
+        """A call was rejected before it was queued. `cause` is one of a few words, `key` a known key's
+        name.
+        """
         self.rejections[cause, key] += 1
 
     def request_over(self, key: str, status: str, prompt_tokens: int, output_tokens: int) -> None:
+        """A request has ended with this status, having used these tokens."""
         if key:  # the number of keys in the keys file is bounded
             use = self.by_key.setdefault(key, KeyUse())
             use.requests[status] += 1
@@ -177,3 +167,83 @@ class OutcomeInterceptor(ContextInterceptor):
 
 def _code_of(context: grpc.aio.ServicerContext) -> grpc.StatusCode | None:
     return context.code() or None  # 0 if none was set
+
+
+KEEP_FACTOR = 4  # metrics are kept for this many times the processor time that making them took
+
+
+class Page(NamedTuple):
+    """A response. retry_after: seconds after which another request is worthwhile."""
+
+    status: HTTPStatus
+    body: bytes
+    content_type: str = "text/plain; charset=utf-8"
+    retry_after: int | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Beside the content's."""
+        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+
+
+MakePage = Callable[[str], Awaitable[Page]]  # maps a request's Accept header to a page
+Pages = Mapping[str, MakePage]
+
+
+class Recent:
+    """A text that takes time to make. Concurrent requests share one, and it is kept for KEEP_FACTOR times the
+    processor time that it took. So its cost is bounded, however often it is requested.
+    """
+
+    def __init__(self, make: Callable[[], bytes]) -> None:
+        self._make = make
+        self._until = 0.0  # monotonic seconds
+        self._text: asyncio.Task[bytes] | None = None
+
+    async def text(self) -> bytes:
+        if self._text is None or (self._text.done() and time.monotonic() >= self._until):
+            self._until = 0.0  # a failure is not kept
+            self._text = asyncio.create_task(asyncio.to_thread(self._timed))
+        return await asyncio.shield(self._text)
+
+    def _timed(self) -> bytes:
+        began = time.thread_time()
+        text = self._make()
+        self._until = time.monotonic() + KEEP_FACTOR * (time.thread_time() - began)
+        return text
+
+
+def pages_of(
+    metrics: Metrics,
+    why_not_ready: Callable[[], str | None],
+    retry_seconds: Callable[[], float] = lambda: RESTART_SECONDS,
+) -> Pages:
+    """The pages of a server.
+
+    Args:
+        why_not_ready: returns None if the model answers.
+        retry_seconds: returns the seconds after which it should answer.
+    """
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    ProcessCollector(registry=registry)
+
+    async def healthz(accept: str) -> Page:
+        return Page(HTTPStatus.OK, b"ok\n")  # the event loop is running
+
+    async def readyz(accept: str) -> Page:
+        why = why_not_ready()
+        if why is None:
+            return Page(HTTPStatus.OK, b"ok\n")
+        return Page(
+            HTTPStatus.SERVICE_UNAVAILABLE, f"{why}\n".encode(), retry_after=math.ceil(retry_seconds())
+        )
+
+    texts: dict[str, Recent] = {}  # by content type, of which there are a few
+
+    async def prometheus(accept: str) -> Page:
+        encode, content_type = choose_encoder(accept)
+        recent = texts.setdefault(content_type, Recent(lambda: encode(registry)))
+        return Page(HTTPStatus.OK, await recent.text(), content_type)
+
+    return {"/metrics": prometheus, "/healthz": healthz, "/readyz": readyz}

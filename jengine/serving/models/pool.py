@@ -13,10 +13,10 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jengine import AsyncLLM, JengineError, OutOfMemory
 from jengine.serving.calls.model_provider import (
@@ -36,13 +36,6 @@ MEMORY = 600.0  # seconds after which a use counts 1/e
 log = logging.getLogger("jengine.serving")
 
 
-class Memory(Protocol):
-    """The devices' memory."""
-
-    def fits(self, wanted: MemoryNeed, loaded: Sequence[MemoryNeed]) -> bool:
-        """Whether an engine can be started beside the loaded ones."""
-
-
 @dataclass(slots=True)
 class MemoryNeed:
     """What an engine needs.
@@ -56,23 +49,23 @@ class MemoryNeed:
     bytes: int = BESIDE
 
 
-class GpuMemory:
-    """GPUs that all engines use. JAX reserves an engine's share when it starts."""
-
-    def fits(self, wanted: MemoryNeed, loaded: Sequence[MemoryNeed]) -> bool:
-        return wanted.share + sum(need.share for need in loaded) <= 1.0
+# Whether an engine can be started beside the loaded ones.
+Fits = Callable[[MemoryNeed, Sequence[MemoryNeed]], bool]
 
 
-class HostMemory:
-    """This machine's memory, or what is left of the container's."""
-
-    def fits(self, wanted: MemoryNeed, loaded: Sequence[MemoryNeed]) -> bool:
-        return wanted.bytes <= available_memory()
+def fits_gpu(wanted: MemoryNeed, loaded: Sequence[MemoryNeed]) -> bool:
+    """On GPUs that all engines use. JAX reserves an engine's share when it starts."""
+    return wanted.share + sum(need.share for need in loaded) <= 1.0
 
 
-def memory_of(devices: str) -> Memory:
-    """The memory of these devices, as ModelInfo.devices names them."""
-    return HostMemory() if devices.rpartition(" ")[2].lower() == "cpu" else GpuMemory()
+def fits_host(wanted: MemoryNeed, loaded: Sequence[MemoryNeed]) -> bool:
+    """In this machine's memory, or what is left of the container's."""
+    return wanted.bytes <= available_memory()
+
+
+def fits_on(devices: str) -> Fits:
+    """What decides for these devices, as ModelInfo.devices names them."""
+    return fits_host if devices.rpartition(" ")[2].lower() == "cpu" else fits_gpu
 
 
 def resident(pid: int) -> int:
@@ -94,13 +87,10 @@ class Usage:
         self.last, self._count, self._at = now, 0.0, now
 
     def add(self, now: float) -> None:
-        self._count, self._at, self.last = self._decayed(now) + 1.0, now, now
+        self._count, self._at, self.last = self.expected(now) + 1.0, now, now
 
     def expected(self, now: float) -> float:
         """Uses to expect in the next MEMORY seconds, if uses go on as they did."""
-        return self._decayed(now)
-
-    def _decayed(self, now: float) -> float:
         return self._count * math.exp((self._at - now) / MEMORY)
 
 
@@ -153,7 +143,7 @@ class ModelPool:
         models: the default model is the first one.
         max_loaded: the most models that are loaded at once; None: what memory allows.
         unload_after: seconds without a request after which a model is unloaded; None: never.
-        memory: None: that of the default model's devices.
+        fits: None: chosen by the default model's devices.
         aliases: further names of the default model.
     """
 
@@ -163,13 +153,13 @@ class ModelPool:
         *,
         max_loaded: int | None = None,
         unload_after: float | None = None,
-        memory: Memory | None = None,
+        fits: Fits | None = None,
         aliases: Sequence[str] = (),
     ) -> None:
         self.default = models[0]
         self._models = {model.name: model for model in models}
         self._aliases = aliases
-        self._max_loaded, self._unload_after, self._memory = max_loaded, unload_after, memory
+        self._max_loaded, self._unload_after, self._fits = max_loaded, unload_after, fits
         self._changing = asyncio.Lock()  # one model is loaded or unloaded at a time
         self._released = asyncio.Event()
         self._retired = self._closed = False
@@ -235,7 +225,7 @@ class ModelPool:
         async with self._changing:
             await self.default.supervisor.start()
             self._started(self.default, began)
-        self._memory = self._memory or memory_of(self.info.devices)
+        self._fits = self._fits or fits_on(self.info.devices)
         if self._unload_after is not None:
             self._idle_watch = asyncio.create_task(self._unload_idle(self._unload_after), name="idle-models")
 
@@ -353,7 +343,7 @@ class ModelPool:
             return None
         if self._max_loaded is not None and len(loaded) >= self._max_loaded:
             return f"{wanted.name} takes its place"
-        if self._memory is not None and not self._memory.fits(wanted.need, [model.need for model in loaded]):
+        if self._fits is not None and not self._fits(wanted.need, [model.need for model in loaded]):
             return f"{wanted.name} needs its memory"
         return None
 

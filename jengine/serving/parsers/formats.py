@@ -25,11 +25,10 @@ from jengine.serving.parsers.events import (
     open_thought,
 )
 from jengine.serving.parsers.harmony import Harmony
+from jengine.serving.parsers.json_calls import parameter_types
 from jengine.serving.parsers.json_formats import Hermes, LlamaJson, Mistral
-from jengine.serving.parsers.marked import DEEPSEEK, KIMI, MarkedCalls
 from jengine.serving.parsers.pythonic import Pythonic
-from jengine.serving.parsers.tagged import GLM, MINIMAX, QWEN_CODER, TaggedCalls
-from jengine.serving.parsers.values import parameter_types
+from jengine.serving.parsers.tagged import DEEPSEEK, GLM, KIMI, MINIMAX, QWEN_CODER, MarkedCalls, TaggedCalls
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 Tools = Mapping[str, Mapping[str, Any]]  # for each tool's name, the JSON schemas of its parameters by name

@@ -24,16 +24,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from jengine import AsyncLLM, EngineDead, Load, Trace, explain
-from jengine.serving.calls.call import Busy
-from jengine.serving.calls.errors import Refusal
+from jengine.serving.calls.errors import Busy, Refusal
 from jengine.serving.calls.model_provider import ModelProvider
-from jengine.serving.guards.bounds import sees_all_clients
-from jengine.serving.http.app import Parts, application, endpoint
+from jengine.serving.guards.admission import sees_all_clients
+from jengine.serving.http.app import application
 from jengine.serving.http.calls import HttpCall
-from jengine.serving.http.endpoint import while_connected
+from jengine.serving.http.endpoint import OwnHosts, Parts, endpoint, while_connected
 from jengine.serving.http.front import page_routes
-from jengine.serving.http.hosts import OwnHosts
-from jengine.serving.metrics.metrics_server import Pages
+from jengine.serving.metrics.server_metrics import Pages
 from jengine.spi import Readers
 
 MOST_STEPS, MOST_REQUESTS = 4096, 1024  # numbers of records kept

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import math
 import os
 import queue
 import signal
@@ -19,15 +20,15 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from jengine import EngineConfig, EngineDead, InvalidArgument, JengineError, Load
-from jengine.serving.processes.places import ANYWHERE, Place
-from jengine.serving.processes.starting import StartProgress
 from jengine.serving.processes.watchdog import Watchdog
 from jengine.serving.processes.wire import (
     RECEIVE,
@@ -51,6 +52,54 @@ from jengine.serving.processes.wire import (
 )
 from jengine.spi import Ended, FinishReason, Limits, Operation, Request, StepTotals, Updates
 
+PROGRAM = "program"  # the unit of work whose time is estimated
+
+
+def _imports() -> Starting:
+    return Starting("loading libraries", "", 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class StartProgress:
+    """The progress of a start.
+
+    Attributes:
+        now: what the engine does; its `done` of `total` are 0 if unknown.
+        since: monotonic seconds at which this work began.
+    """
+
+    now: Starting = field(default_factory=_imports)
+    since: float = field(default_factory=time.monotonic)
+
+    def after(self, news: Starting) -> StartProgress:
+        """The progress after a report."""
+        if news.work == self.now.work:
+            return replace(self, now=news)
+        return StartProgress(news)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the programs are there, if the remaining ones take as long as those so far; None:
+        unknown.
+        """
+        now = self.now
+        if now.unit != PROGRAM or not now.done:
+            return None
+        return (time.monotonic() - self.since) / now.done * (now.total - now.done)
+
+    def __str__(self) -> str:
+        """Such as "compiling, 12 of 41 programs, about 20 s left"."""
+        now, left = self.now, self.seconds_left
+        if not now.total:
+            return now.work
+        if now.unit != PROGRAM:
+            return f"{now.work}, {100 * now.done // now.total} %"
+        time_left = (
+            ", time left unknown" if left is None else f", about {math.ceil(left)} s left" if left else ""
+        )
+        return f"{now.work}, {now.done} of {now.total} programs{time_left}"
+
+
 QUIT_SECONDS = 3.0  # time for a child to quit before it is killed, since it may be in the middle of a step
 EXIT_SECONDS = 1.0  # time before a child that has closed its socket is killed
 KILL_SECONDS = 5.0  # time for a killed child to exit; it may be stuck in a driver
@@ -58,6 +107,21 @@ WATCHDOG_SECONDS = 10.0
 Done = Callable[[Any, Exception | None], object]
 
 log = logging.getLogger("jengine.serving")
+
+
+class Place(NamedTuple):
+    """Where an engine process runs.
+
+    Attributes:
+        variables: of its environment, beside the server's.
+        cpus: that it may use; empty: those of the server.
+    """
+
+    variables: Mapping[str, str] = {}
+    cpus: frozenset[int] = frozenset()
+
+
+ANYWHERE = Place()
 
 
 class EngineProcess:

@@ -15,7 +15,7 @@ from pathlib import Path
 from jengine import AsyncLLM, EngineDead, Load, SamplingParams, Tokenizer
 from jengine.serving.calls.model_provider import RESTART_SECONDS, Adapters, ModelInfo, NotReady
 from jengine.serving.processes.engine_fleet import EngineOfServer
-from jengine.serving.processes.starting import StartProgress
+from jengine.serving.processes.engine_process import StartProgress
 from jengine.spi import BackOff, ImageReader, StepTotals
 
 logger = logging.getLogger(__name__)

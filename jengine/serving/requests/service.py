@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 from jengine import InvalidArgument, PromptTooLong, RequestHandle, SamplingParams, Tokenizer, TokensPrompt
 from jengine.serving.calls.call import Call, NamedImage
-from jengine.serving.calls.errors import in_use
+from jengine.serving.calls.errors import Busy, in_use
 from jengine.serving.calls.model_provider import NotReady, ServedModels
 from jengine.serving.calls.named_model import NamedModel, no_model
 from jengine.serving.calls.portions import Portions
 from jengine.serving.config import ServerConfig
-from jengine.serving.guards.admission import Place, ServerAdmission, client_of
-from jengine.serving.guards.bounds import RequestBounds
+from jengine.serving.guards.admission import Place, RequestBounds, ServerAdmission, client_of
 from jengine.serving.guards.media import Media
 from jengine.serving.guards.sandbox import Sandbox
 from jengine.serving.guards.security import salted, scoped
-from jengine.serving.logs.request_log import RequestLog
+from jengine.serving.logs import RequestLog
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.options import variables_of
 from jengine.serving.requests.answers import Pace
-from jengine.serving.requests.text_work import TextWork
 from jengine.serving.requests.tracking import RequestTracker, Spans
 from jengine.serving.requests.transfer import pages_from
 from jengine.spi import (
@@ -40,6 +39,82 @@ from jengine.spi import (
     images_apart,
     with_parts,
 )
+
+# minimum bytes for using a thread: the work takes milliseconds, and would delay other requests
+LONG_TEXT = 10_000
+THREADS = 2  # for all clients; they compete with the event loop and the engine for CPU time
+MAX_BYTES = 2**28  # maximum total size of waiting and running requests
+MAX_CLIENT_BYTES = 2**26  # the same per client
+RETRY_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class _Client:
+    bytes: int = 0  # of waiting and running requests
+    turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
+
+
+class TextWork:
+    """Runs at most THREADS tasks at a time, and one per client, so that clients take turns. Belongs to one
+    event loop.
+
+    Args:
+        waits: whether tokenizing small texts, too, takes a thread.
+
+    A thread cannot be interrupted. If a client disconnects, its task keeps its place until it is done. So the
+    number of busy threads is bounded, whatever clients cancel.
+    """
+
+    def __init__(self, waits: Callable[[], bool] = lambda: False) -> None:
+        self._waits = waits
+        self._clients: dict[str, _Client] = {}
+        self._threads = asyncio.Semaphore(THREADS)
+        self._bytes = 0
+
+    async def run[T](self, client: str, size: int, work: Callable[[], T]) -> T:
+        """Runs `work` on `size` bytes and returns its result; runs it directly if `size` is small.
+
+        Raises:
+            Busy: too much work is waiting.
+        """
+        if size < LONG_TEXT and not self._waits():
+            return work()
+        mine = self._clients.get(client) or _Client()
+        if mine.bytes + size > MAX_CLIENT_BYTES or self._bytes + size > MAX_BYTES:
+            raise Busy(
+                f"{mine.bytes} bytes of this client's text wait to be processed, {self._bytes} in all",
+                RETRY_SECONDS,
+                "text_work",
+            )
+        self._clients[client] = mine
+        mine.bytes += size
+        self._bytes += size
+        turns: list[asyncio.Semaphore] = []
+        try:
+            for turn in (mine.turn, self._threads):
+                await turn.acquire()
+                turns.append(turn)
+        except BaseException:
+            self._done(client, size, turns)
+            raise
+        future = asyncio.get_running_loop().run_in_executor(None, work)
+
+        def done(future: asyncio.Future[T]) -> None:
+            _ = future.cancelled() or future.exception()  # retrieved, even if the client has gone
+            self._done(client, size, turns)
+
+        future.add_done_callback(done)
+        return await asyncio.shield(future)
+
+    def _done(self, client: str, size: int, turns: list[asyncio.Semaphore]) -> None:
+        for turn in turns:
+            turn.release()
+        mine = self._clients[client]
+        mine.bytes -= size
+        self._bytes -= size
+        if not mine.bytes:
+            del self._clients[client]
+
 
 Conversation = tuple[list[dict[str, Any]], dict[str, Any]]  # messages, and ChatOptions
 PROCESSING = "mm_processor_kwargs"

@@ -21,7 +21,7 @@ from jengine.serving.calls.errors import Refusal, refusal
 from jengine.serving.calls.named_model import NamedModel
 from jengine.serving.guards.admission import Place
 from jengine.serving.guards.security import current_key
-from jengine.serving.logs.request_log import RequestLog
+from jengine.serving.logs import RequestLog
 from jengine.serving.metrics.model_metrics import RequestWatch
 from jengine.serving.metrics.server_metrics import Metrics
 
@@ -166,14 +166,14 @@ class TrackedRequest:
 
     def tokens(self, news: RequestOutput) -> None:
         """An output with new content only (output_kind delta or final)."""
-        assert self._watch is not None
-        self._watch.tokens(news)
+        if self._watch is not None:
+            self._watch.tokens(news)
         self._charge()
 
     def over(self) -> None:
         """It has ended or was aborted."""
+        self._charge()
         if self._watch is not None:
-            self._charge()
             self._watch.ended(self.output)
 
     @property

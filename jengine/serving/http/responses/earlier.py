@@ -17,7 +17,7 @@ from jengine.serving.guards.admission import client_of
 from jengine.serving.guards.security import current_key
 from jengine.serving.http.calls import BadBody, HttpCall
 from jengine.serving.http.turns import type_of
-from jengine.serving.requests.text_work import TextWork
+from jengine.serving.requests.service import TextWork
 
 MAX_RESPONSES = 10_000
 MAX_SECONDS = 6 * 3600.0  # since the last use

@@ -17,9 +17,8 @@ from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.chat_service import Chat, ChatApi, ChatInput
 from jengine.serving.http.errors import HttpError
 from jengine.serving.http.replies import TokenTexts, token_entries
-from jengine.serving.http.responses.body import STORED_INPUT, read
+from jengine.serving.http.responses.body import STORED_INPUT, ToolName, Tools, read
 from jengine.serving.http.responses.earlier import ResponseStore, StoredResponse
-from jengine.serving.http.responses.tools import ToolName, Tools
 from jengine.serving.requests.answers import Aborts
 
 Token = tuple[int, msgspec.Raw | None]  # its number of characters, and its entry if it is to be shown
