@@ -71,7 +71,7 @@ class SmgService(Service):
                 handle = await self._submit(model, parsed, kind, context, tracked.request_id, place)
                 with Answer(handle, tracked, self._pace if request.stream else None, "asked for") as answer:
                     free = partial(abandon, handle, place)
-                    write = PatientWriter(context.write, context.peer, self._write_timeout, free)
+                    write = PatientWriter(context.write, context.peer, self._config.write_timeout, free)
                     send = self._stream if request.stream else self._whole
                     await send(answer, handle, params, write)
 
@@ -189,7 +189,7 @@ class SmgService(Service):
         load = llm.load
         return pb.GetServerInfoResponse(
             active_requests=load.running + load.waiting,
-            is_paused=self._shared.rollout_api and await llm.is_paused(),  # nothing else pauses it
+            is_paused=self._config.rollout_api and await llm.is_paused(),  # nothing else pauses it
             last_receive_timestamp=self._asked,
             uptime_seconds=time.monotonic() - self._began,
             server_type="jengine-grpc",

@@ -70,9 +70,9 @@ STREAM = {"final": "", "delta": "Stream"}  # end of the RPC's name: Chat and Gen
 class GenerateService(Service):
     """jengine's own service."""
 
-    def __init__(self, shared: Shared, config: ServerConfig) -> None:
+    def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
-        self._lora_changes = LoraChanges(config, shared.models)
+        self._lora_changes = LoraChanges(shared.config, shared.models)
 
     # --- generation -------------------------------------------------------------------------------
 
@@ -90,7 +90,10 @@ class GenerateService(Service):
             assert tracked.place is not None
             with Answer(handle, tracked, self._pace, "all") as answer:
                 write = PatientWriter(
-                    context.write, context.peer, self._write_timeout, partial(abandon, handle, tracked.place)
+                    context.write,
+                    context.peer,
+                    self._config.write_timeout,
+                    partial(abandon, handle, tracked.place),
                 ).write
                 await write(conversions.started(tracked.request_id, model.name))
                 output = await answer.next()
@@ -268,7 +271,7 @@ class GenerateService(Service):
     async def Do(self, request: pb.DoRequest, context: grpc.aio.ServicerContext) -> pb.DoResponse:
         check_admin(context.peer())
         operation = decode_operation(
-            request.operation, request.arguments_json or "{}", remote=True, rollout=self._shared.rollout_api
+            request.operation, request.arguments_json or "{}", remote=True, rollout=self._config.rollout_api
         )
         if isinstance(operation, UnloadLora):  # the server knows adapters, too
             await self._lora_changes.unload(context, operation.name)
@@ -382,7 +385,7 @@ async def build_server(
     )
     state = health.aio.HealthServicer()
     shared = Shared.of(config, models, metrics, request_log, spans)
-    servicers: list[tuple[ServiceDescriptor, object]] = [(DESCRIPTOR, GenerateService(shared, config))]
+    servicers: list[tuple[ServiceDescriptor, object]] = [(DESCRIPTOR, GenerateService(shared))]
     servicers += [make(shared, state) for make in services]
     for service, servicer in servicers:
         _add(service, servicer, server)

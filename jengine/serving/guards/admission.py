@@ -26,21 +26,9 @@ from jengine.spi import GenerationParams
 
 
 class RequestBounds(NamedTuple):
-    """The server's limits; None: no limit.
+    """The server's limits on parameters."""
 
-    Attributes:
-        max_tokens: for each completion.
-        logprobs: log probabilities in an answer.
-        seconds: from a request's arrival to its end.
-    """
-
-    max_tokens: int | None
-    seconds: float | None
-    logprobs: int
-
-    @classmethod
-    def of(cls, config: ServerConfig) -> RequestBounds:
-        return cls(config.max_tokens_limit, config.max_request_seconds, config.max_answer_logprobs)
+    config: ServerConfig
 
     def params[P: GenerationParams](self, params: P) -> P:
         """The parameters, with the server's max_tokens if they set none: log probabilities of that many fill
@@ -49,19 +37,16 @@ class RequestBounds(NamedTuple):
         Raises:
             InvalidArgument: they exceed the server's limit.
         """
+        limit = self.config.max_tokens_limit
         if params.max_tokens is None:
-            limits = [] if self.max_tokens is None else [self.max_tokens]
+            limits = [] if limit is None else [limit]
             if isinstance(params, SamplingParams) and params.logprobs is not None:
-                limits.append(
-                    max(self.logprobs // 2 // (params.n * (params.logprobs + 1)), params.min_tokens, 1)
-                )
+                tokens = self.config.max_answer_logprobs // 2 // (params.n * (params.logprobs + 1))
+                limits.append(max(tokens, params.min_tokens, 1))
             return dataclasses.replace(params, max_tokens=min(limits)) if limits else params
-        if self.max_tokens is not None and params.max_tokens > self.max_tokens:
-            raise InvalidArgument(
-                "max_tokens",
-                params.max_tokens,
-                f"at most {self.max_tokens} on this server (max_tokens_limit)",
-            )
+        if limit is not None and params.max_tokens > limit:
+            why = f"at most {limit} on this server (max_tokens_limit)"
+            raise InvalidArgument("max_tokens", params.max_tokens, why)
         return params
 
     def timeout(self, seconds: float | None) -> float | None:
@@ -70,13 +55,11 @@ class RequestBounds(NamedTuple):
         Raises:
             InvalidArgument: it is longer than the server's.
         """
-        if self.seconds is None or seconds is None:
-            return self.seconds if seconds is None else seconds
-        if seconds > self.seconds:
-            raise InvalidArgument(
-                "timeout", seconds, f"at most {self.seconds:g} seconds on this server (max_request_seconds)"
-            )
-        return seconds
+        limit = self.config.max_request_seconds
+        if limit is not None and seconds is not None and seconds > limit:
+            why = f"at most {limit:g} seconds on this server (max_request_seconds)"
+            raise InvalidArgument("timeout", seconds, why)
+        return limit if seconds is None else seconds
 
 
 def check_priority(priority: int) -> None:

@@ -44,23 +44,18 @@ from jengine.serving.http.text_service import (
 
 def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
     """All endpoints, and further routes."""
-    config, shared = parts.config, parts.shared
-    max_bytes = config.max_message_bytes
-    parsers = config.tool_call_parser, config.reasoning_parser
-    chat = ChatService(shared, max_bytes, parsers, ChatCompletions())
-    messages = ChatService(shared, max_bytes, parsers, Messages())
+    shared = parts.shared
+    chat, messages = ChatService(shared, ChatCompletions()), ChatService(shared, Messages())
     count = messages.counter(messages_body.read_to_count, lambda tokens: {"input_tokens": tokens})
-    store = ResponseStore(config.response_store_bytes)
-    earlier = EarlierResponses(store, shared.text_work, max_bytes)
-    responses = ChatService(shared, max_bytes, parsers, Responses(store), earlier.expand)
+    store = ResponseStore(parts.config.response_store_bytes)
+    earlier = EarlierResponses(store, shared.text_work, parts.config.max_message_bytes)
+    responses = ChatService(shared, Responses(store), earlier.expand)
     count_input = responses.counter(
         responses_body.read_to_count,
         lambda tokens: {"object": "response.input_tokens", "input_tokens": tokens},
     )
-    completions, texts = CompletionService(shared, max_bytes), TextService(shared, max_bytes)
-
-    loras = LoraService(shared, max_bytes, config)
-    scores, ranks = ScoringService(shared, max_bytes, SCORES), ScoringService(shared, max_bytes, RANKS)
+    completions, texts, loras = CompletionService(shared), TextService(shared), LoraService(shared)
+    scores, ranks = ScoringService(shared, SCORES), ScoringService(shared, RANKS)
 
     def programs_of(models: ModelProvider) -> bytes:
         """How many programs of the default model are ready, as JSON; nothing while it is not loaded."""
@@ -103,7 +98,7 @@ def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
             route("GET", "/v1/responses/{id}", earlier.retrieve),
             route("DELETE", "/v1/responses/{id}", earlier.delete),
             route("POST", "/v1/completions", completions.create),
-            route("POST", "/v1/embeddings", EmbeddingService(shared, max_bytes).create),
+            route("POST", "/v1/embeddings", EmbeddingService(shared).create),
             *(route("POST", path, scores.create) for path in ("/v1/score", "/score")),
             *(route("POST", path, ranks.create) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
             route("POST", "/v1/load_lora_adapter", loras.load),

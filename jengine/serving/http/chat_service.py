@@ -238,15 +238,8 @@ class ChatService(HttpService):
         expand: completes a request before it is read; takes and returns its body and its size in bytes.
     """
 
-    def __init__(
-        self,
-        shared: Shared,
-        most_bytes: int,
-        parsers: tuple[str, str],
-        api: ChatApi,
-        expand: Expand | None = None,
-    ) -> None:
-        super().__init__(shared, most_bytes, parsers)
+    def __init__(self, shared: Shared, api: ChatApi, expand: Expand | None = None) -> None:
+        super().__init__(shared)
         self.PATH, self._api, self._expand = api.path, api, expand
 
     async def _json(self, call: HttpCall) -> tuple[dict[str, Any], int]:

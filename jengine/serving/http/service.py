@@ -40,19 +40,14 @@ LEVEL = ("cache_salt", "priority", "timeout", "ttft_ms", "tpot_ms", "kv_transfer
 class HttpService(Service):
     """Base class of services.
 
-    Args:
-        most_bytes: maximum size of a body.
-        parsers: the options tool_call_parser and reasoning_parser.
-
     Attributes:
         PATH: of requests that need the engine, for logs.
     """
 
     PATH: str
 
-    def __init__(self, shared: Shared, most_bytes: int, parsers: tuple[str, str] = ("auto", "auto")) -> None:
+    def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
-        self._most_bytes, self._parsers = most_bytes, parsers
         self._formats: WeakKeyDictionary[Tokenizer, AnswerFormat] = WeakKeyDictionary()
 
     async def _json(self, call: HttpCall) -> tuple[dict[str, Any], int]:
@@ -67,7 +62,7 @@ class HttpService(Service):
         encoding = (call.header(b"content-encoding") or "identity").strip().lower()
         if encoding != "identity":
             raise BadBody(415, f"content-encoding must be identity, not {encoding[:100]}")
-        raw = await call.body(self._most_bytes)
+        raw = await call.body(self._config.max_message_bytes)
         return await self._text_work.run(
             client_of(call), len(raw), lambda: json_object(raw, most_bytes)
         ), len(raw)
@@ -104,7 +99,8 @@ class HttpService(Service):
         """
         form = self._formats.get(tokenizer)
         if form is None:
-            form = await asyncio.to_thread(AnswerFormat, tokenizer, *self._parsers)
+            parsers = self._config.tool_call_parser, self._config.reasoning_parser
+            form = await asyncio.to_thread(AnswerFormat, tokenizer, *parsers)
             self._formats[tokenizer] = form
         return form
 

@@ -19,7 +19,6 @@ from jengine.serving.calls import portions
 from jengine.serving.calls.model_provider import Adapter, ListedModel
 from jengine.serving.calls.named_model import listed_model, no_model
 from jengine.serving.calls.portions import Parts, array, encoded, long_array, with_members
-from jengine.serving.config import ServerConfig
 from jengine.serving.guards.admission import client_of
 from jengine.serving.http import replies
 from jengine.serving.http.bodies import (
@@ -164,9 +163,9 @@ def _anthropic(model: dict[str, Any]) -> dict[str, Any]:
 class LoraService(HttpService):
     """For administrators."""
 
-    def __init__(self, shared: Shared, most_bytes: int, config: ServerConfig) -> None:
-        super().__init__(shared, most_bytes)
-        self._changes = LoraChanges(config, shared.models)
+    def __init__(self, shared: Shared) -> None:
+        super().__init__(shared)
+        self._changes = LoraChanges(shared.config, shared.models)
 
     async def load(self, call: HttpCall) -> None:
         check_administrator(call)
@@ -309,8 +308,8 @@ class ScoringPath(NamedTuple):
 class ScoringService(HttpService):
     """Scores pairs of texts with an embedding model or a reranker."""
 
-    def __init__(self, shared: Shared, most_bytes: int, kind: ScoringPath) -> None:
-        super().__init__(shared, most_bytes)
+    def __init__(self, shared: Shared, kind: ScoringPath) -> None:
+        super().__init__(shared)
         self.PATH, self._kind = kind.path, kind
 
     async def _create(self, call: HttpCall, json_body: dict[str, Any], size: int, request_id: str) -> None:
@@ -365,10 +364,8 @@ class ScoringService(HttpService):
             + sum(map(len, texts.documents))
             + len(instruction) * pairs
         )
-        if size > self._most_bytes:
-            limit = (
-                f"at most {self._most_bytes} (max_message_bytes); each of the {pairs} prompts has its query"
-            )
+        if size > (limit_bytes := self._config.max_message_bytes):
+            limit = f"at most {limit_bytes} (max_message_bytes); each of the {pairs} prompts has its query"
             raise InvalidArgument(texts.names[0], f"{size} characters in all prompts", limit)
 
 

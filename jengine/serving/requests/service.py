@@ -199,12 +199,10 @@ class Shared(NamedTuple):
         images: of requests.
         text_work: tokenizes long texts.
         portions: of large answers.
-        write_timeout: seconds in which a client must read each message of a stream.
-        client_chat_templates: whether clients may send chat templates.
         chat_template_kwargs: variables for chat templates, unless a request sets them.
-        rollout_api: whether administrators may pause the engine.
     """
 
+    config: ServerConfig
     models: ServedModels
     admission: ServerAdmission
     tracker: RequestTracker
@@ -214,10 +212,7 @@ class Shared(NamedTuple):
     text_work: TextWork
     pace: Pace
     portions: Portions
-    write_timeout: float
-    client_chat_templates: bool
     chat_template_kwargs: Mapping[str, Any]
-    rollout_api: bool
 
     @classmethod
     def of(
@@ -233,19 +228,17 @@ class Shared(NamedTuple):
         sandbox = Sandbox(charge=admission.charge_work)
         media = Media(config.media_domains, config.media_folder)
         return cls(
+            config,
             models,
             admission,
             RequestTracker(metrics, request_log, spans),
-            RequestBounds.of(config),
+            RequestBounds(config),
             sandbox,
             RequestImages(sandbox, media),
             TextWork(lambda: _any_waits(models)),
             Pace(),
             Portions(),
-            config.write_timeout,
-            config.client_chat_templates,
             variables_of(config.default_chat_template_kwargs),
-            config.rollout_api,
         )
 
     def close(self) -> None:
@@ -293,7 +286,7 @@ class Service:
         self._models, self._admission = shared.models, shared.admission
         self._tracker, self._bounds = shared.tracker, shared.bounds
         self._sandbox, self._text_work = shared.sandbox, shared.text_work
-        self._pace, self._write_timeout = shared.pace, shared.write_timeout
+        self._pace, self._config = shared.pace, shared.config
 
     async def _submit(
         self,
@@ -371,7 +364,7 @@ class Service:
         """
         client, tokenizer = client_of(call), model.tokenizer
         work = partial(self._text_work.run, client, size)
-        if template is not None and not self._shared.client_chat_templates:
+        if template is not None and not self._config.client_chat_templates:
             raise InvalidArgument(
                 "chat_template", template, "this server does not accept templates from clients"
             )
