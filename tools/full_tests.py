@@ -60,6 +60,7 @@ PARTS = {  # each should take less than an hour on two cores
         (
             "tests/kernels/test_ahead_of_time.py",
             "tests/kernels/test_ampere.py",
+            "tests/kernels/test_ampere_product.py",
             "tests/execution/test_all_reduces.py",
             "tests/execution/test_gpu_programs.py",
             "tests/execution/test_gpu_samplers.py",

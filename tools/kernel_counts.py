@@ -31,6 +31,8 @@ from kernel_facts import Case, decode, decode_eight_bits
 
 from pallas_kernels.compilation.ahead_of_time import KernelFacts, device, kernel_facts
 from pallas_kernels.products import weights
+from pallas_kernels.products.ampere import FEW_ROWS, MOST_ROWS
+from pallas_kernels.products.ampere_registers import DEPTH
 from pallas_kernels.products.hopper.grouped_product import FEW
 from pallas_kernels.products.hopper.int4_product import TWO_BLOCKS
 from pallas_kernels.quantization.formats import FP8, FP8_BY_FP8, INT8, WeightFormat
@@ -40,7 +42,7 @@ CORES, CLOCK = 132, 1.755e9  # multiprocessors of an H100, and cycles a second o
 MEMORY = 3.35e12  # bytes a second of an H100's memory
 TARGET = "h100"
 OUT, SIZE = 4096, 14336  # of the weight: the last of a layer of Llama 8B
-PRODUCT, COPY, STORE = r"\b[HQI]GMMA", r"\bUTMALDG", r"\bSTS\.128"
+PRODUCT, COPY, STORE = r"\b[HQI]G?MMA", r"\bUTMALDG", r"\bSTS\.128"
 WAIT = r"WARPGROUP\.DEPBAR"
 LABEL, INSTRUCTION = re.compile(r"^(\.L\w+):"), re.compile(r"/\*[0-9a-f]{4,}\*/\s+(\S.*)")
 JUMP = re.compile(r"(@!?U?P\d+ )?BRA(?:\.\S+)?(?: \S+,)? `\((\.L\w+)\)")
@@ -80,7 +82,7 @@ class Tile:
         name: what a tile is.
         bytes: read from memory for a tile.
         products: matrix instructions of a tile.
-        copies: TMA copies of a tile.
+        copies: TMA copies of a tile, by another warpgroup; 0: there is none.
         stores: of 16 bytes in each thread, to shared memory, of a tile that another warpgroup converts.
         pairs: whether each warpgroup that multiplies has another that copies for it.
     """
@@ -211,6 +213,9 @@ def instructions(blocks: list[Block], pattern: str, each: float) -> tuple[float,
 def count(facts: KernelFacts, tile: Tile) -> Count:
     blocks = blocks_of(facts.code)
     products, waits = instructions(blocks, PRODUCT, tile.products)
+    if not tile.copies:
+        resident = min(facts.blocks(facts.threads), -(-facts.grid // CORES))
+        return Count(tile, products, 0, waits, resident * facts.threads // 128)
     copies, _ = instructions(blocks, STORE if tile.stores else COPY, tile.stores or tile.copies)
     resident = min(facts.blocks(facts.threads), -(-facts.grid // CORES))
     warpgroups = facts.threads // 128
@@ -252,6 +257,15 @@ def tile_of(rows: int, form: WeightFormat) -> Tile:
     # four groups
     copies = 1 + (0.5 * (1 + form.offset + (form.offset and rows > TWO_BLOCKS)) if form.group == 32 else 0)
     return Tile("64 x 128", 64 * TILE // 2 + scales, products, copies)
+
+
+def tile_of_mma(rows: int, form: WeightFormat) -> Tile:
+    """Of a product by `mma.sync`, by Ampere's kernel."""
+    scales = 4 * 64 * TILE // form.group * (1 + form.offset) if form.group else 0
+    sums = form.offset and rows <= FEW_ROWS
+    columns = max(1, min(rows, MOST_ROWS[form.group != DEPTH]) // 8)
+    products = TILE // DEPTH * columns * (1 + sums)
+    return Tile("64 x 128", 64 * TILE * form.bits // 8 + scales, products, copies=0)
 
 
 FP8_GROUPS = WeightFormat(FP8, 8, 128)

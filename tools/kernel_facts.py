@@ -400,7 +400,7 @@ PREFILL_INTERPRETED: dict[str, Case] = {
 
 
 # --- Ampere, Ada, and Blackwell, which runs their kernels ---
-AMPERE, AMPERE_THREADS = ("a100", "l4", "b200", "rtx5090"), 128
+AMPERE, AMPERE_THREADS = ("a100", "rtx3090", "l4", "b200", "rtx5090"), 128
 
 
 def ampere_decode(

@@ -31,6 +31,7 @@ from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.softmax import LOG2_E, MASKED, SMALLEST, join, scores
 from pallas_kernels.attention.support import GPU_OPTIONS
 from pallas_kernels.devices import traced_for
+from pallas_kernels.mosaic.ampere import copy, tiled
 from pallas_kernels.mosaic.refs import Refs, body
 from pallas_kernels.mosaic.versions import store
 from pallas_kernels.targets import has_tma
@@ -180,10 +181,10 @@ def paged_attention_prefill(
     shape = (splits, items, kv_heads, blocks)
     result = q.dtype if splits == 1 and sinks is None else jnp.dtype("float32")
     scratch = Scratch(
-        k=_tiled((STAGES, step, head_dim), q.dtype, KV_TILING),
-        p=plgpu.SMEM((step, columns), q.dtype) if columns == 8 else _tiled((step, columns), q.dtype, 32),
-        q=_tiled((columns, head_dim), q.dtype, Q_TILING),
-        v=_tiled((STAGES, step, head_dim), q.dtype, KV_TILING),
+        k=tiled((STAGES, step, head_dim), q.dtype, KV_TILING),
+        p=plgpu.SMEM((step, columns), q.dtype) if columns == 8 else tiled((step, columns), q.dtype, 32),
+        q=tiled((columns, head_dim), q.dtype, Q_TILING),
+        v=tiled((STAGES, step, head_dim), q.dtype, KV_TILING),
     )
     if has_tma(traced_for()):
         copies = 2 * (step // min(page_size, step))  # to a stage
@@ -212,13 +213,6 @@ def paged_attention_prefill(
     return (
         joined.reshape(items, kv_heads, tile, group, head_dim).swapaxes(1, 2).reshape(q.shape).astype(q.dtype)
     )
-
-
-def _tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any], size: int) -> Any:
-    """Shared memory in tiles of 8 rows by `size` bytes, swizzled, so that loads of the tensor cores have no
-    bank conflicts."""
-    tiles = plgpu.TilingTransform((8, size // dtype.itemsize))  # type: ignore[abstract]
-    return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(size)))  # type: ignore[abstract]
 
 
 def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
@@ -268,7 +262,7 @@ def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
             for ref, ring in ((inputs.k, smem.k), (inputs.v, smem.v)):
                 source = ref.at[page, kv_head, pl.ds(lax.rem(token + at, page_size), piece)]
                 landed = smem.tile_landed.at[slot] if tma else None
-                _copy(source, ring.at[slot, pl.ds(at, piece)], landed)
+                copy(source, ring.at[slot, pl.ds(at, piece)], landed)
 
     # last token that each query attends to
     last_seen = position + jnp.minimum(query(iota((tile, columns), 1)), length - 1)
@@ -309,7 +303,7 @@ def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
             )
         return m_new, total, acc
 
-    _copy(inputs.q.at[item, kv_head, pl.ds(block * columns, columns)], smem.q, smem.q_landed)
+    copy(inputs.q.at[item, kv_head, pl.ds(block * columns, columns)], smem.q, smem.q_landed)
     pl.when(count > 0)(partial(fetch, jnp.int32(0)))
     if tma:
         plgpu.barrier_wait(smem.q_landed)
@@ -326,8 +320,3 @@ def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
     store(
         out_ref.at[split, item, kv_head, block], (acc * spread(1.0 / total, head_dim)).astype(out_ref.dtype)
     )
-
-
-def _copy(source: Any, target: Any, landed: Any) -> None:
-    """Starts a copy to shared memory; reads nothing outside the source."""
-    plgpu.copy_gmem_to_smem(source, target, landed, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)

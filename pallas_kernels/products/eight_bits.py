@@ -19,15 +19,22 @@ from pallas_kernels.products.quantize_rows import quantize_rows
 from pallas_kernels.products.rows import Rows, array_of
 from pallas_kernels.products.support import (
     EIGHT_BIT_ROWS,
-    why_no_hopper_product,
+    SIZE_GRID,
     why_no_hopper_rows,
+    why_no_product,
     why_sizes_unsupported,
 )
 from pallas_kernels.products.weight import Axes, QuantizedWeight
 from pallas_kernels.quantization.formats import FP8, WeightFormat
 from pallas_kernels.quantization.hadamard import transform
 from pallas_kernels.quantization.quantized import GROUP, Quantized, dequantize, quantize
-from pallas_kernels.targets import HOPPER, Impl, Implementation, choose, cores, why_none
+from pallas_kernels.targets import AMPERE, HOPPER, Impl, Implementation, capability, choose, cores, why_none
+
+WITHOUT_FP8 = replace(  # whose tensor cores do not multiply FP8
+    AMPERE,
+    devices="GPUs of compute capability 8.0 to 8.7",
+    includes=lambda device: (8, 0) <= (capability(device) or (0, 0)) < (8, 9),
+)
 
 
 def _why_no_hopper_dense(x: Any, weight: EightBits) -> str | None:
@@ -35,11 +42,24 @@ def _why_no_hopper_dense(x: Any, weight: EightBits) -> str | None:
         return f"rows={x.shape[0]}: the kernel for eight-bit weights takes at most {EIGHT_BIT_ROWS}"
     if weight.numbers.inputs and (why := why_no_hopper_rows(x)) is not None:
         return why
-    return why_no_hopper_product(x) or why_sizes_unsupported(weight.shape, grouped=False)
+    return why_no_product(x) or why_sizes_unsupported(weight.shape, grouped=False)
 
 
 def _why_no_hopper_grouped(x: Any, weight: EightBits) -> str | None:
-    return why_no_hopper_product(x) or why_sizes_unsupported(weight.shape, grouped=True)
+    return why_no_product(x) or why_sizes_unsupported(weight.shape, grouped=True)
+
+
+def _why_no_ampere_dense(x: Any, weight: EightBits, *, fp8_inputs: bool = False) -> str | None:
+    numbers = weight.numbers
+    if numbers.inputs and not numbers.by_group and not (fp8_inputs and numbers.kind == FP8):
+        return f"inputs={numbers.kind}: XLA multiplies these without converting them"
+    if x.shape[0] > EIGHT_BIT_ROWS:
+        return f"rows={x.shape[0]}: the kernel for eight-bit weights takes at most {EIGHT_BIT_ROWS}"
+    return _why_no_ampere(x, weight, grouped=False)
+
+
+def _why_no_ampere(x: Any, weight: EightBits, *, grouped: bool = True) -> str | None:
+    return why_no_product(x) or why_sizes_unsupported(weight.shape, grouped=grouped, inputs=SIZE_GRID)
 
 
 def _hopper_dense(x: Rows, weight: EightBits, dtype: jnp.dtype[Any], device: jax.Device) -> jax.Array:
@@ -72,13 +92,46 @@ def _hopper_grouped(x: jax.Array, weight: EightBits, groups: Groups) -> jax.Arra
     return grouped_product(rows, *weight.matrices, groups, dtype=x.dtype, x_scale=x_scale)
 
 
+def _ampere_dense(x: Rows, weight: EightBits, dtype: jnp.dtype[Any], device: jax.Device) -> jax.Array:
+    from pallas_kernels.products.ampere import product
+
+    numbers, inputs = weight.numbers, array_of(weight.transformed(x))
+    matrix = _ampere_matrices(numbers.values[None], numbers.scale[None], numbers)
+    options: dict[str, Any] = {"cores": cores(device)}
+    if numbers.inputs and not numbers.by_group:
+        rows = quantize(inputs, numbers.kind)
+        y = product(rows.values.astype(x.dtype), matrix, dtype=jnp.float32, **options)
+        return (y * rows.scale[:, None]).astype(dtype)
+    rows_of_x = weight.rounded(array_of(x)) if numbers.inputs else inputs.astype(x.dtype)
+    return product(rows_of_x, matrix, dtype=dtype, **options)
+
+
+def _ampere_grouped(x: jax.Array, weight: EightBits, groups: Groups) -> jax.Array:
+    from pallas_kernels.products.ampere import grouped_product
+
+    return grouped_product(weight.rounded(x), _ampere_matrices(*weight.matrices, weight.numbers), groups)
+
+
+def _ampere_matrices(values: jax.Array, scale: jax.Array, numbers: Quantized) -> Any:
+    from pallas_kernels.products.ampere import Matrices
+
+    return Matrices(values, numbers.kind, scale, scaled=GROUP if numbers.by_group else 0)
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=("numbers",), meta_fields=("forms",))
 @dataclass(frozen=True)
 class EightBits(QuantizedWeight[Quantized]):
     """Eight-bit numbers [*out, in]."""
 
-    DENSE = (Implementation(HOPPER, _why_no_hopper_dense, _hopper_dense),)
-    GROUPED = (Implementation(HOPPER, _why_no_hopper_grouped, _hopper_grouped),)
+    DENSE = (
+        Implementation(HOPPER, _why_no_hopper_dense, _hopper_dense),
+        Implementation(AMPERE, _why_no_ampere_dense, _ampere_dense),
+        Implementation(WITHOUT_FP8, partial(_why_no_ampere_dense, fp8_inputs=True), _ampere_dense),
+    )
+    GROUPED = (
+        Implementation(HOPPER, _why_no_hopper_grouped, _hopper_grouped),
+        Implementation(AMPERE, _why_no_ampere, _ampere_grouped),
+    )
     bits: ClassVar[int] = 8
 
     @classmethod

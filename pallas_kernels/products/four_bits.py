@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from pallas_kernels.products import xla
 from pallas_kernels.products.groups import Groups
 from pallas_kernels.products.rows import Rows, array_of
-from pallas_kernels.products.support import why_no_hopper_product, why_sizes_unsupported
+from pallas_kernels.products.support import why_no_product, why_sizes_unsupported
 from pallas_kernels.products.weight import QuantizedWeight
 from pallas_kernels.quantization.formats import WeightFormat
 from pallas_kernels.quantization.hadamard import transform
@@ -31,19 +31,20 @@ from pallas_kernels.quantization.int4 import (
     words,
 )
 from pallas_kernels.quantization.quantized import dequantize, quantize
-from pallas_kernels.targets import HOPPER, Implementation, cores, why_none
+from pallas_kernels.targets import AMPERE, HOPPER, Implementation, Table, cores, why_none
 
+LEAST_GROUP = 16  # inputs with a common scale, for Ampere's kernel
 FORM = "group", "dtype", "kind", "hadamard", "inputs"  # of an Int4, whatever its arrays
 
 
-def _why_no_hopper(x: Any, weight: FourBits, *, grouped: bool) -> str | None:
-    if (why := why_no_hopper_product(x)) is not None:
+def _why_not(x: Any, weight: FourBits, *, grouped: bool, least: int) -> str | None:
+    if (why := why_no_product(x)) is not None:
         return why
     if weight.divided_into != 1:
         return f"parts={weight.divided_into}: the kernel takes inputs in one part"
-    if weight.numbers.group < GROUPS[0]:
-        return f"group={weight.numbers.group}: at least {GROUPS[0]}"
-    return why_sizes_unsupported(weight.shape, grouped=grouped, inputs=False)
+    if weight.numbers.group < least:
+        return f"group={weight.numbers.group}: at least {least}"
+    return why_sizes_unsupported(weight.shape, grouped=grouped, inputs=1)
 
 
 def _hopper_dense(x: Rows, weight: FourBits, dtype: jnp.dtype[Any], device: jax.Device) -> jax.Array:
@@ -60,13 +61,35 @@ def _hopper_grouped(x: jax.Array, weight: FourBits, groups: Groups) -> jax.Array
     return kernel.grouped_int4_product(weight.transformed(x), packed, groups)
 
 
+def _ampere_dense(x: Rows, weight: FourBits, dtype: jnp.dtype[Any], device: jax.Device) -> jax.Array:
+    from pallas_kernels.products import ampere
+
+    matrix = ampere.matrices_of(weight.numbers.map(lambda array: array[None]))
+    return ampere.product(weight.transformed(array_of(x)), matrix, dtype=dtype, cores=cores(device))
+
+
+def _ampere_grouped(x: jax.Array, weight: FourBits, groups: Groups) -> jax.Array:
+    from pallas_kernels.products import ampere
+
+    packed = weight.numbers.map(lambda array: array.reshape(array.shape[0], -1, array.shape[-1]))
+    return ampere.grouped_product(weight.transformed(x), ampere.matrices_of(packed), groups)
+
+
+def _table(grouped: bool, hopper: Any, ampere: Any) -> Table:
+    kernels = (HOPPER, GROUPS[0], hopper), (AMPERE, LEAST_GROUP, ampere)
+    return tuple(
+        Implementation(target, partial(_why_not, grouped=grouped, least=least), run)
+        for target, least, run in kernels
+    )
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=("numbers",), meta_fields=("forms",))
 @dataclass(frozen=True)
 class FourBits(QuantizedWeight[Int4]):
     """Four-bit numbers [*out, in]."""
 
-    DENSE = (Implementation(HOPPER, partial(_why_no_hopper, grouped=False), _hopper_dense),)
-    GROUPED = (Implementation(HOPPER, partial(_why_no_hopper, grouped=True), _hopper_grouped),)
+    DENSE = _table(False, _hopper_dense, _ampere_dense)
+    GROUPED = _table(True, _hopper_grouped, _ampere_grouped)
     bits: ClassVar[int] = 4
 
     @classmethod

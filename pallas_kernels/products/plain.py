@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from pallas_kernels.llvm.kinds import WEIGHTS
 from pallas_kernels.products import xla
 from pallas_kernels.products.groups import Groups
-from pallas_kernels.products.support import why_no_hopper_product, why_sizes_unsupported
+from pallas_kernels.products.support import GRID, SIZE_GRID, why_no_product, why_sizes_unsupported
 from pallas_kernels.products.weight import StoredWeight
 from pallas_kernels.quantization.formats import WeightFormat
-from pallas_kernels.targets import HOPPER, Implementation
+from pallas_kernels.targets import AMPERE, HOPPER, Implementation
 
 
-def _why_no_hopper(x: Any, weight: Plain) -> str | None:
-    if (why := why_no_hopper_product(x)) is not None:
+def _why_not(x: Any, weight: Plain, *, inputs: int) -> str | None:
+    if (why := why_no_product(x)) is not None:
         return why
     if weight.dtype != x.dtype:
         return f"weight={weight.dtype}: the kernel takes x's dtype, {x.dtype}, or a quantized weight"
-    return why_sizes_unsupported(weight.shape, grouped=True)
+    return why_sizes_unsupported(weight.shape, grouped=True, inputs=inputs)
 
 
 def _hopper(x: jax.Array, weight: Plain, groups: Groups) -> jax.Array:
@@ -32,12 +32,21 @@ def _hopper(x: jax.Array, weight: Plain, groups: Groups) -> jax.Array:
     return grouped_product(x, weight.matrices, None, groups)
 
 
+def _ampere(x: jax.Array, weight: Plain, groups: Groups) -> jax.Array:
+    from pallas_kernels.products.ampere import Matrices, grouped_product
+
+    return grouped_product(x, Matrices(weight.matrices, str(weight.dtype)), groups)
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=("numbers",), meta_fields=("forms",))
 @dataclass(frozen=True)
 class Plain(StoredWeight[jax.Array]):
     """An array [*out, in]. cuBLAS multiplies by a dense one on GPUs."""
 
-    GROUPED = (Implementation(HOPPER, _why_no_hopper, _hopper),)
+    GROUPED = (
+        Implementation(HOPPER, partial(_why_not, inputs=GRID), _hopper),
+        Implementation(AMPERE, partial(_why_not, inputs=SIZE_GRID), _ampere),
+    )
 
     @classmethod
     def abstract(cls, plain: Any, form: WeightFormat, *, parts: int, hadamard: int) -> Any:

@@ -15,20 +15,20 @@ SIZE_GRID = 128  # the size of a quantized row is a multiple of this
 EIGHT_BIT_ROWS = 512  # maximum of a dense product; for more, cuBLAS is faster, even if it converts the weight
 
 
-def why_no_hopper_product(x: Rows) -> str | None:
-    """Why no kernel of Hopper's for products supports rows x."""
+def why_no_product(x: Rows) -> str | None:
+    """Why no kernel for products supports rows x."""
     return None if str(x.dtype) in DTYPES else f"dtype={x.dtype}: the kernel takes {' and '.join(DTYPES)}"
 
 
-def why_sizes_unsupported(shape: tuple[int, ...], *, grouped: bool, inputs: bool = True) -> str | None:
-    """Why no kernel supports a weight of this shape, [*out, in], or [groups, *out, in] if grouped.
+def why_sizes_unsupported(shape: tuple[int, ...], *, grouped: bool, inputs: int = GRID) -> str | None:
+    """Why a kernel does not support a weight of this shape, [*out, in], or [groups, *out, in] if grouped.
 
     Args:
-        inputs: whether the number of inputs matters.
+        inputs: what the number of inputs must be a multiple of.
     """
-    sizes = {"out": math.prod(shape[grouped:-1]), **({"in": shape[-1]} if inputs else {})}
+    sizes = ("out", math.prod(shape[grouped:-1]), GRID), ("in", shape[-1], inputs)
     wrong = (
-        f"{name}={size}: the kernel takes multiples of {GRID}" for name, size in sizes.items() if size % GRID
+        f"{name}={size}: the kernel takes multiples of {grid}" for name, size, grid in sizes if size % grid
     )
     return next(wrong, None)
 

@@ -50,7 +50,7 @@ class Int4:
         scale: float32 [..., parts * groups].
         offset: as scale; None: all are zero.
         size: inputs per part.
-        group: inputs per scale, one of GROUPS, or 16, for which GPUs have no kernel. A part's last group may
+        group: inputs per scale, one of GROUPS, or 16, for which Hopper has no kernel. A part's last group may
             have fewer.
         dtype: dtype of the represented array.
         kind: kind of the numbers, one of KINDS.

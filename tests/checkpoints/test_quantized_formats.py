@@ -220,7 +220,8 @@ def test_inputs_are_quantized_by_group_where_a_kernel_multiplies_groups(
         caplog.clear()
         with caplog.at_level("WARNING", "jengine"):
             spec = described(options, device_spec(device))
-        assert stored(spec.params["layers"][0]["mlp"]["gate_up"]).format.inputs == inputs
+        form = stored(spec.params["layers"][0]["mlp"]["gate_up"]).format
+        assert (form.bits, form.group, form.inputs) == (8, 128, inputs)
         assert (spec.model.format.inputs, formats_of(spec).product) == (inputs, inputs or "bfloat16")
         assert ("which no product here does" in caplog.text) == (inputs is None)
         assert (not caplog.records) == (inputs is not None)
@@ -229,13 +230,14 @@ def test_inputs_are_quantized_by_group_where_a_kernel_multiplies_groups(
             assert "fp8 inputs by group" in chosen and "row quantization" in chosen
 
 
-def test_groups_of_16_are_converted_on_load_on_a_gpu() -> None:
-    """Its kernels take groups of 32 and more."""
+def test_groups_of_16_are_converted_on_load_on_hopper() -> None:
+    """Its kernels take groups of 32 and more; Ampere's take these, too."""
     data = Path(__file__).parents[1] / "data" / "quantized"
     for name, kept in (("nvfp4", False), ("mxfp4", True)):
-        options = EngineConfig(model=str(data / name), max_model_len=64)
+        options = EngineConfig(model=str(data / name), max_model_len=64, dtype="bfloat16")
         for spec, expected in (
             (described(options, device_spec("h100")), kept),
+            (described(options, device_spec("l4")), True),
             (describe(options, read_config(data / name), make_mesh(1), data / name), True),
         ):
             assert is_weight(spec.params["layers"][0]["mlp"]["down"]) is expected

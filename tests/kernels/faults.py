@@ -13,7 +13,18 @@ import numpy as np
 
 from tests.compiling import quickly_compiled
 from tests.kernels.executed import Executed, as_bytes, is_wrong
-from tests.kernels.shipped import E4M3, PLAIN, Check, ampere_decode, decode, eight_bits, inputs_split, prefill
+from tests.kernels.shipped import (
+    E4M3,
+    INT4,
+    PLAIN,
+    Check,
+    ampere_decode,
+    decode,
+    eight_bits,
+    inputs_split,
+    mma,
+    prefill,
+)
 from tools.ptx_machine.capture import Compiled
 from tools.ptx_machine.findings import Finding
 from tools.ptx_machine.schedules import Schedule
@@ -24,6 +35,7 @@ VICTIMS: dict[str, Check] = {
     "product": inputs_split("int8", 3, 64, 256, 1),
     "scaled product": eight_bits(E4M3, 8, 64, 1280, by_group=True),  # more stages than there is memory for
     "Ampere": ampere_decode(128, 1, 9, 64, 2, "bfloat16", PLAIN),
+    "Ampere product": mma(9, 64, 1280, INT4, "bfloat16"),
 }
 # The first that tells of a fault counts.
 SCHEDULES = (
@@ -52,6 +64,10 @@ NEIGHBOUR = r"(shfl\.sync\.bfly\.b32[^,]*, [^,]*, )1,"
 SCALES = r"(2d\.shared::cta\.global[^\n]*\{)(%r\d+),(%r\d+)\}"
 ARRIVALS = r"(mov\.b32 \t%r\d+), 384;"
 RELEASED = r"(ld\.shared\.v2\.b32[^\n]*\n)([\s\S]*?)(mbarrier\.arrive\.release[^\n]*\n)"
+# of products with four-bit weights: the shift of a nibble, a right side, scales of a row
+NIBBLE = r"(shr\.u32 \t%r\d+, %r\d+), 4;(?=\s[^;]*\slop3)"
+INPUTS = r"(mma\.sync\S* \{[^}]*\}, *\{[^}]*\}, *)\{(%r\d+),(%r\d+)\}"
+SCALES_OF_ROW = r"(ld\.v4\.b32 \t)\{(%r\d+), (%r\d+)"
 MASKS = r"setp\.lt\.s32 \t(%p\d+, %r\d+, %r\d+;)(?=\n\tsetp\.lt)"
 
 
@@ -156,5 +172,16 @@ FAULTS = (
     Fault("arrivals of scales not counted", "scaled product", ARRIVALS, r"\1, 256;", "fault"),
     Fault("scales released early", "scaled product", RELEASED, r"\2\3\1", "race"),
     Fault("copies not awaited", "Ampere", r"(cp\.async\.wait_group) \t0", r"\1 \t1", "race"),
+    Fault("a tile too few awaited", "Ampere product", r"(cp\.async\.wait_group) \t2", r"\1 \t4", "race"),
+    Fault(
+        "barrier after the last tile missing",
+        "Ampere product",
+        rf"(cp\.async\.wait_group \t0;[^{{]*?){BAR}",
+        r"\1",
+        "race",
+    ),
+    Fault("another nibble", "Ampere product", NIBBLE, r"\1, 8;", "other results"),
+    Fault("swapped inputs", "Ampere product", INPUTS, r"\1{\3,\2}", "other results"),
+    Fault("scales of another group", "Ampere product", SCALES_OF_ROW, r"\1{\3,\2", "other results"),
     Fault("missing barrier", "Ampere", rf"(cp\.async\.wait_group \t0;[^{{]*?){BAR}", r"\1", "race"),
 )

@@ -7,13 +7,16 @@ error. There, the same checks run the form that Pallas interprets.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
+from pallas_kernels.quantization.formats import FP8_BY_FP8, INT8, WeightFormat
 from tests.kernels import (
     test_ampere,
+    test_ampere_product,
     test_attention_decode,
     test_attention_prefill,
     test_copy_pages,
@@ -29,7 +32,9 @@ from tests.kernels.test_attention_prefill import LONG
 from tools.ptx_machine.schedules import Schedule
 
 E4M3 = "float8_e4m3fn"
-
+INT4, INT4_64 = (WeightFormat("int4", 4, group, offset=True) for group in (128, 64))
+MXFP4, NVFP4 = (WeightFormat("e2m1", 4, group) for group in (32, 16))
+FP8, FP8_GROUPS, BFLOAT16 = WeightFormat(E4M3, 8), WeightFormat(E4M3, 8, 128), WeightFormat("bfloat16", 16)
 
 Check = Callable[..., float]
 Cases = dict[str, dict[str, Check]]  # kernel, name of the case, check: called with a runner
@@ -54,6 +59,9 @@ inputs_split = partial(partial, test_grouped_product.inputs_split)
 scaled_by_group = partial(partial, test_grouped_product.scaled_by_group)
 ampere_decode = partial(partial, test_ampere.check_decode)
 ampere_prefill = partial(partial, test_ampere.check_prefill)
+mma = partial(partial, test_ampere_product.check)
+mma_groups = partial(partial, test_ampere_product.check_grouped)
+mma_numbers = partial(partial, test_ampere_product.check_every_number)
 
 COVERED = 0.75  # kv_write has code for each token of a block, and some of these are padding
 # Names of kernels are those in `plgpu.kernel`.
@@ -228,7 +236,20 @@ AMPERE: Cases = {
         ),
         "decode, head dim 256, cap": ampere_decode(256, 1, 4, 16, 1, "bfloat16", CAP),
         "prefill, head dim 64, two splits, window": ampere_prefill(64, 1, 3, 16, 2, "bfloat16", WINDOW),
-    }
+    },
+    "product": {
+        "int4, offsets, 9 rows": mma(9, 64, 640, INT4, "bfloat16"),
+        "MXFP4, inputs split": mma(3, 64, 1152, MXFP4, "float16"),
+        "NVFP4, 20 rows": mma(20, 64, 192, NVFP4, "bfloat16"),
+        "int4, groups of 64, offsets, 33 rows": mma(33, 64, 320, INT4_64, "float16"),
+        "int8": mma(5, 64, 256, INT8, "bfloat16"),
+        "fp8": mma(1, 64, 384, FP8, "float16"),
+        "fp8 by group, 17 rows": mma(17, 64, 640, FP8_GROUPS, "bfloat16"),
+        "experts, bfloat16": mma_groups((3, 0, 10), 64, 256, BFLOAT16, "bfloat16"),
+        "experts, MXFP4": mma_groups((3, 0, 9), 64, 160, MXFP4, "bfloat16"),
+        "every int8 number": mma_numbers("int8", "float16"),
+        "every fp8 number": mma_numbers(E4M3, "bfloat16"),
+    },
 }
 MORE_AMPERE: Cases = {
     "paged_attention": {
@@ -236,7 +257,19 @@ MORE_AMPERE: Cases = {
         "decode, head dim 256, group 16": ampere_decode(256, 1, 16, 64, 2, "float16", BOTH),
         "prefill, head dim 128": ampere_prefill(128, 1, 4, 64, None, "bfloat16", PLAIN),
         "prefill, head dim 256, sinks": ampere_prefill(256, 1, 2, 16, 2, "float16", SINKS),
-    }
+    },
+    "product": {
+        "int4, offsets, 130 rows": mma(130, 128, 1152, INT4, "bfloat16"),
+        "int4, groups of 32, float16": mma(8, 192, 416, replace(INT4, group=32), "float16"),
+        "fp8 by fp8": mma(4, 64, 512, FP8_BY_FP8, "bfloat16"),
+        "int8, float16, 100 rows": mma(100, 64, 256, INT8, "float16"),
+        "experts, int8, more rows": mma_groups((0, 70, 0, 1), 64, 128, INT8, "bfloat16"),
+        "experts, int4, offsets": mma_groups((40, 1, 0), 64, 640, INT4, "float16"),
+        "experts, NVFP4": mma_groups((100, 0, 2), 64, 96, NVFP4, "bfloat16"),
+        "experts, fp8 by group": mma_groups((5, 0, 9), 64, 256, FP8_GROUPS, "float16"),
+        "every int8 number, bfloat16": mma_numbers("int8", "bfloat16"),
+        "every fp8 number, float16": mma_numbers(E4M3, "float16"),
+    },
 }
 
 

@@ -11,6 +11,8 @@ from tests.kernels.faults import FAULTS, Fault, Report, Victim, reports_elsewher
 
 compiler_for_gpus()
 
+ON_AMPERE = "Ampere", "Ampere product"
+
 
 @functools.cache
 def victim(name: str) -> Victim:
@@ -26,13 +28,14 @@ def check(fault: Fault, report: Report | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(fault, id=fault.name) for fault in FAULTS if fault.kernel != "Ampere"]
+    "fault", [pytest.param(fault, id=fault.name) for fault in FAULTS if fault.kernel not in ON_AMPERE]
 )
 def test_a_fault_is_noticed(fault: Fault) -> None:
     check(fault, victim(fault.kernel).report(fault))
 
 
-def test_faults_are_noticed_in_the_kernel_for_ampere() -> None:
-    faults = [fault for fault in FAULTS if fault.kernel == "Ampere"]
-    for fault, report in zip(faults, reports_elsewhere("Ampere", faults, "a100"), strict=True):
+@pytest.mark.parametrize("kernel", ON_AMPERE)
+def test_faults_are_noticed_in_the_kernels_for_ampere(kernel: str) -> None:
+    faults = [fault for fault in FAULTS if fault.kernel == kernel]
+    for fault, report in zip(faults, reports_elsewhere(kernel, faults, "a100"), strict=True):
         check(fault, report)

@@ -21,6 +21,11 @@ from pallas_kernels.quantization.quantized import quantize
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 AMPERE: Any = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
+TURING: Any = SimpleNamespace(device_kind="Tesla T4", compute_capability="7.5")
+NO_TURING = (
+    "device=Tesla T4: the kernel is for GPUs of compute capability 9.0; GPUs of compute capability 8.x"
+)
+NO_TURING += ", and 10.0 and newer"
 
 
 def test_what_the_grouped_product_takes_and_why_not() -> None:
@@ -28,7 +33,8 @@ def test_what_the_grouped_product_takes_and_why_not() -> None:
     for experts in weight, quantize(weight, "int8"), quantize(weight, "float8_e4m3fn"):
         assert product_dispatch.why_product_unsupported(x, experts, grouped=True, device=HOPPER) is None
     refusals: list[tuple[Any, Any, str]] = [
-        ((x, weight), AMPERE, "device=NVIDIA A100: the kernel is for GPUs of compute capability 9.0"),
+        ((x, weight), TURING, NO_TURING),
+        ((x, weight), AMPERE, "in=64: the kernel takes multiples of 128"),
         ((x.astype(jnp.float32), weight), HOPPER, "dtype=float32: the kernel takes bfloat16 and float16"),
         (
             (x, weight.astype(jnp.float16)),
@@ -58,7 +64,14 @@ def test_what_quantized_products_take_and_why_not() -> None:
     assert product_dispatch.why_product_unsupported(x, eight_bits, grouped=False, device=HOPPER) is None
     halves = four_bits(64, 192, parts=2)
     refusals: list[tuple[Any, Any, Any, str]] = [
-        (x, weight, AMPERE, "device=NVIDIA A100: the kernel is for GPUs of compute capability 9.0"),
+        (x, weight, TURING, NO_TURING),
+        (x, eight_bits, AMPERE, "in=192: the kernel takes multiples of 128"),
+        (
+            x,
+            quantize(jnp.zeros((64, 192)), "int8", inputs=True),
+            AMPERE,
+            "inputs=int8: XLA multiplies these without converting them",
+        ),
         (x.astype(jnp.float32), weight, HOPPER, "dtype=float32: the kernel takes bfloat16 and float16"),
         (x, weight[:48], HOPPER, "out=48: the kernel takes multiples of 64"),
         (x, halves, HOPPER, "parts=2: the kernel takes inputs in one part"),
@@ -96,7 +109,7 @@ def test_what_quantized_products_take_and_why_not() -> None:
     np.testing.assert_array_equal(stored(weight).on_gpu(x, jnp.dtype("float32")), np.zeros((8, 64)))
 
 
-def test_quantized_weights_are_read_as_they_lie_where_programs_are_traced_for_hopper(
+def test_quantized_weights_are_read_as_they_lie_by_kernels_of_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     taken: list[Any] = []
@@ -107,6 +120,7 @@ def test_quantized_weights_are_read_as_they_lie_where_programs_are_traced_for_ho
 
     monkeypatch.setattr("pallas_kernels.products.hopper.int4_product.int4_product", kernel)
     monkeypatch.setattr("pallas_kernels.products.hopper.grouped_product.grouped_product", kernel)
+    monkeypatch.setattr("pallas_kernels.products.ampere.product", kernel)
     x, eight_bits = jnp.zeros((9, 192), jnp.bfloat16), quantize(jnp.zeros((64, 192)), "int8")
     for capability in "9.0", "8.0":
         device = SimpleNamespace(
@@ -116,6 +130,6 @@ def test_quantized_weights_are_read_as_they_lie_where_programs_are_traced_for_ho
             monkeypatch.setattr(module, "traced_for", lambda device=device: device)
         for weight in four_bits(64, 192, hadamard=64), eight_bits:
             assert product(x, weight, jnp.float32).shape == (9, 64)
-    assert taken == [((9, 192), "bfloat16", jnp.float32), ((16, 192), "bfloat16", jnp.float32)], (
-        "transformed, and padded to a block"
-    )
+    rows = ((9, 192), "bfloat16", jnp.float32)
+    # transformed, and for Hopper's eight bits padded to a block; Ampere's take a multiple of 128 inputs
+    assert taken == [rows, ((16, 192), "bfloat16", jnp.float32), rows]

@@ -1,4 +1,4 @@
-"""The kernel for Ampere as it ships to Ampere and, with copies by TMA, to Blackwell: its PTX, executed.
+"""The kernels for Ampere as they ship to Ampere and, with copies by TMA, to Blackwell: their PTX, executed.
 
 In processes of their own, since one compiles for one compute capability.
 """
@@ -43,22 +43,20 @@ def least_covered(check: Check, schedules: Any, target: str) -> float:
     return executed.least_covered()
 
 
-@pytest.mark.parametrize(
-    ("check", "schedules", "covered"), parameters("paged_attention", few=AMPERE, more=MORE_AMPERE)
-)
+@pytest.mark.parametrize(("check", "schedules", "covered"), parameters(*AMPERE, few=AMPERE, more=MORE_AMPERE))
 def test_the_reference_is_met(
     check: Check, schedules: Any, covered: float, ampere: ProcessPoolExecutor
 ) -> None:
     assert ampere.submit(least_covered, check, schedules, "a100").result() >= covered
 
 
-ON_BLACKWELL: Cases = {"paged_attention": dict([*AMPERE["paged_attention"].items()][:1])}
-MORE_ON_BLACKWELL: Cases = {"paged_attention": dict([*AMPERE["paged_attention"].items()][1:])}
+ON_BLACKWELL: Cases = {kernel: dict([*cases.items()][:1]) for kernel, cases in AMPERE.items()}
+MORE_ON_BLACKWELL: Cases = {kernel: dict([*cases.items()][1:]) for kernel, cases in AMPERE.items()}
 
 
 @pytest.mark.parametrize(
     ("check", "schedules", "covered"),
-    parameters("paged_attention", few=ON_BLACKWELL, more=MORE_ON_BLACKWELL),
+    parameters(*AMPERE, few=ON_BLACKWELL, more=MORE_ON_BLACKWELL),
 )
 def test_the_reference_is_met_on_blackwell(
     check: Check, schedules: Any, covered: float, blackwell: ProcessPoolExecutor

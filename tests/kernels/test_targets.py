@@ -146,7 +146,7 @@ def test_compute_capabilities(version: str, wanted: tuple[int, int] | None) -> N
 def test_products_by_format() -> None:
     plain = jax.random.normal(jax.random.key(0), (64, 128), jnp.bfloat16)
     weights = {"bfloat16": plain, "int8": quantize(plain, "int8"), "int4": quantize_int4(plain)}
-    for version, by in ("9.0", "Hopper"), ("8.0", "XLA"), ("12.0", "XLA"):
+    for version, by in ("9.0", "Hopper"), ("8.0", "Ampere"), ("12.0", "Ampere"), ("7.5", "XLA"):
         for name, weight in weights.items():
             choice = explain_product(ROWS, weight, grouped=False, device=gpu(version))
             assert choice.name == ("XLA" if name == "bfloat16" else by)

@@ -42,9 +42,11 @@ from jengine.vision.declared import Encoder
 from jengine.vision.family import RowEncoder
 from pallas_kernels.devices import cpu_refused
 from pallas_kernels.products.dispatch import why_product_unsupported
+from pallas_kernels.products.quantize_rows import ROW_QUANTIZATION
 from pallas_kernels.products.weights import abstract
 from pallas_kernels.quantization.formats import FP8
-from pallas_kernels.quantization.int4 import GROUPS
+from pallas_kernels.quantization.int4 import GROUPS, TILE
+from pallas_kernels.targets import why_none
 
 MOST_ROWS = 16384  # embeddings in the pool, unless the options say otherwise
 FEWEST_PATCHES = 256  # of a bucket, unless no part has as many
@@ -390,20 +392,20 @@ def states(config: EngineConfig, model: Model, max_num_seqs: int, platform: str)
 
 def _stored(model: ModelConfig, dtype: str, device: jax.Device) -> ModelConfig:
     """Without a kernel that multiplies by groups of eight-bit numbers, or of 16 four-bit ones, they are
-    converted to dtype on load, rather than in each step. Without products of FP8, inputs are not quantized.
+    converted to dtype on load, rather than in each step. Without products of FP8, or without a kernel that
+    quantizes rows by group, inputs are not quantized.
     """
     if (stored := model.stored) is None:
         return model
     weight = format_of(stored)
-    if weight.bits == 4 and weight.group < GROUPS[0] and device.platform != "cpu":
-        return dataclasses.replace(model, stored=None)
-    if weight.bits == 8 and weight.group:
-        block = jax.ShapeDtypeStruct((1, weight.group, weight.group), dtype)
-        x: Any = jax.ShapeDtypeStruct((1, weight.group), dtype)
-        by_block = abstract(block, weight)
-        if why_product_unsupported(x, by_block, grouped=True, device=device) is not None:
+    x: Any = jax.ShapeDtypeStruct((1, TILE), dtype)
+    small = weight.group < GROUPS[0] and device.platform != "cpu"
+    if weight.group and (weight.bits == 8 or small):
+        in_groups = abstract(jax.ShapeDtypeStruct((1, TILE, TILE), dtype), weight)
+        if why_product_unsupported(x, in_groups, grouped=True, device=device) is not None:
             return dataclasses.replace(model, stored=None)
-    if weight.inputs == FP8 and not multiplies_fp8(device):
+    by_group = weight.group and why_none(ROW_QUANTIZATION, device, x) is not None
+    if weight.inputs == FP8 and (by_group or not multiplies_fp8(device)):
         stored = dataclasses.replace(stored, inputs=False)
     return dataclasses.replace(model, stored=stored)
 

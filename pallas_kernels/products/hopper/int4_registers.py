@@ -18,9 +18,9 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.mosaic.hopper import ROWS
+from pallas_kernels.mosaic.words import MANTISSA, asm, bits_of, both, constant, shifted
 from pallas_kernels.quantization.int4 import WORDS
 
 STEP = 2 * WORDS  # columns in the same nibble of all words
@@ -40,7 +40,6 @@ SCALE_LAYOUT = plgpu.Layout.TILED(
     SCALE_TILING.tiling, SCALE_TILING.warp_dims, SCALE_TILING.lane_dims, SCALE_TILING.vector_dim
 )
 SCALED = 2.0**64  # unit of scaled weights, whose factors would be infinite without it
-MANTISSA = {jnp.dtype("bfloat16"): 7, jnp.dtype("float16"): 10}  # bits
 
 
 def factor(kind: str) -> float:
@@ -63,16 +62,16 @@ def numbers(
         # The number plus 8 is unsigned. It becomes the lowest bits of a power of two; then the power and 8
         # are subtracted.
         power = 1 << mantissa
-        bits = [taken(_right(words, 4 * k), 15, _bits(power, dtype) | 8) for k in nibbles]
+        bits = [taken(_right(words, 4 * k), 15, bits_of(power, dtype) | 8) for k in nibbles]
         return pairs(bits, dtype) - jnp.asarray(power + 8, dtype)
     # A code has two exponent bits and one mantissa bit. They become the lowest exponent bits and the highest
     # mantissa bit of a number x >= 2, which is twice the magnitude. If the exponent is zero, the number is
     # subnormal (it has no implicit one), and 2 (x - 2) is twice the magnitude. It is then the smaller of the
     # two.
     magnitude = [
-        taken(_right(words, 4 * k + 1 - mantissa), 7 << mantissa - 1, _bits(2, dtype)) for k in nibbles
+        taken(_right(words, 4 * k + 1 - mantissa), 7 << mantissa - 1, bits_of(2, dtype)) for k in nibbles
     ]
-    sign = [_right(words, 4 * k - 12) & _both(1 << 15) for k in nibbles]
+    sign = [_right(words, 4 * k - 12) & both(1 << 15) for k in nibbles]
     wide = pairs(magnitude, dtype)
     wide = jnp.minimum(wide, wide * 2 - 4)
     signed = lax.bitcast_convert_type(wide, jnp.int16) ^ pairs(sign, jnp.dtype("int16"))
@@ -97,11 +96,11 @@ def scaled(words: jax.Array, scale: jax.Array, nibbles: Sequence[int]) -> jax.Ar
         registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((ROWS, STEP * len(nibbles))), object)
         for half, of_row in enumerate(scale.registers.flat):
             for step, nibble in enumerate(nibbles):
-                factor = _asm(SCALE_OF_PAIR, mgpu.utils.vector_slice(of_row, slice(nibble, nibble + 1)))
+                factor = asm(SCALE_OF_PAIR, mgpu.utils.vector_slice(of_row, slice(nibble, nibble + 1)))
                 for word in range(words.registers.shape[1]):
                     register = mgpu.utils.bitcast(words.registers[0, word, 0, 0, half].item(), i32)
-                    shifted = [_shifted(register, 4 * nibble - by) for by in (6, 12)]
-                    number = mgpu.utils.bitcast(_asm(SCALED_PAIR, *shifted, factor), pair)
+                    fields = [shifted(register, 4 * nibble - by) for by in (6, 12)]
+                    number = mgpu.utils.bitcast(asm(SCALED_PAIR, *fields, factor), pair)
                     registers[0, word + step * words.registers.shape[1], 0, 0, half] = number
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
@@ -123,32 +122,14 @@ SCALED_PAIR = """{
 }"""
 
 
-def _asm(code: str, *operands: Any) -> Any:
-    """PTX with a word as its result and with words or a float as operands."""
-    i32 = ir.IntegerType.get_signless(32)
-    words = [mgpu.utils.bitcast(x, i32) for x in operands]
-    return llvm.inline_asm(i32, words, code, ",".join(["=r"] + ["r"] * len(words)), has_side_effects=False)
-
-
-def _shifted(word: Any, bits: int) -> Any:
-    """Shifts to the right, or to the left if `bits` is negative."""
-    by = mgpu.c(abs(bits), word.type)
-    return word if bits == 0 else arith.shrui(word, by) if bits > 0 else arith.shli(word, by)
-
-
 def _right(words: jax.Array, bits: int) -> jax.Array:
     """Shifts words to the right, or to the left if `bits` is negative. Bits shifted in are undefined."""
     return words >> bits if bits > 0 else words << -bits if bits < 0 else words
 
 
-def _both(half: int) -> Any:
-    """A word with this number in both halves."""
-    return np.uint32(half << 16 | half).astype(np.int32)
-
-
 def _and_xor(words: jax.Array, mask: int, flipped: int) -> jax.Array:
     """(words & mask) ^ flipped, in both halves of each word."""
-    taken: jax.Array = words & _both(mask) ^ _both(flipped)
+    taken: jax.Array = words & both(mask) ^ both(flipped)
     return taken
 
 
@@ -158,25 +139,16 @@ def _and_xor_in_registers(words: jax.Array, mask: int, flipped: int) -> jax.Arra
     """
 
     def take(_: Any, words: Any) -> Any:
-        i32 = ir.IntegerType.get_signless(32)
-        constants = [mgpu.c(int(_both(half)), i32) for half in (mask, flipped)]
+        constants = [constant(half) for half in (mask, flipped)]
         registers = np.empty_like(words.registers)
         for at, register in np.ndenumerate(words.registers):
-            word = [mgpu.utils.bitcast(register, i32), *constants]
-            # ($1 & $2) ^ $3
-            both = llvm.inline_asm(
-                i32, word, "lop3.b32 $0, $1, $2, $3, 0x6a;", "=r,r,r,r", has_side_effects=False
-            )
-            registers[at] = mgpu.utils.bitcast(both, register.type)
+            word = asm("lop3.b32 $0, $1, $2, $3, 0x6a;", register, *constants)  # ($1 & $2) ^ $3
+            registers[at] = mgpu.utils.bitcast(word, register.type)
         return mgpu.FragmentedArray(_registers=registers, _layout=words.layout, _is_signed=words.is_signed)
 
     returned = plgpu.ShapeDtypeStruct(words.shape, words.dtype, layout=WORD_LAYOUT)
     result: jax.Array = plgpu.inline_mgpu(arg_types=(WORD_LAYOUT,), return_type=returned)(take)(words)
     return result
-
-
-def _bits(number: int, dtype: jnp.dtype[Any]) -> int:
-    return int(np.asarray(number, dtype).view(np.uint16))
 
 
 def _pairs(bits: Sequence[jax.Array], dtype: jnp.dtype[Any]) -> jax.Array:

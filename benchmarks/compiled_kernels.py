@@ -1,0 +1,56 @@
+"""Compiles Ampere's products for the cards that they serve, none of which need be here.
+
+    python -m benchmarks.compiled_kernels [TARGET ...]
+
+Needs the extra `aot`. A row has what the compiler says of a kernel, and for products the bytes of a tile of
+64 outputs and 128 inputs, and the instructions of a warp for it, counted in the machine code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from benchmarks.machine import RESULTS, ROOT, save
+
+sys.path.append(str(ROOT / "tools"))
+
+from ampere_products import AMPERE_FORMATS, AMPERE_PRODUCTS
+from kernel_counts import count, tile_of_mma
+from kernel_facts import AMPERE, AMPERE_THREADS, facts_elsewhere
+
+
+def row(name: str, facts: Any) -> dict[str, Any]:
+    form, _, rows = name.rpartition(", ")
+    found = {
+        "case": name,
+        "registers": facts.registers,
+        "spilled": facts.spilled,
+        "shared": facts.shared,
+        "blocks": facts.blocks(AMPERE_THREADS),
+    }
+    if form in AMPERE_FORMATS:
+        tile = tile_of_mma(int(rows.split()[0]), AMPERE_FORMATS[form])
+        found |= {"instructions": round(count(facts, tile).products), "bytes": tile.bytes}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("targets", nargs="*", help="these only; others keep their rows")
+    targets, file = parser.parse_args().targets or AMPERE, RESULTS / "compiled_kernels.json"
+    found = json.loads(file.read_text())["targets"] if file.exists() else {}
+    for target in targets:
+        every = facts_elsewhere(target, [*AMPERE_PRODUCTS.values()])
+        found[target] = [row(name, facts) for name, facts in zip(AMPERE_PRODUCTS, every, strict=True)]
+        print(target, len(every), flush=True)
+        save("compiled_kernels", {"targets": found})
+
+
+if __name__ == "__main__":
+    main()
