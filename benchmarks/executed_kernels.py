@@ -1,6 +1,6 @@
 """Executes every Mosaic kernel that ships, as it ships, without a GPU; and kernels with planted faults.
 
-    python -m benchmarks.executed_kernels [--quick]
+    python -m benchmarks.executed_kernels [--quick] [--targets TARGET ...]
 
 Needs the extra `aot`. A kernel's row has its largest error against the reference, in parts of the largest
 number of the result; instructions of warps that a run executes; lines of its PTX and how many of them any run
@@ -10,6 +10,7 @@ executed; and seconds of a run, with the machine's load.
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import sys
@@ -20,7 +21,7 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "4")  # threads of XLA: a kernel that it calls takes one
 
-from benchmarks.machine import ROOT, save
+from benchmarks.machine import RESULTS, ROOT, save
 
 sys.path.append(str(ROOT / "tools"))  # as pytest does
 
@@ -31,7 +32,8 @@ from tests.kernels.faults import FAULTS, Report, reports_of
 
 TARGETS = {
     "h200": (shipped.CASES, ("decode", "prefill", "product", "scaled product")),
-    "a100": (shipped.AMPERE, ("Ampere",)),
+    "a100": (shipped.AMPERE, ("Ampere", "Ampere product")),
+    "rtx5090": (shipped.AMPERE, ()),
 }
 
 
@@ -94,9 +96,16 @@ def _faults(target: str, victims: tuple[str, ...]) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="the first case of each kernel, nothing saved")
-    quick = parser.parse_args().quick
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, help="these only; others keep their rows")
+    args = parser.parse_args()
+    quick, targets = args.quick, args.targets or [*TARGETS]
     kernels, faults = list[dict[str, Any]](), list[dict[str, Any]]()
-    for target in TARGETS:
+    if args.targets and not quick:
+        before = json.loads((RESULTS / "executed_kernels.json").read_text())
+        kernels = [row for row in before["kernels"] if row["target"] not in targets]
+        victims = {victim for target in targets for victim in TARGETS[target][1]}
+        faults = [row for row in before["faults"] if row["kernel"] not in victims]
+    for target in targets:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             more, told = pool.submit(rows, target, quick).result()
         kernels += more

@@ -9,6 +9,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
+CARDS_OF_TARGETS = {"a100": " (A100)", "rtx5090": " (RTX 5090)"}
 ENGINES = {"jengine": "jengine", "vllm": "vLLM", "openvino": "OpenVINO GenAI"}
 MEASURES = {
     "stream": "One stream, tokens/s",
@@ -180,7 +181,7 @@ def executed_kernels() -> str:
     for one in found["kernels"]:
         blocks = " x ".join(str(size) for size in one["grid"] if size > 1) or "1"
         cells = (
-            f"`{one['kernel']}`" + (" (A100)" if one["target"] == "a100" else ""),
+            f"`{one['kernel']}`" + CARDS_OF_TARGETS.get(one["target"], ""),
             one["case"],
             f"{blocks} of {one['threads']}",
             f"{one['instructions']:,}",

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import docs_figures
+import docs_kernels
 from api_index import public_names
 from prometheus_client.core import Metric
 from vllm_same import SAME
@@ -257,6 +258,8 @@ CONTENT: dict[str, Callable[[], str]] = {
     "replicas": docs_figures.replicas,
     "executed kernels": docs_figures.executed_kernels,
     "planted faults": docs_figures.planted_faults,
+    "kernels by card": docs_kernels.cards,
+    "bounds of products": docs_kernels.predictions,
     "ARCHITECTURE.md": lambda: included("ARCHITECTURE.md"),
     "CHANGELOG.md": lambda: included("CHANGELOG.md"),
     "benchmarks/NOTES.md": lambda: included("benchmarks/NOTES.md"),

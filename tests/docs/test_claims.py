@@ -11,7 +11,9 @@ from types import ModuleType
 from typing import Any
 
 import docs_figures
+import docs_kernels
 import pytest
+from ampere_products import AMPERE_FORMATS, AMPERE_PRODUCTS
 from kernel_facts import AMPERE, AMPERE_CASES
 
 import pallas_kernels
@@ -68,14 +70,40 @@ def test_compiled_kernels() -> None:
     page = "docs/guides/kernels.md"
     assert numbers(page, r"has (\d+) forms for Hopper, and (\d+) for Ampere") == [
         every,
-        len(AMPERE_CASES),
+        len(AMPERE_CASES | AMPERE_PRODUCTS),
     ]
 
-    ampere = importlib.import_module("tests.kernels.test_ampere")
-    assert cases(ampere.test_a_kernel_spills_nothing_and_fits, "target") == (["a100", "b200"], [*AMPERE])
-    assert cases(ampere.test_every_kernel_spills_nothing_and_fits, "target") == ([], [*AMPERE])
+    few = 0
+    for name in "test_ampere", "test_ampere_product":
+        ampere = importlib.import_module(f"tests.kernels.{name}")
+        assert cases(ampere.test_a_kernel_spills_nothing_and_fits, "target") == (["a100", "b200"], [*AMPERE])
+        assert cases(ampere.test_every_kernel_spills_nothing_and_fits, "target") == ([], [*AMPERE])
+        few += len(ampere.FEW)
     pattern = r"CI compiles (\d+) of the former for an H200 and (\d+) of the latter for an A100 and a\s+B200"
-    assert numbers(page, pattern) == [in_ci, len(ampere.FEW)]
+    assert numbers(page, pattern) == [in_ci, few]
+
+
+def test_evidence_of_kernels_by_card() -> None:
+    """What Ampere's kernels serve was executed for an A100 and an RTX 5090, and compiled for the others."""
+    lines = docs_kernels.cards().splitlines()
+    titles, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+    by_card = {card: {row[0]: row[place] for row in rows} for place, card in enumerate(titles) if card}
+    evidence = {card: {cell for cell in by_card[card].values() if "Ampere" in cell} for card in by_card}
+    assert evidence["A100 (8.0)"] == evidence["RTX 50 (12.0)"] == {"Ampere, executed"}
+    assert evidence["RTX 40, L4, L40S (8.9)"] == evidence["B200 (10.0)"] == {"Ampere, compiled"}
+    assert [target for _, target in docs_kernels.CARDS.values() if target not in (*AMPERE, "h200")] == []
+    by_xla = {name for name, cell in by_card["RTX 40, L4, L40S (8.9)"].items() if cell == "XLA"}
+    assert {"products, bfloat16", "cache writes", "latent attention, decode"} <= by_xla
+    assert not any("int4" in name or "FP4" in name or "experts" in name for name in by_xla)
+
+
+def test_bounds_of_products() -> None:
+    _, _, floor, *rows = docs_kernels.predictions().splitlines()
+    assert len(rows) == len(AMPERE_FORMATS)
+    for row in rows:  # eight bits take half the time of sixteen; no card is bound by instructions
+        for cell, of_floats in zip(row.split("|")[3:-1], floor.split("|")[3:-1], strict=True):
+            by_bytes, by_instructions = map(int, cell.split(","))
+            assert by_instructions < by_bytes < int(of_floats) * 0.53
 
 
 def test_every_form_of_a_kernel_is_counted() -> None:
