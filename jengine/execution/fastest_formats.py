@@ -32,7 +32,9 @@ def fastest_formats(spec: ExecutionSpec) -> str | None:
     uses = dict[str, list[str]]()
     for index, use in enumerate(USES):
         best = max(SPEEDS[name], key=lambda quantization: SPEEDS[name][quantization][index])
-        uses.setdefault(best, []).append(f"about {SPEEDS[name][best][index]:g} times bfloat16's tokens/s {use}")
+        uses.setdefault(best, []).append(
+            f"about {SPEEDS[name][best][index]:g} times bfloat16's tokens/s {use}"
+        )
     formats = (
         f"quantization={best!r} ({' and '.join(parts)}; perplexity times {PERPLEXITIES[best]})"
         for best, parts in uses.items()
