@@ -20,6 +20,7 @@ from jengine import LLM, AsyncLLM, EngineDead, SamplingParams, cli
 from jengine.core.config import EngineConfig
 from jengine.engine.loop.engine import Engine
 from jengine.engine.setup import program_set
+from jengine.engine.setup.shapes import describe_engine
 from jengine.engine.start import start_engine
 from jengine.execution.cache_folders import measured_costs
 from jengine.execution.runner import InFlight, StepResult
@@ -83,6 +84,28 @@ def test_the_first_start_measures_every_program(saved: Path) -> None:
     assert {*costs.known} == {*costs.table.trunks(), *costs.table.samplers()}
     assert all(0.0 < cost.seconds < 60.0 and cost.steps == FIRST for cost in costs.known.values())
     assert all(0.0 <= slope < 1e-3 and math.isfinite(slope) for slope in costs.slopes)
+
+
+def test_costs_of_engines_with_bursts_serve_those_without_and_the_other_way_round(
+    text_model: Path, saved: Path, tmp_path: Path
+) -> None:
+    """An LLM has bursts by default; `jengine simulate` and `plan` describe a server."""
+    options = {**OPTIONS, "cache_dir": saved}
+    config, spec = describe_engine(EngineConfig.of(str(text_model), options))
+    several = EngineConfig.of(str(text_model), {**options, "num_scheduler_steps": 8})
+    with_bursts, spec_of_bursts = describe_engine(several)
+    measured = program_set.saved_costs(config, spec)
+    costs = program_set.saved_costs(with_bursts, spec_of_bursts)
+    assert measured is not None and costs is not None
+    assert (measured.table.steps, costs.table.steps) == (1, 8)
+    assert all(costs.known[key].seconds == cost.seconds for key, cost in measured.known.items())
+
+    program_set.CostsFile(tmp_path, spec_of_bursts.fingerprint()).save(costs)
+    back = program_set.saved_costs(dataclasses.replace(config, cache_dir=tmp_path), spec)
+    assert back is not None and back.table == spec.table
+    assert {key: cost.seconds for key, cost in back.known.items()} == {
+        key: cost.seconds for key, cost in measured.known.items()
+    }
 
 
 def test_a_later_start_measures_nothing_and_goes_on_from_what_was_refined(

@@ -72,6 +72,24 @@ def test_clients_take_turns() -> None:
     run(main())
 
 
+def test_a_clients_texts_without_bytes_take_turns_too() -> None:
+    async def main() -> None:
+        work, jobs = TextWork(waits=lambda: True), Jobs()
+        tasks = [asyncio.create_task(work.run("a", 0, jobs.job(f"{i}"))) for i in range(3)]
+        for i in range(3):
+            await jobs.wait_for(i + 1)
+            tasks.append(asyncio.create_task(work.run("a", 0, jobs.job("later"))))
+            await asyncio.sleep(0)
+            assert len(jobs.begun) == i + 1, "one at a time"
+            jobs.release.release()
+        for _ in range(3):
+            jobs.release.release()
+        await asyncio.gather(*tasks)
+        assert not work._clients
+
+    run(main())
+
+
 def test_a_client_that_goes_keeps_its_turn_until_the_work_is_done() -> None:
     async def main() -> None:
         work, jobs = TextWork(), Jobs()

@@ -292,22 +292,15 @@ def _sources(plan: Plan) -> str:
     links = ""
     if cluster.count > 1:
         kernels = ", except for sums that XLA's kernels take," if _has_kernels(plan) else ""
+        network = f", {device.network / 1e9:.0f} GB/s between hosts ({device.network_name})"
         links = (
             f" Collectives take NCCL's latencies{kernels} and {device.link / 1e9:.0f} GB/s in a host"
-            f" ({device.link_name})"
-            + (
-                f", {device.network / 1e9:.0f} GB/s between hosts ({device.network_name})"
-                if cluster.hosts > 1
-                else ""
-            )
-            + "; none was measured."
+            f" ({device.link_name}){network if cluster.hosts > 1 else ''}; none was measured."
         )
     return (
         f"Speeds are estimates: {device.bandwidth_share:.1%} of {device.bandwidth / 1e12:.2f} TB/s of memory"
-        " and"
-        f" {device.products_share:.1%} of {rate / 1e12:,.0f} T operations/s in {formats.product}, which steps"
-        " of an 8B"
-        f" in bfloat16 reached {reached}.{links}"
+        f" and {device.products_share:.1%} of {rate / 1e12:,.0f} T operations/s in {formats.product}, which"
+        f" steps of an 8B in bfloat16 reached {reached}.{links}"
     )
 
 
@@ -355,15 +348,15 @@ def _has_kernels(plan: Plan) -> bool:
 
 def _exchanges(plan: Plan) -> list[Table]:
     """A decode step's time in exchanges between devices, with XLA's kernels for small sums and without."""
-    if not _has_kernels(plan):
+    if not (_has_kernels(plan) and plan.decode):
         return []
     roofline, context = plan.roofline, min(rate.context for rate in plan.decode)
     nccl = dataclasses.replace(roofline, cluster=dataclasses.replace(roofline.cluster, kernels=False))
 
     def row(rate: Rate) -> tuple[str, ...]:
-        shown = [rate.causes, nccl.step(Batch(rate.count, rate.context))]
-        ms = [*(causes["links"] + causes["latency"] for causes in shown), rate.seconds]
-        return (f"{rate.count:,}", *(f"{1e3 * seconds:.2f} ms" for seconds in ms))
+        both = rate.causes, nccl.step(Batch(rate.count, rate.context))
+        seconds = *(causes["links"] + causes["latency"] for causes in both), rate.seconds
+        return (f"{rate.count:,}", *(f"{1e3 * each:.2f} ms" for each in seconds))
 
     head = ("exchanges", "with NCCL alone", f"step of context {context:,}")
     return [Table("decode, sequences", head, [row(rate) for rate in plan.decode if rate.context == context])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,6 +15,7 @@ import jax
 from jengine.base.host_memory import available_memory
 from jengine.base.progress import Progress
 from jengine.core.config import EngineConfig
+from jengine.core.scheduling_options import BURST_STEPS
 from jengine.devices.device_defaults import sizes
 from jengine.engine.loop.engine_parts import RUNS
 from jengine.engine.setup.devices import process_root
@@ -239,9 +241,16 @@ def given_programs(config: EngineConfig) -> tuple[PrebuiltPrograms | None, Engin
 
 def saved_costs(config: EngineConfig, spec: ExecutionSpec) -> StepCosts | None:
     """Step costs that engines with these options have measured on this machine; None if there are none.
-    config, spec: as returned by `describe_engine`.
+    config, spec: as returned by `describe_engine`. An LLM has bursts by default and a server has none: costs
+    of either serve both.
     """
-    return CostsFile(process_root(config), spec.fingerprint()).load(spec.table)
+    table, root = spec.table, process_root(config)
+    for steps in (table.steps, BURST_STEPS if table.steps == 1 else 1):
+        measured = dataclasses.replace(spec, table=dataclasses.replace(table, steps=steps))
+        costs = CostsFile(root, measured.fingerprint()).load(measured.table)
+        if costs is not None:
+            return costs if measured.table == table else costs.for_table(table)
+    return None
 
 
 class CostsFile:

@@ -50,7 +50,8 @@ RETRY_SECONDS = 1.0
 
 @dataclass(slots=True)
 class _Client:
-    bytes: int = 0  # of waiting and running requests
+    requests: int = 0  # that wait or run; some have no bytes
+    bytes: int = 0  # of these
     turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
 
@@ -87,6 +88,7 @@ class TextWork:
                 "text_work",
             )
         self._clients[client] = mine
+        mine.requests += 1
         mine.bytes += size
         self._bytes += size
         turns: list[asyncio.Semaphore] = []
@@ -110,9 +112,10 @@ class TextWork:
         for turn in turns:
             turn.release()
         mine = self._clients[client]
+        mine.requests -= 1
         mine.bytes -= size
         self._bytes -= size
-        if not mine.bytes:
+        if not mine.requests:
             del self._clients[client]
 
 
