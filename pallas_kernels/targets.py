@@ -116,11 +116,18 @@ def _runs_mma(device: jax.Device) -> bool:
 
 
 # wgmma exists on 9.0 alone. mma.sync exists everywhere from 8.0 on. Hopper has kernels that are faster than
-# those for mma.sync, and leaves to XLA what they do not support.
+# those for mma.sync, and leaves to XLA most of what they do not support.
 HOPPER = Target(
     "Hopper", "mosaic", "GPUs of compute capability 9.0", lambda device: capability(device) == (9, 0)
 )
 AMPERE = Target("Ampere", "mosaic", "GPUs of compute capability 8.x, and 10.0 and newer", _runs_mma)
+# the same kernels for formats that Hopper's do not support
+AMPERE_OR_NEWER = Target(
+    "Ampere",
+    "mosaic",
+    "GPUs of compute capability 8.0 and newer",
+    lambda device: (capability(device) or (0, 0)) >= (8, 0),
+)
 CPU = Target("CPU", "llvm", "CPUs", on_cpu)
 
 

@@ -31,7 +31,7 @@ from pallas_kernels.quantization.int4 import (
     words,
 )
 from pallas_kernels.quantization.quantized import dequantize, quantize
-from pallas_kernels.targets import AMPERE, HOPPER, Implementation, Table, cores, why_none
+from pallas_kernels.targets import AMPERE_OR_NEWER, HOPPER, Implementation, Table, cores, why_none
 
 LEAST_GROUP = 16  # inputs with a common scale, for Ampere's kernel
 FORM = "group", "dtype", "kind", "hadamard", "inputs"  # of an Int4, whatever its arrays
@@ -76,7 +76,7 @@ def _ampere_grouped(x: jax.Array, weight: FourBits, groups: Groups) -> jax.Array
 
 
 def _table(grouped: bool, hopper: Any, ampere: Any) -> Table:
-    kernels = (HOPPER, GROUPS[0], hopper), (AMPERE, LEAST_GROUP, ampere)
+    kernels = (HOPPER, GROUPS[0], hopper), (AMPERE_OR_NEWER, LEAST_GROUP, ampere)
     return tuple(
         Implementation(target, partial(_why_not, grouped=grouped, least=least), run)
         for target, least, run in kernels

@@ -113,7 +113,7 @@ def check_compiled(target: str, names: Sequence[str]) -> None:
     compiler_for_gpus()
     every = facts_elsewhere(target, [AMPERE_PRODUCTS[name] for name in names])
     for name, facts in zip(names, every, strict=True):
-        assert facts.name == "product" and facts.spilled == 0 and not facts.misaligned, name
+        assert facts.name.startswith("product") and facts.spilled == 0 and not facts.misaligned, name
         wide = "bfloat16" in name  # shared memory for one block, on GPUs that have 100 KiB
         assert facts.blocks(AMPERE_THREADS) >= (3 if "8 rows" in name else 1 if wide else 2), name
         by_tma = target in ("b200", "rtx5090")

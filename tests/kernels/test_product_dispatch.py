@@ -50,9 +50,10 @@ def test_what_the_grouped_product_takes_and_why_not() -> None:
         product_dispatch.grouped_product(x, weight, grouped(jnp.zeros(1, jnp.int32), 2), impl="mosaic")
 
 
-def four_bits(*shape: int, **how: Any) -> Int4:
+def four_bits(*shape: int, group: int = 32, **how: Any) -> Int4:
     """A weight of zeros."""
-    return pack(jnp.zeros(shape, jnp.int8), jnp.ones((*shape[:-1], shape[-1] // 32)), None, group=32, **how)
+    scale = jnp.ones((*shape[:-1], shape[-1] // group))
+    return pack(jnp.zeros(shape, jnp.int8), scale, None, group=group, **how)
 
 
 def test_what_quantized_products_take_and_why_not() -> None:
@@ -62,9 +63,11 @@ def test_what_quantized_products_take_and_why_not() -> None:
     assert product_dispatch.why_product_unsupported(x, experts, grouped=True, device=HOPPER) is None
     eight_bits = quantize(jnp.zeros((64, 192)), "int8")
     assert product_dispatch.why_product_unsupported(x, eight_bits, grouped=False, device=HOPPER) is None
+    groups_of_16 = four_bits(64, 192, group=16)  # Ampere's kernel serves on Hopper, too
+    assert product_dispatch.why_product_unsupported(x, groups_of_16, grouped=False, device=HOPPER) is None
     halves = four_bits(64, 192, parts=2)
     refusals: list[tuple[Any, Any, Any, str]] = [
-        (x, weight, TURING, NO_TURING),
+        (x, weight, TURING, NO_TURING.replace("8.x, and 10.0 and newer", "8.0 and newer")),
         (x, eight_bits, AMPERE, "in=192: the kernel takes multiples of 128"),
         (
             x,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,3 +63,16 @@ def test_the_reference_is_met_on_blackwell(
     check: Check, schedules: Any, covered: float, blackwell: ProcessPoolExecutor
 ) -> None:
     assert blackwell.submit(least_covered, check, schedules, "b200").result() >= covered
+
+
+# formats that Hopper's kernels do not support
+ON_HOPPER: Cases = {
+    kernel: {name: partial(check, target="h200") for name, check in cases.items() if "NVFP4" in name}
+    for kernel, cases in AMPERE.items()
+}
+
+
+@pytest.mark.parametrize(("check", "schedules", "covered"), parameters(*AMPERE, few=ON_HOPPER, more={}))
+def test_the_reference_is_met_on_hopper(check: Check, schedules: Any, covered: float) -> None:
+    with process() as pool:
+        assert pool.submit(least_covered, check, schedules, "h200").result() >= covered
