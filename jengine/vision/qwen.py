@@ -15,13 +15,9 @@ from jengine.vision.family import VISUAL, Patches, require
 from jengine.vision.pixels import BICUBIC, fitting, most_fitting, normalized, patches, rgb, squares
 
 if TYPE_CHECKING:
-    from flax import nnx
-
-if TYPE_CHECKING:
     import jax
     from flax import nnx
     from PIL.Image import Image
-
 
 OVERRIDES = ("max_pixels", "min_pixels", "size")
 # fields of preprocessor_config.json with the only value that is supported
