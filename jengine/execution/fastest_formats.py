@@ -21,14 +21,14 @@ SPEEDS = {
 PERPLEXITIES = {"w8a8": "1.01", "w4a8": "1.1 with calibration_data, 1.5 without"}
 
 
-def fastest_formats(spec: ExecutionSpec) -> str | None:
-    """One sentence for unquantized models on a CPU; None: for others, and if the class was not measured."""
+def fastest_formats(spec: ExecutionSpec) -> str:
+    """One sentence for unquantized models on a CPU; empty for others, and if the class was not measured."""
     features = set(cpu_features().split())
     name = next(
         (name for name, (has, lacks) in CLASSES.items() if has <= features and not lacks & features), None
     )
     if spec.mesh.devices.flat[0].platform != "cpu" or spec.model.quantized or name is None:
-        return None
+        return ""
     uses = dict[str, list[str]]()
     for index, use in enumerate(USES):
         best = max(SPEEDS[name], key=lambda quantization: SPEEDS[name][quantization][index])

@@ -435,6 +435,10 @@ class ServerApp:
             log.info("loaded when a request names them: %s", ", ".join(others))
         if not sys.stderr.isatty():
             log.info("ready in %.1f s", seconds)
+        if engine.kernels:
+            log.info("kernels: %s", engine.kernels)
+        if engine.advice:
+            log.info("%s", engine.advice)
         print("; ".join(parts), flush=True)
         if self._front is not None and config.tls_cert is None:
             key = None if config.api_key is None and config.api_keys is None else "$JENGINE_API_KEY"

@@ -55,6 +55,7 @@ def test_answers_are_those_of_llm(text_model: Path, tmp_path: Path) -> None:
                 temperature=0.0, max_tokens=7
             )
             assert process.info.longest_step > 0, "the watchdog goes by it"
+            assert (process.info.kernels, process.info.advice) == (llm.started.kernels, llm.started.advice)
             assert (supervisor.info.limits, supervisor.info.dtype) == (llm.engine.limits, llm.started.dtype)
             trace = await supervisor.llm.trace()
             assert len(trace.steps) > 30 and len(trace.requests) == sum(params.n for params in WORK)

@@ -63,6 +63,7 @@ class Started:
         devices: their kind and number.
         programs: number of programs in the table. With warm_up="progressive", some are not ready yet.
         kernels: which implementation serves each operation, and why not the newest one for such devices.
+        advice: the fastest quantization for the processor, see `fastest_formats`.
         seconds: duration of each part of the start, in order.
         longest_step: seconds of the most expensive measured step, at short contexts.
     """
@@ -79,6 +80,7 @@ class Started:
     devices: str = ""
     programs: int = 0
     kernels: str = ""
+    advice: str = ""
     programs_compiled: int = 0
     programs_loaded: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -146,8 +148,6 @@ def prepare(
     devices = Devices.take(config, link, mesh)
     config, shapes = spec_of(config, source, devices, prebuilt, offline=offline)
     check_spec(config, shapes)
-    if config.process_id == 0 and (advice := fastest_formats(shapes)):
-        log.info("%s", advice)
     started = _facts(config, source, shapes, seconds)
     if prebuilt is not None:
         # before reading the weights, which may take minutes
@@ -248,10 +248,12 @@ def _facts(
     started.reranker, started.embedder = _reranker(config, source), source.embedder
     count = sum(stage.mesh.size for stage in spec.stages)
     started.devices = f"{count} {spec.mesh.devices.flat[0].device_kind}"
-    started.kernels = described(implementations(spec))
+    started.kernels, started.advice = described(implementations(spec)), fastest_formats(spec)
     if config.process_id == 0:
         slow = spec.mesh.devices.flat[0].platform != "cpu" and kernels_refused(spec) is not None
         log.log(logging.WARNING if slow else logging.INFO, "kernels: %s", started.kernels)
+        if started.advice:
+            log.info("%s", started.advice)
     started.dtype, started.quantization = str(spec.model.dtype), spec.model.quantized
     return started
 

@@ -52,6 +52,7 @@ def model_engine(report: Callable[[str, str, int, int], None] | None = None, **o
         quantization=started.quantization,
         devices=started.devices,
         kernels=started.kernels,
+        advice=started.advice,
         mesh=_mesh(config),
         programs_compiled=started.programs_compiled,
         programs_loaded=started.programs_loaded,

@@ -186,6 +186,7 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
     quantization: str = ""
     mesh: dict[str, int] = {}
     kernels: str = ""
+    advice: str = ""  # the fastest quantization for the processor
     programs_compiled: int = 0
     programs_loaded: int = 0
     seconds: dict[str, float] = {}
