@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,8 +86,9 @@ class Preparation:
         )
 
     @property
-    def features(self) -> int:
-        return 3 * self.frames * self.size**2
+    def patch(self) -> tuple[int, int, int, int]:
+        """Shape of a patch: colours, frames, height, width."""
+        return 3, self.frames, self.size, self.size
 
     @property
     def largest(self) -> int:
@@ -127,7 +129,7 @@ class QwenVision(ABC):
             if processor.get(name, size) != size:
                 raise ModelError(f"{name}={processor[name]} differs from the vision_config's {size}")
         self.preparation = Preparation.read({**processor, **sizes}, overrides or {})
-        self.features = self.preparation.features
+        self.features = math.prod(self.preparation.patch)
         taps = self.vision.get("deepstack_visual_indexes") or ()
         if not {*taps} <= {*range(int(self.vision.get("depth", 0)))} or len({*taps}) != len(taps):
             raise ModelError(f"deepstack_visual_indexes={taps} must be different layers of the encoder")
@@ -194,7 +196,8 @@ class Qwen25Vision(QwenVision):
         from jengine.vision.qwen_encoder import WindowEncoder
 
         window = self.window**2 * self.patches_per_row
-        return WindowEncoder(self.vision, self.preparation, window, dtype, "visual")
+        prepared = self.preparation
+        return WindowEncoder(self.vision, prepared.patch, prepared.merge, window, dtype)
 
     def ordered(self, grid: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         merge = self.preparation.merge
@@ -218,7 +221,7 @@ class Qwen3Vision(QwenVision):
     def module(self, dtype: Any) -> nnx.Module:
         from jengine.vision.qwen_encoder import Encoder
 
-        return Encoder(self.vision, self.preparation, dtype, "visual")
+        return Encoder(self.vision, self.preparation.patch, self.preparation.merge, dtype)
 
     def ordered(self, grid: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         order = squares(grid, self.preparation.merge)

@@ -4,6 +4,7 @@ image; and Qwen3-VL to Qwen3.6, with rotary and learned positions, and Qwen3-VL'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,6 @@ from jengine.vision.parts import (
     within_runs,
     within_segments,
 )
-from jengine.vision.qwen import Preparation
 from pallas_kernels.elementwise.activations import ACTIVATIONS
 from pallas_kernels.elementwise.rotary import Rotation, rotate_by_xla
 
@@ -82,27 +82,27 @@ class WindowEncoder(nnx.Module):
     def __init__(
         self,
         fields: Mapping[str, Any],
-        prepared: Preparation,
+        patch: tuple[int, ...],
+        merge: int,
         window: int,
         dtype: jax.typing.DTypeLike,
-        name: str,
     ) -> None:
-        """window: the most patches of one."""
+        """patch, merge: see `Preparation`. window: maximum number of patches of a window."""
         hidden, out = int(fields["hidden_size"]), int(fields["out_hidden_size"])
-        patch, merged = (hidden, 3, prepared.frames, prepared.size, prepared.size), hidden * prepared.merge**2
+        features, merged = math.prod(patch), hidden * merge**2
         self.dtype, self.window = jnp.dtype(dtype), window
         self.head_dim = hidden // int(fields["num_heads"])
         self.everywhere = tuple(fields.get("fullatt_block_indexes") or ())  # layers without windows
         self.embed = Linear(
-            prepared.features, hidden, dtype, f"{name}.patch_embed.proj", biased=False, stored=patch
+            features, hidden, dtype, "visual.patch_embed.proj", biased=False, stored=(hidden, *patch)
         )
         self.blocks = nnx.List(
-            [Block(fields, dtype, f"{name}.blocks.{i}", gated=True) for i in range(int(fields["depth"]))]
+            [Block(fields, dtype, f"visual.blocks.{i}", gated=True) for i in range(int(fields["depth"]))]
         )
         self.merger = Merger(
-            RMSNorm(hidden, EPSILON, dtype, f"{name}.merger.ln_q"),
-            Linear(merged, merged, dtype, f"{name}.merger.mlp.0"),
-            Linear(merged, out, dtype, f"{name}.merger.mlp.2"),
+            RMSNorm(hidden, EPSILON, dtype, "visual.merger.ln_q"),
+            Linear(merged, merged, dtype, "visual.merger.mlp.0"),
+            Linear(merged, out, dtype, "visual.merger.mlp.2"),
         )
 
     def __call__(self, pixels: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
@@ -120,20 +120,21 @@ class WindowEncoder(nnx.Module):
 
 class Encoder(nnx.Module):
     def __init__(
-        self, fields: Mapping[str, Any], prepared: Preparation, dtype: jax.typing.DTypeLike, name: str
+        self, fields: Mapping[str, Any], patch: tuple[int, ...], merge: int, dtype: jax.typing.DTypeLike
     ) -> None:
+        """patch, merge: see `Preparation`."""
         hidden, out = int(fields["hidden_size"]), int(fields["out_hidden_size"])
-        patch = (hidden, 3, prepared.frames, prepared.size, prepared.size)
         table = (int(fields["num_position_embeddings"]), hidden)
         self.side = int(table[0] ** 0.5)
         self.head_dim = hidden // int(fields["num_heads"])
         self.taps = tuple(fields.get("deepstack_visual_indexes") or ())
-        self.embed = Linear(prepared.features, hidden, dtype, f"{name}.patch_embed.proj", stored=patch)
-        self.positions = exact_matrix(table, dtype, (None, None), Piece(f"{name}.pos_embed.weight", table))
+        stored = hidden, *patch
+        self.embed = Linear(math.prod(patch), hidden, dtype, "visual.patch_embed.proj", stored=stored)
+        self.positions = exact_matrix(table, dtype, (None, None), Piece("visual.pos_embed.weight", table))
         self.blocks = nnx.List(
-            [Block(fields, dtype, f"{name}.blocks.{i}", gated=False) for i in range(int(fields["depth"]))]
+            [Block(fields, dtype, f"visual.blocks.{i}", gated=False) for i in range(int(fields["depth"]))]
         )
-        merged = hidden * prepared.merge**2
+        merged = hidden * merge**2
 
         def merger(place: str, normed: int) -> Merger:
             return Merger(
@@ -142,8 +143,8 @@ class Encoder(nnx.Module):
                 Linear(merged, out, dtype, f"{place}.linear_fc2"),
             )
 
-        self.merger = merger(f"{name}.merger", hidden)
-        taps = (f"{name}.deepstack_merger_list.{i}" for i in range(len(self.taps)))
+        self.merger = merger("visual.merger", hidden)
+        taps = (f"visual.deepstack_merger_list.{i}" for i in range(len(self.taps)))
         self.mergers = nnx.List([merger(tap, merged) for tap in taps])
 
     def __call__(self, pixels: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
