@@ -1,4 +1,4 @@
-"""jengine and vLLM with the same folders and requests, each start in a process of its own, in turn.
+"""jengine and vLLM with the same folders and requests, in turn. Each start is a new process.
 
 Both have their defaults, but no prefix cache and no drafts, at most 256 sequences and 4,096 tokens each. A
 first start has no files of earlier ones, a second start has those of the first. Each case has a time limit.

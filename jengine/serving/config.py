@@ -279,7 +279,7 @@ class ModelEntry(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table of the file: a model, and options of its own."""
+    """A table of the file: a model and its options."""
 
     name: str
     model: str

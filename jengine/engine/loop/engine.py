@@ -399,7 +399,7 @@ class Engine:
         return updates
 
     def _mask(self, plan: StepPlan) -> tuple[np.ndarray, list[Ended]]:
-        """The step's token mask, see logits.mask_words, and requests that end for want of theirs."""
+        """The step's token mask, see logits.mask_words, and requests that end because theirs failed."""
         mask = np.full((plan.sampler.rows, mask_words(self.model.vocab_size)), ALL_ALLOWED)
         masked = masked_rows(plan, self.scheduler.registry.by_number)
         self._unmasked = {}

@@ -43,7 +43,7 @@ class Metrics(Collector):
     Only the event loop writes. Prometheus's threads read, and may see some numbers before others are updated.
 
     Args:
-        models: those that the server offers, the default one first; none: nobody reads the metrics.
+        models: the server's models, the default first. Empty: requests are not observed.
         prefix: of the metrics' names, before a colon.
 
     Attributes:
