@@ -38,16 +38,22 @@ from tests.serving.processes import free_port, mock_process
             None,
         ),
         (
+            Starting("compiling", "program", 2, 41),
+            9.0,
+            "compiling, 2 of 41 programs, time left unknown",
+            None,
+        ),
+        (
             Starting("compiling", "program", 12, 41),
-            1199.2,
-            "compiling, 12 of 41 programs, about 2899 s left",
-            2898.0,
+            999.2,
+            "compiling, 12 of 41 programs, about 2898 s left",
+            2897.68,
         ),
         (Starting("compiling", "program", 41, 41), 9.0, "compiling, 41 of 41 programs", 0.0),
     ],
 )
 def test_progress_in_words(news: Starting, seconds: float, text: str, left: float | None) -> None:
-    progress = StartProgress(news, since=time.monotonic() - seconds)
+    progress = StartProgress(news, first=2, since=time.monotonic() - seconds)
     assert str(progress) == text
     assert progress.seconds_left == (None if left is None else pytest.approx(left, rel=0.1))
     assert (
@@ -55,6 +61,15 @@ def test_progress_in_words(news: Starting, seconds: float, text: str, left: floa
         == progress.since
         < StartProgress(news).after(Starting("measuring", "", 0, 0)).since
     )
+
+
+def test_the_first_program_does_not_count_in_estimates() -> None:
+    """It takes longest: its time for each of the others would keep clients away for long."""
+    progress = StartProgress(Starting("compiling", "program", 0, 9), since=time.monotonic() - 60)
+    progress = progress.after(Starting("compiling", "program", 1, 9))
+    assert progress.seconds_left is None
+    progress = progress.after(Starting("compiling", "program", 5, 9))
+    assert progress.seconds_left is not None and progress.seconds_left < 60
 
 
 def a_load(**fields: Any) -> Load:

@@ -65,27 +65,33 @@ class StartProgress:
 
     Attributes:
         now: what the engine does; its `done` of `total` are 0 if unknown.
-        since: monotonic seconds at which this work began.
+        first: what was done when the first units of this work were. They take longest, since they prepare
+            what later ones share, so they do not count in estimates.
+        since: monotonic seconds of that moment.
     """
 
     now: Starting = field(default_factory=_imports)
+    first: int = 0
     since: float = field(default_factory=time.monotonic)
 
     def after(self, news: Starting) -> StartProgress:
         """The progress after a report."""
-        if news.work == self.now.work:
+        if news.work == self.now.work and self.first:
             return replace(self, now=news)
-        return StartProgress(news)
+        return StartProgress(news, news.done)
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the programs are there, if the remaining ones take as long as those so far; None:
-        unknown.
+        """Seconds until the programs are there, if the remaining ones take as long as those after the first;
+        None: unknown.
         """
         now = self.now
         if now.unit != PROGRAM or not now.done:
             return None
-        return (time.monotonic() - self.since) / now.done * (now.total - now.done)
+        if now.done == now.total:
+            return 0.0
+        later = now.done - self.first
+        return (time.monotonic() - self.since) / later * (now.total - now.done) if later else None
 
     def __str__(self) -> str:
         """Such as "compiling, 12 of 41 programs, about 20 s left"."""
