@@ -104,7 +104,7 @@ def by_children(spec: ExecutionSpec, workers: int, done: list[float]) -> Any:
 
 
 def by_threads(spec: ExecutionSpec, workers: int, done: list[float]) -> Any:
-    """The same with threads of this process, which cannot be ended."""
+    """Compile with threads of this process, which cannot be ended."""
 
     def run() -> None:
         for built in compile_all(

@@ -70,7 +70,7 @@ def image_of_a_wrong_type(i: int) -> pb.ChatRequest:
 
 
 def image_in_the_local_network(i: int) -> pb.ChatRequest:
-    """Of a host that only a pattern allows, and of one that nothing allows."""
+    """An image of a host that only a pattern allows, and of one that nothing allows."""
     addresses = "http://localhost:22/", "http://169.254.169.254/latest/meta-data"
     return asked(pb.Image(url=addresses[i % len(addresses)]))
 

@@ -154,7 +154,7 @@ def measured(llm: LLM, images: list[Path]) -> tuple[dict[str, float], list[Any]]
 
 
 def conversation(llm: LLM, image: Path) -> list[dict[str, float]]:
-    """Of each question about an image: tokens of the prompt, how many were cached, patches, and the time to
+    """For each question about an image: tokens of the prompt, how many were cached, patches, and the time to
     the first token.
     """
     messages, found = [message(image, "What do you see?")], []

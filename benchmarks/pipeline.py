@@ -41,7 +41,7 @@ SLEEP = 0.06  # seconds of a stage that sleeps, much longer than what the demo m
 
 
 def load(requests: int, seed: int = 0) -> RequestTrace:
-    """So many requests at once, with log-normal lengths."""
+    """A number of requests at once, with log-normal lengths."""
     rng = np.random.default_rng(seed)
     prompts, outputs = (
         np.clip(rng.lognormal(mean, deviation, requests), 4, 1000).astype(int)

@@ -115,7 +115,7 @@ def run_on_devices(stages: int, requests: int, model: str) -> dict[str, Any]:
 
 
 def run_asleep(stages: int, requests: int, seconds: float) -> dict[str, Any]:
-    """The same with the demo model in stages that sleep so many seconds in each step, so that they need no
+    """Run the demo model in stages that sleep so many seconds in each step, so that they need no
     core. They count as busy while they sleep.
     """
     engine = Stages(stages, requests, "demo")
@@ -124,7 +124,7 @@ def run_asleep(stages: int, requests: int, seconds: float) -> dict[str, Any]:
 
     @jax.jit
     def sleep(hidden: jax.Array, last: jax.Array) -> Any:
-        """The same arrays, after the sleep."""
+        """Return the arrays after the sleep."""
         # XLA runs a program of fewer than 1,000 operations in its caller's thread, and counts none of a call
         work = (hidden[0][:, None] * hidden[0]).max()
         return *jax.lax.optimization_barrier((hidden, last)), call(name, work, work)

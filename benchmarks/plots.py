@@ -99,7 +99,7 @@ def on_gpus() -> dict[str, dict[str, float]]:
 
 
 def beside_vllm() -> dict[str, dict[str, float]]:
-    """Of models that both engines ran to the end; empty if there are none."""
+    """Figures of models that both engines ran to the end; empty if there are none."""
     rows = {row["case"]: row.get("tokens/s") for row in _read("gpu_suite").get("beside", {}).get("rows", [])}
     models = dict.fromkeys(case.split(", ")[0] for case in rows if case.count(", ") > 1)
 

@@ -63,7 +63,7 @@ def as_prompts(llm: LLM, outputs: list[RequestOutput]) -> np.ndarray:
 def trained(
     forward: Forward, params: dict[str, jax.Array], outputs: list[RequestOutput], length: int
 ) -> np.ndarray:
-    """The same by the trainer, all rollouts at once."""
+    """Log probabilities by the trainer, all rollouts at once."""
     tokens = np.zeros((len(outputs), length), np.int32)
     for row, output in zip(tokens, outputs, strict=True):
         ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]

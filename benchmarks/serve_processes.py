@@ -128,7 +128,7 @@ def mock_server(step_seconds: float, **options: Any) -> AbstractContextManager[t
 
 @contextmanager
 def worker(kind: str, where: str) -> Iterator[Process]:
-    """See load_worker.py."""
+    """A process of load_worker.py."""
     process = Process("-m", "benchmarks.load_worker", kind, where)
     try:
         yield process

@@ -104,7 +104,7 @@ def prompt(tokenizer: Any, task: str, context: int, draw: random.Random) -> Any:
 
 
 def params_of(task: str, seed: int) -> SamplingParams:
-    """As users would set them; of a fixed length where the answer's own end does not matter."""
+    """Parameters as users would set them; of a fixed length where the answer's own end does not matter."""
     if task in ("schema", "compact"):
         structure = StructuredOutputs(json=SCHEMA, disable_any_whitespace=task == "compact")
         return SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, structured_outputs=structure)

@@ -176,7 +176,7 @@ def measured(calls: list[Call]) -> Any:
 
 
 def loop_figures(calls: list[Call]) -> dict[str, Any]:
-    """Of the steps after the first, in which Tunix compiles."""
+    """Figures of the steps after the first, in which Tunix compiles."""
     first, *updates = [call for call in calls if call.name == "update"]
     begun, ended = first.ended, updates[-1].ended
     generated = [call for call in calls if call.name == "generate" and begun < call.begun < ended]

@@ -201,7 +201,7 @@ def run(name: str, options: Sequence[str]) -> int:
 
 
 def processor_seconds() -> float:
-    """Of all processes that this one started and that ended."""
+    """Seconds of all processes that this one started and that ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

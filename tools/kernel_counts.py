@@ -225,7 +225,7 @@ def count(facts: KernelFacts, tile: Tile) -> Count:
 
 
 def counted(case: Case, tile: Tile, kernel: str) -> Count:
-    """Of the kernel of a case whose name contains `kernel`."""
+    """Count the kernel of a case whose name contains `kernel`."""
     kernels, _ = kernel_facts(device(TARGET), case[0], *case[1])
     return next(count(facts, tile) for facts in kernels if kernel in facts.name)
 
@@ -242,7 +242,7 @@ def product(rows: int, form: WeightFormat) -> Case:
 
 
 def tile_of(rows: int, form: WeightFormat) -> Tile:
-    """Of a product."""
+    """The tile of a product."""
     if form.bits == 8:
         return Tile(
             "64 x 64",
@@ -260,7 +260,7 @@ def tile_of(rows: int, form: WeightFormat) -> Tile:
 
 
 def tile_of_mma(rows: int, form: WeightFormat) -> Tile:
-    """Of a product by `mma.sync`, by Ampere's kernel."""
+    """The tile of a product by `mma.sync`, in Ampere's kernel."""
     scales = 4 * 64 * TILE // form.group * (1 + form.offset) if form.group else 0
     sums = form.offset and rows <= FEW_ROWS
     columns = max(1, min(rows, MOST_ROWS[form.group != DEPTH]) // 8)

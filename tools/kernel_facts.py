@@ -42,7 +42,7 @@ def _last_as_sinks(function: partial[Any], *args: Any) -> Any:
 
 
 def _sinks(function: Callable[..., Any], arrays: tuple[Any, ...]) -> Case:
-    """The same case with attention sinks."""
+    """A case of attention, with sinks."""
     heads = jax.ShapeDtypeStruct((arrays[0].shape[-2],), jnp.float32)
     return partial(_last_as_sinks, function), (*arrays, heads)
 
@@ -72,7 +72,7 @@ def decode(
 
 
 def _decode(*args: Any, options: AttentionOptions, **how: Any) -> jax.Array:
-    """Of queries, pages, tables, lengths and owners."""
+    """Decode attention of queries, pages, tables, lengths and owners."""
     q, k_pages, *_, lengths, owners = args
     where = {"tokens": 4096, "heads": q.shape[1], "window": options.window, "device": device("h200")}
     work = dispatch.decode_work(k_pages, lengths, owners=owners, **where)
@@ -406,7 +406,7 @@ AMPERE, AMPERE_THREADS = ("a100", "rtx3090", "l4", "b200", "rtx5090"), 128
 def ampere_decode(
     head_dim: int, page_size: int, splits: int, *, group: int = 4, dtype: Any = jnp.bfloat16, **ways: Any
 ) -> Case:
-    """As `decode`."""
+    """A case of Ampere's decode attention; see `decode`."""
     _, (*arrays, _) = decode(head_dim, page_size, group=group, dtype=dtype)
     return (
         partial(

@@ -21,7 +21,7 @@ FRONT = "[public names]"  # what jengine and jengine.spi give
 
 
 def packages() -> dict[str, set[str]]:
-    """Of each package, those that it imports, also inside functions. A package is a folder of jengine or of
+    """The packages that each package imports, also inside functions. A package is a folder of jengine or of
     its integrations, all of the kernels, or FRONT. Other modules beside the folders only name things, and
     are left out.
     """

@@ -250,7 +250,7 @@ def _beams(case: str, llm: Any, plain: Any) -> Row:
 
 
 def _embeddings(case: str, llm: Any, plain: Any, work: Work) -> Row:
-    """The same in another batch and beside generation's programs."""
+    """Embeddings are the same in another batch and beside generation's programs."""
     together = [o.outputs.embedding for o in llm.embed(work.prompts, use_tqdm=False)]
     alone = [plain.embed(prompt, use_tqdm=False)[0].outputs.embedding for prompt in work.prompts]
     return _equal(case, [list(a) for a in together], [list(a) for a in alone], len(alone))

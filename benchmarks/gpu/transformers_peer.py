@@ -1,4 +1,4 @@
-"""The same Llama in transformers, with random weights, a static cache and PyTorch's attention."""
+"""The suite's Llama in transformers, with random weights, a static cache and PyTorch's attention."""
 
 from __future__ import annotations
 

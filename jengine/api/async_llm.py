@@ -102,7 +102,7 @@ class AsyncLLM(VllmMethods):
         """Wrap an engine that runs elsewhere. Requests without sampling parameters get
         `default_sampling_params`, or else SamplingParams().
 
-        Outputs' prompt_logprobs are sequences that describe a position when it is read, not lists.
+        Outputs' prompt_logprobs are lazy sequences, not lists.
         """
         llm = cls.__new__(cls)
         llm._attach(
@@ -245,7 +245,7 @@ class AsyncLLM(VllmMethods):
             return EmbeddingRequestOutput.of(await anext(handle))
 
     async def do[T](self, operation: Operation[T]) -> T:
-        """Have the engine do an operation, and return its answer. The methods below are shorter forms of it.
+        """Have the engine do an operation of jengine.spi, such as SetStrategy, and return its answer.
 
         Raises:
             InvalidArgument: this engine cannot do it.

@@ -354,8 +354,8 @@ class LLM(VllmMethods):
     def score_tokens(
         self, prompts: TokenLists, completions: TokenLists, *, use_tqdm: bool = False
     ) -> list[list[float]]:
-        """Log probabilities of given completions, from the raw logits, computed as `generate` computes those
-        of its own: with batch_invariant=True, they equal a rollout's to the last bit. Scoring with
+        """Log probabilities of the tokens of given completions, from the raw logits. They are computed as in
+        `generate`: with batch_invariant=True, they equal a rollout's to the last bit. Scoring with
         prompt_logprobs is faster, but computes completions as prompts, so last bits differ.
 
         Raises:
@@ -455,11 +455,11 @@ class LLM(VllmMethods):
 
     @property
     def stats(self) -> dict[str, Any]:
-        """Counters: of the start, compilations since (bugs), preemptions, cache hits, decisions, targets."""
+        """Counters: programs, compilations since the start, preemptions, cache hits, targets and others."""
         return stats_of(self.engine, self.started)
 
     def summary(self) -> Summary:
-        """A description for terminals and notebooks, which keep it: it keeps no memory of a device."""
+        """A description for terminals and notebooks. Keeping it does not keep the model in memory."""
         try:
             return Summary("LLM", facts_of(self.model, self.engine, self.started))
         except EngineDead:

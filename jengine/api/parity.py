@@ -84,8 +84,8 @@ class Parity:
     """How far a model is from a reference.
 
     Attributes:
-        prompts: of the prompts' tokens.
-        rollouts: of sampled tokens; None: nothing was generated.
+        prompts: differences of the prompts' log probabilities.
+        rollouts: differences of sampled tokens' log probabilities; None: nothing was generated.
         ratio: quantiles 1 %, 50 %, 99 % of the importance ratio p_reference / p_model of sampled tokens.
         layers: relative differences of hidden states: embeddings, then layers; None: not compared.
         layer: the first that differs by more than `limits.hidden`; -1: the embeddings; None: none does.

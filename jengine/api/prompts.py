@@ -50,7 +50,7 @@ class TokensPrompt(TypedDict):
 
 class EmbedsPrompt(TypedDict):
     """A prompt as embeddings, for an engine with `enable_prompt_embeds`: a float array [tokens, hidden size],
-    or a list of such arrays and of lists of token ids, in order. Salt: as in TextPrompt.
+    or a list of such arrays and of lists of token ids, in order. `cache_salt` is that of TextPrompt.
     """
 
     prompt_embeds: Any

@@ -37,7 +37,7 @@ class PromptTooLong(InvalidArgument):
     Attributes:
         tokens: the prompt's.
         context: the most tokens of a sequence, prompt and output together.
-        or_more: whether the length in bytes was enough to reject it, and `tokens` is a lower bound.
+        or_more: whether `tokens` is a lower bound: a text may be rejected by its length in bytes alone.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class PromptTooLong(InvalidArgument):
 
     @property
     def counts(self) -> tuple[int, int, bool]:
-        """The last three arguments."""
+        """(tokens, context, or_more)."""
         return self.tokens, self.context, self.or_more
 
 

@@ -228,7 +228,7 @@ def trainer_weights(tree: Any, layout: str | Layout) -> dict[str, Any]:
         Tensors by the names of a Hugging Face checkpoint.
 
     Raises:
-        InvalidArgument: an unknown layout, a leaf that it does not have, or whose axes are others.
+        InvalidArgument: the layout is unknown, or has no leaf of a name, or a leaf has other axes.
     """
     if isinstance(layout, str):
         if layout not in LAYOUTS:

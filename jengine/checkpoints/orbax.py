@@ -118,7 +118,7 @@ def _failing(reason: str, folder: Path) -> Iterator[None]:
 
 
 def _check(folder: Path, saved: dict[str, Any], wanted: dict[str, jax.ShapeDtypeStruct]) -> None:
-    """Other versions of jengine may have other parameters."""
+    """Raises ModelError if a folder lacks parameters, or another version of jengine wrote other shapes."""
     for name, leaf in wanted.items():
         if name not in saved:
             raise ModelError("is missing; convert the model again", file=folder, tensor=name)

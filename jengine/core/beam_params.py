@@ -62,5 +62,5 @@ class BeamSearchParams:
 
     @property
     def n(self) -> int:
-        """Completions."""
+        """The number of completions: the beam width."""
         return self.beam_width

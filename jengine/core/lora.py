@@ -41,10 +41,12 @@ class LoRARequest:
 
     @property
     def name(self) -> str:
+        """vLLM's name of lora_name."""
         return self.lora_name
 
     @property
     def path(self) -> str:
+        """vLLM's name of lora_path."""
         return self.lora_path
 
 

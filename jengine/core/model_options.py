@@ -94,7 +94,7 @@ class ModelOptions:
         logprobs_mode: which log probabilities of output tokens are returned. raw_logprobs: those of the raw
             logits; processed_logprobs: those of the distribution that the token is drawn from, after
             temperature, penalties, masks, top_k, top_p and min_p. Those of prompts are raw in any case.
-        seed: for requests that do not set a seed.
+        seed: the start of the random numbers of requests that set no seed.
     """
 
     model: str = "demo"

@@ -266,6 +266,7 @@ class SamplingParams(_Shown):
 
     @property
     def greedy(self) -> bool:
+        """Whether the likeliest token is always chosen."""
         return self.temperature == 0.0
 
 

@@ -24,9 +24,9 @@ class StructuredOutputs:
             which is stored as a dict. An object that lists `properties` has no others, unless its schema
             says so (`"additionalProperties": true`). The output has at most 100 whitespace characters in a
             row, unless the schema's `x-guidance` sets `whitespace_pattern`.
+        regex, choice: the whole output matches the expression, or is one of the texts.
         grammar: in Lark's notation, or in GBNF, which is llama.cpp's and vLLM's (`root ::= "a" | "b"`).
-        disable_any_whitespace: allow no whitespace between the parts of JSON. The schema becomes a dict whose
-            `x-guidance` says so; the same for `whitespace_pattern`.
+        disable_any_whitespace: allow no whitespace between the parts of JSON (in the schema's `x-guidance`).
         whitespace_pattern: a regular expression of the whitespace that is allowed between the parts of JSON.
         disable_additional_properties: False lets objects have properties beside those that the schema lists,
             as JSON Schema says. The schema becomes a dict that says so.

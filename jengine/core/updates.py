@@ -120,7 +120,7 @@ class Ended(NamedTuple):
 
     @classmethod
     def of_refused(cls, request_id: str, error: Exception) -> Ended:
-        """That of a valid request which the engine refuses: its adapter was unloaded, or a fault."""
+        """The end of a valid request that the engine refuses: its adapter was unloaded, or a fault."""
         if isinstance(error, InvalidArgument) and error.field == "lora_request":
             return cls(request_id, "abort", UNLOADED)
         return cls(request_id, "error", str(error))

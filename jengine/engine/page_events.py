@@ -199,7 +199,7 @@ class Group(NamedTuple):
 
     @classmethod
     def of(cls, group: CacheGroup) -> Group:
-        """That of a model's group."""
+        """Describe a model's cache group."""
         return cls(KINDS[group.kind], group.window)
 
 

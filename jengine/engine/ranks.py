@@ -111,7 +111,7 @@ class RankedEngine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """That of the rank which would get a new request, if nothing of it is cached."""
+        """The scheduler of the rank that would get a new request of which nothing is cached."""
 
         def seconds(rank: Engine) -> float:
             return rank.load.first_token_seconds or 0.0

@@ -202,7 +202,7 @@ def follow(config: EngineConfig, *, progress: Progress = True) -> None:
 
     Raises:
         EngineDead: process 0 ended unexpectedly.
-        Others: as start_engine.
+        InvalidArgument, ModelError, OutOfMemory: as in LLM.
     """
     if not 0 < config.process_id < config.num_processes:
         raise InvalidArgument("process_id", config.process_id, "process 0 takes requests and cannot follow")

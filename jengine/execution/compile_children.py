@@ -1,5 +1,5 @@
-"""Other processes that compile programs, so that the engine's process does not: lowering and saving a program
-hold Python's lock, and a step would wait for it.
+"""Processes that compile programs in place of the engine's process: lowering and saving a program hold
+Python's lock, and a step would wait for it.
 
 They have no GPU: they compile for a description of it. Each takes one program at a time.
 """
@@ -77,7 +77,7 @@ class Target:
 
     @classmethod
     def of(cls, devices: Sequence[jax.Device]) -> Target | None:
-        """That of GPUs that are present; None: programs for them cannot be compiled without them."""
+        """Describe GPUs that are present; None: programs for them cannot be compiled without them."""
         from pallas_kernels.compilation import ahead_of_time  # imports Mosaic
 
         name = ahead_of_time.target_of(devices[0])
@@ -421,7 +421,7 @@ class _Child:
 
 
 def _environment() -> dict[str, str]:
-    """That of this process, with its packages and without its GPUs and JAX's own cache."""
+    """The environment of this process, with its packages and without its GPUs and JAX's own cache."""
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
         "JAX_PLATFORMS": "cpu",

@@ -125,12 +125,12 @@ class Member[B: Backend]:
 
     @property
     def load(self) -> Load:
-        """Its engine's load, with the counts of those before it."""
+        """The load of the member's engine, with the counts of the engines before it."""
         return self.backend.load if self.past is None else self.backend.load.after(self.past)
 
     @property
     def totals(self) -> StepTotals:
-        """Its engine's totals, with those before it."""
+        """The totals of the member's engine, with those of the engines before it."""
         return self.past_totals + self.backend.totals
 
     def new(self, prompt: Prompt) -> int:
@@ -144,7 +144,7 @@ class Member[B: Backend]:
         return first_token_seconds(forecast, self.ahead, self.new(prompt), rate.seconds)
 
     def enter(self, prompt: Prompt) -> None:
-        """It has got a prompt."""
+        """Note a prompt that the member has got."""
         load = self.backend.load
         self.blocks.enter(prompt.block_names(load.page_size or BLOCK), load.pages)
         self.prompts[prompt.name] = prompt

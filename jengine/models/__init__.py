@@ -195,7 +195,7 @@ class Model:
 
     @property
     def reads(self) -> tuple[int, ...] | None:
-        """As in Head; None for a model."""
+        """The layers whose hidden states a head reads, see Head; None for a model."""
         return cast(Head, self.module).reads if self.config.family in DRAFT_HEADS else None
 
 

@@ -86,7 +86,7 @@ class Cohorts:
         return overtaken
 
     def passed(self) -> None:
-        """Other ranks have planned a step, this one has no part in it."""
+        """Count a step that other ranks have planned without this one."""
         self._planned += 1
 
     def collected(self) -> None:

@@ -186,8 +186,8 @@ class PortOptions:
         grpc_port: the port for gRPC, with the same keys, TLS and limits; 0 takes a free one, none turns gRPC
             off.
         metrics_port: the port for plain HTTP without keys or TLS: /metrics for Prometheus, /healthz and
-            /readyz for probes; 0 takes a free one. By default there is none. See page. The same number as
-            port serves /metrics there, without keys, where the Gateway API's endpoint picker looks.
+            /readyz for probes; 0 takes a free one. By default there is none. See page. If it is `port`, that
+            port serves /metrics too, without keys: there the Gateway API's endpoint picker looks for it.
         metrics_prefix: the beginning of the metrics' names, before a colon. With vllm, dashboards and load
             balancers made for vLLM find the metrics that it has too.
         page: serve a page at the root of metrics_port, to chat with the model and see the engine at work.
@@ -249,7 +249,7 @@ class ServedOptions:
             NAME=PATH or {"name": NAME, "path": PATH, "base_model_name": NAME}; paths are folders or hub ids.
             Clients name an adapter as the model. Needs enable_lora.
         lora_dir: a folder from which administrators may load adapters while the server runs, with
-            /v1/load_lora_adapter. By default none can be loaded or unloaded.
+            /v1/load_lora_adapter. Without it and allow_lora_hub, none can be loaded or unloaded.
         allow_lora_hub: let administrators also load adapters from the hub, by their ids.
     """
 
@@ -295,13 +295,13 @@ class LimitOptions:
             no such limit.
         max_answer_logprobs: the most log probabilities that an answer may hold: those of each prompt, once
             for each completion, and those of the output, as if it had max_tokens. Repeated prompt tokens
-            (echo, return_token_ids) count too. It is also the most of the prompts that one client may have in
-            flight. A request with logprobs and without max_tokens gets a limit that fits.
+            (echo, return_token_ids) count too. The prompts that one client has in flight may have as many
+            together. A request with logprobs and without max_tokens gets a limit that fits.
         max_tokens_limit: the largest max_tokens that a request may ask for. A request without a limit gets
             this one.
         max_request_seconds: the longest timeout that a request may ask for. A request without a timeout gets
             this one.
-        max_message_bytes: the largest request.
+        max_message_bytes: the largest request, in bytes.
         response_store_bytes: memory for answers of /v1/responses, to which later requests may refer; 0 keeps
             none. The oldest ones make room; all are forgotten six hours after their last use, and when the
             server ends.
@@ -331,7 +331,7 @@ class ClientOptions:
         rollout_api: serve what trainers need, to administrators: over HTTP /pause, /resume, /sleep, /wake_up,
             /update_weights and /reset_prefix_cache, over gRPC the operations of these names. A paused server
             answers no one.
-        smg_api: serve what the gateway smg asks of a worker, on the port for gRPC (needs the extra fleets).
+        smg_api: serve what the gateway smg asks of a worker, on the port for gRPC (needs the extra smg).
         weights_folder: the folder that /update_weights may read; it takes paths in it. By default it reads
             none.
         allowed_origins: origins of web pages that may use the HTTP API from a browser (CORS), separated by

@@ -121,7 +121,7 @@ class DiskStore:
             os.utime(path, ns=(now, now))
 
     def _note(self, name: bytes, size: int) -> None:
-        """It was used now."""
+        """Note that a page was used now."""
         self.used += size - self._sizes.pop(name, 0)
         self._sizes[name] = size
 

@@ -44,7 +44,7 @@ class Gemma3Vision:
         encode: Callable[[str], list[int]],
         overrides: Mapping[str, Any] | None = None,
     ) -> None:
-        """As `vision`."""
+        """The arguments are those of `vision`."""
         if overrides:
             raise InvalidArgument(
                 "mm_processor_kwargs",

@@ -46,7 +46,7 @@ class Gemma4Vision:
         encode: Callable[[str], list[int]] | None = None,
         overrides: Mapping[str, Any] | None = None,
     ) -> None:
-        """As `vision`. The option mm_processor_kwargs may have max_soft_tokens."""
+        """The arguments are those of `vision`. The option mm_processor_kwargs may have max_soft_tokens."""
         if unknown := sorted(set(overrides or ()) - {"max_soft_tokens"}):
             raise InvalidArgument("mm_processor_kwargs", unknown[0], "must be max_soft_tokens")
         require(processor, FIXED)

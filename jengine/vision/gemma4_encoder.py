@@ -114,7 +114,7 @@ class Encoder(nnx.Module):
         self.projection = Linear(size, hidden, dtype, "embed_vision.embedding_projection", biased=False)
 
     def __call__(self, pixels: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
-        """As Vision.encode."""
+        """Embeddings of patches, see Vision.encode."""
         table = self.positions.get_value()
         columns, rows = places.T
         x = self.embed((2 * (pixels - 0.5)).astype(table.dtype)) + (table[0][columns] + table[1][rows])

@@ -166,7 +166,7 @@ class QwenVision(ABC):
 
     @abstractmethod
     def module(self, dtype: Any) -> nnx.Module:
-        """As in Vision."""
+        """The encoder's module, see Vision."""
 
     def encode(self, module: Any, pixels: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
         out: jax.Array = module(pixels, places, segments)

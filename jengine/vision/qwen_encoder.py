@@ -106,7 +106,7 @@ class WindowEncoder(nnx.Module):
         )
 
     def __call__(self, pixels: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
-        """As Vision.encode."""
+        """Embeddings of patches, see Vision.encode."""
         rows, columns, windows, moves = places.T
         x = self.embed(pixels.astype(self.dtype))
         rotation = axial_rotation(self.head_dim, THETA, rows, columns)
@@ -148,7 +148,7 @@ class Encoder(nnx.Module):
         self.mergers = nnx.List([merger(tap, merged) for tap in taps])
 
     def __call__(self, pixels: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
-        """As Vision.encode."""
+        """Embeddings of patches, see Vision.encode."""
         rows, columns, heights, widths = places.T
         x = self.embed(pixels.astype(self.positions.get_value().dtype))
         x += self.interpolated(rows, columns, heights, widths).astype(x.dtype)

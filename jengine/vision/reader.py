@@ -223,7 +223,7 @@ class ImageReader:
         rows: int,
         processing: Mapping[str, Any] | None = None,
     ) -> ImageReader | None:
-        """That of a model's folder; None: the model reads no images. See `served_vision`."""
+        """Make the reader of a model's folder; None: the model reads no images. See `served_vision`."""
         processing = processing_options(processing)
         vision = served_vision(folder, encode, rows, processing) if max_images else None
         return None if vision is None else cls(vision, folder, max_images, rows, processing, encode)

@@ -82,7 +82,7 @@ class Gemma3Encoder(nnx.Module):
         self.projection = Linear(size, hidden, dtype, projection, biased=False, transposed=True)
 
     def __call__(self, pixels: jax.Array, places: jax.Array) -> jax.Array:
-        """As Vision.encode; bucket and images are whole frames."""
+        """Embeddings of whole frames, see Vision.encode."""
         x = self.siglip(pixels, places[:, 0], self.frame)
         return self.projection(self.mean_norm(x.reshape(-1, self.patches_per_row, x.shape[1]).mean(1)))
 

@@ -23,7 +23,7 @@ GELU = 2 * (2 / 3.141592653589793) ** 0.5, 0.044715  # gelu(x) is about x * sigm
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """As `rotary.rotate_by_xla`, for arguments that `why_no_rotation` accepts.
+    """Rotate as `rotary.rotate_by_xla` does, for arguments that `why_no_rotation` accepts.
 
     Args:
         x: bfloat16 or float32 [tokens, heads, head_dim].
@@ -87,7 +87,7 @@ def why_not_gated(gate_up: jax.Array) -> str | None:
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float) -> jax.Array:
-    """As `qkv.rms_norm`, for arguments that `why_no_norm` accepts."""
+    """Normalize as `qkv.rms_norm` does, for arguments that `why_no_norm` accepts."""
     options = jnp.array([eps, offset], jnp.float32)
     rows = x.reshape(-1, x.shape[-1])
     out = jax.ShapeDtypeStruct(rows.shape, x.dtype)

@@ -89,7 +89,7 @@ def steps(
     behind: jax.Array,
     earlier: Earlier,
 ) -> tuple[jax.Array, jax.Array, Earlier]:
-    """As `step`, for tokens of several sequences, those of a sequence one after the other.
+    """`step` for tokens of several sequences, those of a sequence one after the other.
 
     A token's state is computed from the one before the sequence's first token, and from what each token since
     then adds. So the states of all tokens are computed side by side.

@@ -46,7 +46,7 @@ class Order:
         self.looked: dict[tuple[Any, int], int] = {}
 
     def leave(self, lanes: Lanes) -> None:
-        """See Part."""
+        """Note that lanes exit; see Part."""
 
     def fence(self, lanes: Lanes, acquires: bool, releases: bool, scope: int) -> None:
         warp = self.warp
@@ -118,7 +118,7 @@ def space_of(ins: Instruction) -> str:
 
 
 def strength(ins: Instruction, default: int = WEAK) -> int:
-    """Of an access: WEAK, or its scope."""
+    """The strength of an access: WEAK, or its scope."""
     if "volatile" in ins.parts or "sys" in ins.parts or "gpu" in ins.parts or "cluster" in ins.parts:
         return GPU
     if "cta" in ins.parts:

@@ -188,7 +188,7 @@ def divide(a: Array, b: Array) -> Array:
 
 
 def remainder(a: Array, b: Array) -> Array:
-    """Of `divide`: with the sign of a; a itself if b is zero."""
+    """The remainder of `divide`: with the sign of a; a itself if b is zero."""
     return a - np.where(b == 0, a.dtype.type(0), divide(a, b) * b)
 
 

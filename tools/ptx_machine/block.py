@@ -53,7 +53,7 @@ class Block:
         self.pending: list[Pending] = []
 
     def new_agent(self) -> int:
-        """Of the copies that report to a new mbarrier."""
+        """An agent for the copies that report to a new mbarrier."""
         if self.barrier_count == self.device.barriers_per_block:
             raise Restart(barriers=2 * self.device.barriers_per_block)
         self.barrier_count += 1

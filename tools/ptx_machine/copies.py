@@ -343,7 +343,7 @@ class LaneCopies:
         self.warp = warp
 
     def leave(self, lanes: Lanes) -> None:
-        """See Part."""
+        """Check copies in flight when lanes exit; see Part."""
         for groups, level in ((self.stores, 0), (self.small, 1)):
             for x in groups.copies:
                 if ((x.group >= 0) & ~x.waited[level] & lanes.mask).any():

@@ -62,6 +62,6 @@ class MatrixDescriptor:
 
 
 def decoded(descriptor: int) -> MatrixDescriptor:
-    """Of its 64 bits."""
+    """Decode the 64 bits of a descriptor."""
     start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
     return MatrixDescriptor(start, leading, stride, descriptor >> 49 & 7, MODES[descriptor >> 62])

@@ -93,7 +93,7 @@ def rounded(x: Array, to: Any, mode: str = "rn") -> Array:
 
 
 def exact_sum(a: Array, b: Array, mode: str) -> Array:
-    """As `odd_sum`; of an exact zero with the sign that the rounding mode gives it."""
+    """`odd_sum`, where an exact zero has the sign that the rounding mode gives it."""
     total = odd_sum(a, b)
     if mode == "rm" and np.count_nonzero(total) < total.size:
         total = np.where((total == 0) & (np.signbit(a) != np.signbit(b)), f8(-0.0), total)

@@ -133,7 +133,7 @@ class Products:
 
     @property
     def line(self) -> int:
-        """Of the oldest that is not performed."""
+        """The line of the oldest product that is not performed."""
         return self.queue[0].line
 
     def advance(self) -> bool:
@@ -180,7 +180,7 @@ class Products:
         return Wait(lambda: last is None or last.done, then, "products of the warpgroup")
 
     def leave(self, lanes: Lanes) -> None:
-        """See Part."""
+        """Check products in flight when lanes exit; see Part."""
         if self.warp.done and self.flying:
             self.warp.device.note("exit", "a warp exits while its wgmma is in flight")
 

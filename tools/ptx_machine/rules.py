@@ -164,7 +164,7 @@ def _sum(ins: Instruction, use: Operands) -> list[Assignment]:
 
 
 def product(ins: Instruction, use: Operands) -> tuple[str, str]:
-    """Of integers, for mul and mad."""
+    """A product of integers, for mul and mad."""
     known(ins, "wide", "lo", "hi")
     t = one_of(ins, "s16 u16 s32 u32 s64 u64")
     a, b = ins.args[1:3]

@@ -85,7 +85,7 @@ class TensorMap:
         return np.asarray(offsets, np.int64)
 
     def elements(self, coords: Sequence[int]) -> tuple[Array, Array | None]:
-        """Of a box at coordinates, in the order of shared memory: offset from `base` in bytes of each number,
+        """Numbers of a box at coordinates, in the order of shared memory: offset from `base` in bytes of each,
         and which lie inside of the tensor; None if all do.
 
         Numbers outside are loaded as zeros and not stored.
@@ -105,7 +105,7 @@ class TensorMap:
         return at, inside
 
     def bytes(self, coords: Sequence[int]) -> tuple[Array, Array | None]:
-        """As `elements`, of each byte."""
+        """Bytes of a box; see `elements`."""
         at, inside = self.elements(coords)
         spread = (at[:, None] + np.arange(self.itemsize)).ravel()
         return spread, None if inside is None else np.repeat(inside, self.itemsize)

@@ -99,7 +99,7 @@ class Program:
     labels: dict[str, int] = field(default_factory=dict)
 
     def address(self, symbol: Sym) -> int:
-        """Of a shared variable in shared memory, or the generic address of a parameter."""
+        """The address of a shared variable in shared memory, or the generic address of a parameter."""
         if symbol.name in self.shared:
             return self.shared[symbol.name] + symbol.offset
         return GENERIC_PARAM + self.kernel.params[symbol.name][0] + symbol.offset

@@ -76,7 +76,7 @@ class Devices:
 
 
 def _meshes(config: EngineConfig) -> list[Mesh]:
-    """That of each stage."""
+    """The mesh of each stage."""
     layout = config.layout
     return [make_mesh(layout.tensor)] if layout.devices == layout.tensor else stage_meshes(layout)
 

@@ -223,8 +223,8 @@ def load_weights(
     limit: int,
     progress: Progress,
 ) -> Params:
-    """As `ModelSource.load`. What takes long to quantize is read from a file of the cache; without one, it is
-    written while the start goes on.
+    """Load as `ModelSource.load`. What takes long to quantize is read from a file of the cache, which is
+    otherwise written while the start goes on.
 
     Args:
         root: of the cache.

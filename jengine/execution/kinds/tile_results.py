@@ -63,7 +63,7 @@ class Score(Kind[ScoreKey]):
         return ScoreKey(spec.table.max_tiles)
 
     def temporaries(self, spec: ExecutionSpec, key: ScoreKey) -> int:
-        """It works tile by tile, and computes as many logits as a sampler."""
+        """Bytes of temporaries: as many logits as a sampler's, since a scorer works tile by tile."""
         return sampler_temporaries(spec, spec.table.tile_size)
 
 

@@ -206,6 +206,7 @@ class Profile(msgspec.Struct, kw_only=True):
     processes: list[ProcessProfile]
 
     def to_json(self) -> bytes:
+        """Serialize the profile for `from_json`."""
         return msgspec.json.encode(self)
 
     @classmethod

@@ -114,7 +114,7 @@ class BlockTable:
     blocks: list[Block] = field(default_factory=list)
 
     def held(self, group: int) -> list[int]:
-        """Its pages of a group, without those behind the window."""
+        """A sequence's pages of a group, without those behind the window."""
         return self.pages[group][self.first[group] :]
 
 

@@ -96,7 +96,7 @@ class Beams[Sequence]:
         return sorted(paths, key=self._score, reverse=True)[: self.params.beam_width]
 
     def _score(self, path: Path) -> float:
-        """As vLLM, does not count an end-of-sequence token in the length, even if it is ignored."""
+        """A beam's score. The length leaves out an end-of-sequence token, even an ignored one, as in vLLM."""
         length = path.length - (path.token in self._ends)
         score: float = path.cumulative / length**self.params.length_penalty
         return score

@@ -217,7 +217,7 @@ class Images:
                 span.turns[: len(part)] = part
 
     def forget(self, sequence: Sequence) -> None:
-        """Its prompt is computed, or it gives up its pages. See also Rememberer."""
+        """Free the rows of a sequence whose prompt is computed, or that gives up its pages (a Rememberer)."""
         held = self._held.pop(sequence, None)
         if held is not None:
             for part in held.parts:

@@ -194,7 +194,7 @@ class LoraPlaces:
         return min(idle, key=lambda claim: claim.used).place if idle else None
 
     def _give_up(self, lora: Lora) -> None:
-        """It needs no place any more, so none leaves for it."""
+        """Drop the claim of an adapter that needs no place any more, so that no other leaves for it."""
         other = self._claims.pop(lora, None)
         if other is not None:
             other.leaving = False

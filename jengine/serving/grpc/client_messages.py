@@ -137,7 +137,7 @@ class StartWait:
         self._attempts, self._until, self._progress = Attempts(retries), time.monotonic() + seconds, progress
 
     def pause(self, error: grpc.RpcError) -> float | None:
-        """As Attempts.pause. Passes what the server says to `progress`."""
+        """Seconds until the next attempt, see Attempts.pause. Passes what the server says to `progress`."""
         left, delay = self._until - time.monotonic(), retry_seconds(error)
         if error.code() is not grpc.StatusCode.UNAVAILABLE or delay is None:
             pause = self._attempts.pause(error)

@@ -160,7 +160,7 @@ class TrackedRequest:
         self.model, self.adapter = model.provider.info.name, model.lora
 
     def queued(self, output: RequestOutput | None) -> None:
-        """It has been validated, and waits or runs. Without an output, it has already ended."""
+        """Note that the request is valid, and waits or runs; without an output, that it has already ended."""
         self.output, self._watch = output, self._metrics.request_started(self.model)
         self._charge()
 
@@ -171,7 +171,7 @@ class TrackedRequest:
         self._charge()
 
     def over(self) -> None:
-        """It has ended or was aborted."""
+        """Note that the request has ended or was aborted."""
         self._charge()
         if self._watch is not None:
             self._watch.ended(self.output)
@@ -192,7 +192,7 @@ class TrackedRequest:
             self.place.charge(self.prompt_tokens + self.output_tokens)
 
     def entry(self, refused: Refusal | None, status: str) -> dict[str, Any]:
-        """Its line in the request log. Times are seconds since its arrival."""
+        """The request's line in the request log. Times are seconds since its arrival."""
         output = self.output
         times = None if output is None else output.metrics
         entry: dict[str, Any] = {

@@ -68,9 +68,7 @@ def product(
 def product_by_panels(
     x: jax.Array, weight: jax.Array, scale: jax.Array | None, dtype: jax.typing.DTypeLike, hadamard: int = 1
 ) -> jax.Array:
-    """As `product` of bfloat16 by bfloat16, or with a scale as `product_of_bytes`, faster for many rows; of
-    what `why_no_panels` refuses nothing.
-    """
+    """`product` of bfloat16, with a scale `product_of_bytes`, faster for many rows; see `why_no_panels`."""
     if scale is None:
         return _call(register_panels(), dtype, x, weight)
     return _of_bytes(register_panels_of_bytes(str(x.dtype), hadamard), x, weight, scale, dtype, hadamard)
@@ -101,9 +99,7 @@ def _of_bytes(
 def product_by_tiles(
     x: jax.Array, weight: jax.Array, scale: jax.Array | None, dtype: jax.typing.DTypeLike, hadamard: int = 1
 ) -> jax.Array:
-    """As `product` of bfloat16 by bfloat16, or with a scale as `product_of_bytes`, by AMX; of what
-    `why_no_tiles` refuses nothing.
-    """
+    """`product` of bfloat16, or with a scale `product_of_bytes`, by AMX; see `why_no_tiles`."""
     name = register_tiles(str(x.dtype), scale is not None, hadamard)
     scratch = [jax.ShapeDtypeStruct((tiles.packed_bytes(len(x), x.shape[1], str(weight.dtype)),), jnp.uint8)]
     if scale is None:
@@ -265,7 +261,7 @@ def register_transform(x: str, block: int) -> str:
 
 
 def prepare_int4(x: str, parameter: Int4, weight: WeightFormat) -> None:
-    """As `prepare`."""
+    """Compile the kernels for a weight in four bits; see `prepare`."""
     by_panels = why_no_panels(x, weight, parameter.shape[-2], parameter.size) is None
     if parameter.inputs:
         if by_panels:

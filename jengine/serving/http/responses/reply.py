@@ -249,7 +249,7 @@ class Responses(ChatApi):
         return read(body, self._store.on)
 
     async def begin_too_long(self, call: HttpCall, chat: Chat, request_id: str, portioned: Portioned) -> None:
-        """As OpenAI's server: Codex shortens its conversation after `response.failed`, not after a 400."""
+        """Fail in the stream, as OpenAI's server: after a 400, Codex would not shorten its conversation."""
         await call.start_events(self.headers(request_id))
         await ResponseStream(call, chat, request_id, portioned, self._store).start()
 
