@@ -85,8 +85,8 @@ class TensorMap:
         return np.asarray(offsets, np.int64)
 
     def elements(self, coords: Sequence[int]) -> tuple[Array, Array | None]:
-        """Numbers of a box at coordinates, in the order of shared memory: offset from `base` in bytes of each,
-        and which lie inside of the tensor; None if all do.
+        """Numbers of a box at coordinates, in the order of shared memory: their offsets in bytes from `base`,
+        and whether they lie inside of the tensor; None if all do.
 
         Numbers outside are loaded as zeros and not stored.
 
