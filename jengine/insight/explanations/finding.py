@@ -21,7 +21,7 @@ class Finding:
     """One cause of lost time.
 
     Attributes:
-        name: of the rule that found it.
+        name: what was found, such as "padding".
         share: share of time lost, from 0 to 1. Findings are sorted by it.
         summary: one sentence.
         evidence: figures by description.

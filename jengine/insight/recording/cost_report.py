@@ -22,7 +22,7 @@ class TrunkCost:
     Attributes:
         rows, tiles: numbers of decode rows and prompt tiles.
         tokens: tokens of a step, padding included.
-        seconds: by the number of tokens before each row and tile, without a sampler.
+        seconds: of a step without a sampler, by the number of tokens before each row and tile.
         steps: number of steps that it was learned from, warm-up included; 0: estimated from other programs.
     """
 

@@ -222,11 +222,13 @@ class AsyncClient(_Connection):
         )
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text."""
         with sending("text", text):
             request = pb.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
         return list((await self._call(self._stub.Tokenize, request, SHORT)).token_ids)
 
     async def detokenize(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
         with sending("token_ids", token_ids):
             request = pb.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return str((await self._call(self._stub.Detokenize, request, SHORT)).text)
@@ -279,10 +281,8 @@ class AsyncClient(_Connection):
         return msgspec.json.decode(await self._do(operation, arguments))
 
     async def trace(self, seconds: float | None = None) -> Trace:
-        """Return the engine's activity in the last `seconds` seconds, or all that is kept, for
-        `jengine.explain`.
-
-        Needs the same permission as reset_prefix_cache.
+        """Return the engine's last `seconds` seconds, or all that is kept, for `jengine.explain`. Needs the same
+        permission as reset_prefix_cache.
         """
         return Trace.from_json(await self._do("GetTrace", {"seconds": seconds}))
 
