@@ -62,7 +62,7 @@ def test_agents_and_tools(script: str, python: Path, url: str) -> None:
 
 
 def test_clients_with_a_small_model(python: Path) -> None:
-    """The table of docs/service/http.md. The model's chat template has no tools."""
+    """The list in docs/service/http.md. The model's chat template has no tools."""
     command = [sys.executable, "-m", "jengine.cli", "serve", str(smollm2()), "--served-model-name=smol"]
     ports = ["--port=0", "--grpc-port=0", "--metrics-port=0", "--max-num-seqs=2", "--lame-duck-seconds=0"]
     with process([*command, *ports]) as server:

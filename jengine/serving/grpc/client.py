@@ -281,8 +281,8 @@ class AsyncClient(_Connection):
         return msgspec.json.decode(await self._do(operation, arguments))
 
     async def trace(self, seconds: float | None = None) -> Trace:
-        """Return the engine's last `seconds` seconds, or all that is kept, for `jengine.explain`. Needs the same
-        permission as reset_prefix_cache.
+        """Return the engine's last `seconds` seconds, or all that is kept, for `jengine.explain`. Needs the
+        same permission as reset_prefix_cache.
         """
         return Trace.from_json(await self._do("GetTrace", {"seconds": seconds}))
 

@@ -1,6 +1,6 @@
 """Nine client libraries and a real model: what they send is accepted, and answers have the form that they ask
-for, whatever a small model says. `python cells.py URL MODEL [CLIENT...]` prints the table of
-docs/service/http.md.
+for, whatever a small model says. `python cells.py URL MODEL [CLIENT...]` prints a table of
+what each did; docs/service/http.md lists the libraries.
 """
 
 from __future__ import annotations
