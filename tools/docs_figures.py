@@ -114,13 +114,14 @@ def _rates(row: dict[str, Any]) -> str:
 
 
 def start_time() -> str:
-    models = _found("start_time")["models"]
+    found = _found("start_time")
+    models = found["models"]
     rows = ["| | First start, s | Later start, s |", "| --- | ---: | ---: |"]
     rows += [
         f"| {name} | {model['first']['seconds']:.1f} | {model['later']['seconds']:.1f} |"
         for name, model in models.items()
     ]
-    return "\n".join([*rows, "", _machine(models["demo"])])
+    return "\n".join([*rows, "", _machine(found | models["demo"])])
 
 
 def several_models() -> str:
@@ -133,7 +134,7 @@ def several_models() -> str:
         f"With two models of 134 million parameters in bfloat16 and {clients} clients that ask either at"
         f" random, {requests} requests of {tokens} tokens took {both['seconds']:.0f} s if both were loaded."
         f" With `--max-loaded-models 1` they took {one['seconds']:.0f} s, with {loads}; a request waited"
-        f" {one['longest_seconds']:.0f} s at most. All were answered.\n\n{_machine(found, 'several_models')}"
+        f" {one['longest_seconds']:.0f} s at most. All were answered.\n\n{_machine(found)}"
     )
 
 
@@ -203,10 +204,12 @@ def planted_faults() -> str:
 
 
 def simulation() -> str:
-    million = _found("simulation")["million"]
+    found = _found("simulation")
+    million = found["million"]
     return (
         f"A million requests with the lengths of Azure's conversations, {million['output_tokens'] / 1e6:.0f}"
         f" million output tokens, simulate in {million['seconds'] / 60:.0f} minutes on one core."
+        f"\n\n{_machine(found)}"
     )
 
 
@@ -238,7 +241,7 @@ def speculation() -> str:
             "Streams begin together, and the last one to end counts. Drafts help some more than others, so"
             " few run at the end. Under load, each stream is followed by another.",
             "",
-            _machine(found, "speculation"),
+            _machine(found),
         ]
     )
 
@@ -253,7 +256,7 @@ def constraints() -> str:
         f"A JSON schema costs each token {micros['fill']:.0f} microseconds of the host's time to find what is"
         f" allowed, and {micros['accept']:.0f} to advance. On a CPU, {found['rows']} sequences of the demo"
         f" model, for which this is much, run at {of_sample:.2f} of the speed without a constraint.\n\n"
-        f"{_machine(found, 'structured')}"
+        f"{_machine(found)}"
     )
 
 
@@ -267,7 +270,7 @@ def host_tier() -> str:
     ):
         off, on = (median(run[name] for run in found[arm]) for arm in ("off", "on"))
         rows.append(f"| {title} | {off:,.0f} | {on:,.0f} |")
-    return "\n".join([*rows, "", _machine(found, "host_tier")])
+    return "\n".join([*rows, "", _machine(found)])
 
 
 def batch_invariance() -> str:
@@ -276,7 +279,7 @@ def batch_invariance() -> str:
     return (
         f"With the demo model, {one['output_ratio']:.2f} of the usual throughput under load, and"
         f" {one['alone_ratio']:.2f} of the speed of a request that runs alone.\n\n"
-        f"{_machine(found, 'batch_invariance')}"
+        f"{_machine(found)}"
     )
 
 
@@ -284,7 +287,7 @@ def adapters() -> str:
     found = _found("lora")
     rows = ["| Places | Adapters in use | Tokens a second, relative |", "| ---: | ---: | ---: |"]
     rows += [f"| {one['places']} | {one['adapters']} | {one['ratio']:.2f} |" for one in found["throughput"]]
-    return "\n".join([*rows, "", _machine(found, "lora")])
+    return "\n".join([*rows, "", _machine(found)])
 
 
 def weight_updates() -> str:
@@ -297,7 +300,7 @@ def weight_updates() -> str:
         rows.append(f"| `sleep({level})`, which gives {given:.0f} MiB back | {sleep['sleep_seconds']:.2f} |")
         rows.append(f"| `wake_up()` after it | {sleep['wake_seconds']:.2f} |")
     rows.append(f"| for comparison: a new engine | {found['new_engine_seconds']:.2f} |")
-    return "\n".join([*rows, "", _machine(found, "weight_updates")])
+    return "\n".join([*rows, "", _machine(found)])
 
 
 def replicas() -> str:
@@ -308,23 +311,23 @@ def replicas() -> str:
         one = found["results"][arm]
         times = " | ".join(f"{one[name]:.0f} ms" for name in ("first_token_ms", "first_token_p90_ms"))
         rows.append(f"| {title} | {one['hit_rate']:.0%} | {times} |")
-    return "\n".join([*rows, "", _machine(found, "replicas")])
+    return "\n".join([*rows, "", _machine(found)])
 
 
 def _found(name: str) -> Any:
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    return json.loads((RESULTS / f"{name}.json").read_text()) | {"file": name}
 
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 20 else f"{value:.1f}"
 
 
-def _machine(found: dict[str, Any], benchmark: str = "") -> str:
-    """The machine, and the benchmark that measured."""
+def _machine(found: dict[str, Any]) -> str:
+    """The machine, and the file."""
     machine = found["machine"]
     others = machine["used_by_others"]
     busy = "" if others < 0.05 else f", while other work took {others:.0%} of the machine"
     return (
-        f"*{machine['cpu']}, {machine['cores']} cores, JAX {machine['jax']}, {machine['date'][:10]}{busy}"
-        + (f"; `python -m benchmarks.{benchmark}`.*" if benchmark else ".*")
+        f"*{machine['cpu']}, {machine['cores']} cores, JAX {machine['jax']}, {machine['date'][:10]}{busy};"
+        f" `benchmarks/results/{found['file']}.json`.*"
     )
