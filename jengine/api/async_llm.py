@@ -277,9 +277,9 @@ class AsyncLLM(VllmMethods):
         return await asyncio.to_thread(explain, await self.trace(seconds))
 
     async def profile(self, options: ProfileOptions, folder: Path) -> None:
-        """Makes the engine's process write its profile to this folder; see `capture_process`.
+        """Makes the engine's process write its profile to files in this folder.
 
-        An engine in this process writes none: profile this process instead.
+        An engine in this process writes none; tools such as py-spy profile this process.
 
         Raises:
             InvalidArgument: that process is already being profiled.
