@@ -235,9 +235,7 @@ def host_of(coordinator: str) -> str:
 
 
 def _leave() -> None:
-    """Exits without JAX's orderly shutdown, which would wait for the process that has ended, and then
-    abort.
-    """
+    """Exits without JAX's shutdown, which would wait for the process that has ended, and then abort."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)

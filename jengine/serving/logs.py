@@ -104,9 +104,7 @@ SECONDS = 10.0  # between two lines
 
 
 class StatusSource(Protocol):
-    """What the log is about: a Supervisor. `load` and `totals` raise EngineDead while no engine is
-    running.
-    """
+    """What the log is about: a Supervisor. `load` and `totals` raise EngineDead while no engine runs."""
 
     @property
     def load(self) -> Load: ...

@@ -107,9 +107,7 @@ def _character_of_byte() -> dict[int, str]:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 bytes map to themselves, the others to characters from U+0100
-    on.
-    """
+    """GPT-2's alphabet: printable Latin-1 bytes map to themselves, others to characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

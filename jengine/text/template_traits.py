@@ -127,9 +127,7 @@ class _CallForm:
 
 
 def traits_of(render: Render, source: str) -> TemplateTraits:
-    """The traits of the template with this source that `render` uses, which must not adapt what it is
-    given.
-    """
+    """The traits of the template with this source; `render` must not adapt what it is given."""
 
     def shows(conversation: Conversation, *marks: str) -> bool:
         text = render(conversation)

@@ -32,9 +32,7 @@ class Call(Protocol):
 
 
 def interruption(call: Call) -> grpc.StatusCode:
-    """Why a call was cancelled: DEADLINE_EXCEEDED if its deadline has (nearly) passed, otherwise
-    CANCELLED.
-    """
+    """Why a call was cancelled: DEADLINE_EXCEEDED if its deadline has (nearly) passed, else CANCELLED."""
     left = call.time_remaining()
     return (
         grpc.StatusCode.CANCELLED

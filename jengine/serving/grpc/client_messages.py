@@ -341,9 +341,7 @@ class OutputReader:
         return self._end(output, [completion.ending for completion in response.completions], response)
 
     def news(self, event: pb.GenerateStreamResponse) -> ServedOutput | None:
-        """New output of one completion, or the final output. None for the message that confirms the
-        request.
-        """
+        """New output of one completion, or the final output; None for the message that confirms a request."""
         match event.WhichOneof("event"):
             case "delta":
                 return self._output([self._completion(event.delta)])
