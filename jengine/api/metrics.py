@@ -38,7 +38,7 @@ LOAD_COUNTERS = (
     ("swapped_out_pages", "host_spilled", "Pages copied to the host"),
     ("swapped_in_pages", "host_fetched", "Pages copied from the host to the device"),
     ("spec_decode_num_drafts", "drafts", "Drafts that were verified"),
-    ("spec_decode_num_draft_tokens", "draft_tokens", "Tokens of these drafts"),
+    ("spec_decode_num_draft_tokens", "draft_tokens", "Tokens of drafts that were verified"),
     ("num_preemptions", "preemptions", "Preemptions of running requests"),
     ("compiles_since_start", "compiles_since_start", "Compilations since warm-up; each is a bug"),
     (

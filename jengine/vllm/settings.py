@@ -130,7 +130,7 @@ ENGINE: tuple[Setting, ...] = (
     no_effect("ray_workers_use_nsight", "see `jengine profile`", False),
     no_effect("lora_dtype", "adapters have the model's dtype", "auto"),
     no_effect("fully_sharded_loras", "adapters are sharded as the weights that they change", False),
-    Setting("language_model_only", "renamed", "limit_mm_per_prompt={\"image\": 0}",
+    Setting("language_model_only", "renamed", "a model with images serves text alone",
         gives={True: {"limit_mm_per_prompt": {"image": 0}}, False: {}}, switch=True),
     no_effect("skip_mm_profiling", "encoders are measured as all programs are", False, True),
     no_effect("mm_processor_cache_gb", "embeddings of images are kept on the device; see image_pool_rows"),
@@ -294,7 +294,7 @@ SERVER: tuple[Setting, ...] = (
     Setting(
         "disable_log_stats",
         "renamed",
-        "log_stats=False, or `--no-log-stats`",
+        "or `--no-log-stats`",
         gives={True: {"log_stats": False}, False: {"log_stats": True}},
         switch=True,
     ),

@@ -92,15 +92,15 @@ class Families:
 STORE_COUNTERS = (  # names, fields of StoreLoad, and what they are
     ("queried_pages", "queries", "Pages of prompts that were looked up in a store"),
     ("loaded_pages", "hits", "Pages that were loaded from a store"),
-    ("loaded_bytes", "loaded_bytes", "Bytes of these pages"),
-    ("load_seconds", "loading_seconds", "Seconds that loading them took"),
+    ("loaded_bytes", "loaded_bytes", "Bytes of pages that were loaded from a store"),
+    ("load_seconds", "loading_seconds", "Seconds that loading pages took"),
     (
         "declined_pages",
         "declined",
         "Pages that a store had and that were computed, since that is predicted to be faster",
     ),
     ("kept_pages", "kept", "Pages that were given to a store"),
-    ("kept_bytes", "kept_bytes", "Bytes of these pages"),
+    ("kept_bytes", "kept_bytes", "Bytes of pages that were given to a store"),
     ("dropped_pages", "dropped", "Pages that a store had no room or no time for"),
     ("late_prompts", "late", "Prompts that waited for a store in vain, and were computed"),
     ("failures", "failures", "Failures of a store"),
@@ -116,7 +116,7 @@ HISTOGRAMS = {  # by name: what they are, and their bounds
     "request_max_num_generation_tokens": ("Generated tokens of a request's longest completion", TOKENS),
     "time_to_first_token_seconds": ("From a request's arrival to its first token", SECONDS),
     "inter_token_latency_seconds": ("Between a completion's tokens", SECONDS),
-    "request_time_per_output_token_seconds": ("The same, a request's mean", SECONDS),
+    "request_time_per_output_token_seconds": ("Between a request's tokens, its mean", SECONDS),
     "e2e_request_latency_seconds": ("From a request's arrival to its end", SECONDS),
 }
 UNFINISHED = "abort"  # finish reason of a request whose client has gone
@@ -198,7 +198,7 @@ def step_families(families: Families, totals: StepTotals) -> Iterator[Metric]:
     )
     tokens = [(("used",), totals.prompt_tokens), (("padding",), totals.padded_tokens)]
     yield families.counters(
-        "step_prompt_tokens", "Tokens of prompt tiles of steps, likewise", ("state",), tokens
+        "step_prompt_tokens", "Places in prompt tiles of steps, by use", ("state",), tokens
     )
     stages = [((stage,), seconds) for stage, seconds in totals.seconds.items()]
     yield families.counters(
@@ -209,7 +209,7 @@ def step_families(families: Families, totals: StepTotals) -> Iterator[Metric]:
     )
     yield families.counter(
         "predicted_device_seconds",
-        "Predicted seconds of the device for the same steps",
+        "Predicted seconds of the device, for steps with a known duration",
         totals.predicted_seconds,
     )
     pauses = [((str(generation),), count) for generation, count in enumerate(totals.pauses)]
