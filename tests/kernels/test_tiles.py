@@ -1,4 +1,4 @@
-"""Products with AMX: the same code with emulated tiles, and its compilation for a processor with AMX."""
+"""Products with AMX: with emulated tiles, as they are on a processor that has them, and compiled for one."""
 
 from __future__ import annotations
 
@@ -112,8 +112,13 @@ def emulated(text: str) -> str:
     return text
 
 
-@pytest.fixture
-def with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["emulated", "executed"])
+def with_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "executed":
+        if not tiles.permitted():
+            pytest.skip("this processor has no AMX")
+        return
+    monkeypatch.setattr(tiles, "permitted", lambda: True)
     monkeypatch.setattr(native, "_objects", None)  # the code has addresses of this process
     made = tiles.tiles_module
     monkeypatch.setattr(tiles, "tiles_module", lambda *args, **how: emulated(made(*args, **how)))

@@ -117,6 +117,8 @@ def form(
     max_rows = {16: 6, 8: 6}.get(at.lanes, 4 if target.architecture == "aarch64" else 2)
     strip = -(-group // -(-group // max_rows)) if decode else max_rows
     pairs = at.pairs and target.architecture == "x86" and inputs == "bfloat16" and stored != "float32"
+    # Intel's processors, those with tiles, multiply pairs more slowly than float32
+    pairs = pairs and (decode or not at.tiles)
     rows = group if decode else max(group, TILE_ROWS if head_dim <= SHORT else ROWS)
     key = rows, max_rows, strip, columns, decode, pairs, pairs and not decode, ahead
     return Form(stored, inputs, head_dim, page_size, group, *key)

@@ -39,9 +39,9 @@ def in_form(
     hadamard: int = 1,
 ) -> jax.Array:
     """The product by a weight [out, in] of this format: "amx", "panels" or, also for sizes that these do not
-    support, "kernel". Numbers have a scale for each output, or none.
+    support and without permission to use tiles, "kernel". Numbers have a scale for each output, or none.
     """
-    if form == "amx" and why_no_tiles(str(x.dtype), weight, values.shape[0]) is None:
+    if form == "amx" and tiles.permitted() and why_no_tiles(str(x.dtype), weight, values.shape[0]) is None:
         return product_by_tiles(x, values, scale, dtype, hadamard)
     if form == "panels" and why_no_panels(str(x.dtype), weight, *values.shape) is None:
         return product_by_panels(x, values, scale, dtype, hadamard)

@@ -98,18 +98,24 @@ def _pack(code: Code, item: int, of_bytes: bool) -> None:
     rows, row_bytes = code.word(shape, 0), code.word(shape, 1) * item
     chunks = (row_bytes + (LINE - 1)) // LINE
     blocks = (rows + (SIDE - 1)) // SIDE
-    zero = code.constant(vector(I8, LINE), 0)
-    lines = [code.memory(LINE) for _ in range(SIDE)]
+    rest = [code.memory(LINE) for _ in range(SIDE)]
     with code.loop(*share(blocks * chunks, part, parts)) as unit:
         block, start = unit // chunks, unit % chunks * LINE
-        count = (row_bytes - start).least(LINE)
-        for n, line in enumerate(lines):
-            row = block * SIDE + n
-            code.store(zero, line)
-            with code.when(row < rows):
-                code.call("memcpy", PTR, line, source + (row * row_bytes + start), count)
-        for n, words in enumerate(transposed([code.load(vector(I32, SIDE), line) for line in lines])):
-            code.store(words, into + (unit * (SIDE * LINE) + n * LINE))
+        # rows beyond the last are copies of it, and their sums are not stored
+        lines = [source + ((block * SIDE + n).least(rows - 1) * row_bytes + start) for n in range(SIDE)]
+
+        def pack(lines: list[Value]) -> None:
+            for n, words in enumerate(transposed([code.load(vector(I32, SIDE), line) for line in lines])):
+                code.store(words, into + (unit * (SIDE * LINE) + n * LINE))
+
+        with code.if_else(row_bytes - start < LINE) as (partial, whole):
+            with partial:
+                for line, padded in zip(lines, rest, strict=True):
+                    code.store(code.constant(vector(I8, LINE), 0), padded)
+                    code.call("memcpy", PTR, padded, line, row_bytes - start)
+                pack(rest)
+            with whole:
+                pack(lines)
 
 
 def _multiply(code: Code, of_bytes: bool) -> None:
