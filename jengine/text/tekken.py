@@ -1,6 +1,4 @@
-"""Mistral's tokenizer format, tekken.json: tokens of a byte-level BPE by rank, and special tokens before
-them.
-"""
+"""Mistral's tokenizer format, tekken.json: tokens of a byte-level BPE by rank, after special tokens."""
 
 from __future__ import annotations
 

@@ -14,9 +14,7 @@ from jengine.spi import Steps
 
 
 class WarmEngine(NamedTuple):
-    """A warmed-up engine, and the tokenizer for its requests' masks. Without a tokenizer there are no
-    masks.
-    """
+    """A warmed-up engine, and the tokenizer for its requests' masks. Without one there are no masks."""
 
     engine: Steps
     tokenizer: Tokenizer | None
