@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import re
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ class Loras:
     """
 
     def __init__(self, do: Callable[[Operation[Any]], Any]) -> None:
-        self._do = do
+        self._do, self._loading = do, threading.Lock()
 
     def load(
         self,
@@ -90,11 +91,16 @@ class Loras:
         if lora_request is None:
             return [None] * count
         each = _requests(lora_request, count)
-        known = {info.name for info in self.list()}
-        for lora in dict.fromkeys(each):
-            if lora is not None and lora.lora_name not in known:
-                self._do(_load(lora, None, None, evict=True))
-        return [None if lora is None else lora.lora_name for lora in each]
+        names = [None if lora is None else lora.lora_name for lora in each]
+        together = dict.fromkeys(lora for lora in each if lora is not None)
+        keep = tuple(lora.lora_name for lora in together)
+        if {*keep} - {info.name for info in self.list()}:
+            with self._loading:  # threads may need the same one
+                known = {info.name for info in self.list()}
+                for lora in together:
+                    if lora.lora_name not in known:
+                        self._do(_load(lora, None, None, keep=keep))
+        return names
 
 
 class AsyncLoras:
@@ -150,7 +156,7 @@ class AsyncLoras:
                 del self._loading[lora.lora_name]
 
     async def _load(self, lora: LoRARequest) -> LoraInfo:
-        info: LoraInfo = await self._do(_load(lora, None, None, evict=True))
+        info: LoraInfo = await self._do(_load(lora, None, None, keep=()))
         self.by_name = {adapter.name: adapter for adapter in await self.list()}
         return info
 
@@ -190,7 +196,7 @@ def _load(
     tensors: Mapping[str, Any] | None,
     *,
     load_inplace: bool = False,
-    evict: bool = False,
+    keep: tuple[str, ...] | None = None,
 ) -> LoadLora:
     """The operation for these arguments of Loras.load. Raises InvalidArgument if they do not fit."""
     [request] = _requests(lora, 1)
@@ -200,7 +206,7 @@ def _load(
     if config is None or tensors is None:
         if not request.lora_path:
             raise InvalidArgument("lora_request", request.lora_name, "is not loaded, and has no lora_path")
-        return LoadLora(request.lora_name, request.lora_path, load_inplace=load_inplace, evict=evict)
+        return LoadLora(request.lora_name, request.lora_path, load_inplace=load_inplace, keep=keep)
     from safetensors.numpy import save  # imported here, since few callers hand arrays in
 
     return LoadLora(
