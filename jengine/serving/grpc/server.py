@@ -33,8 +33,8 @@ from jengine.serving.guards.admission import (
     CallInterceptor,
     ClientCalls,
     Place,
+    allowed_priority,
     check_admin,
-    check_priority,
     client_of,
     sees_all_clients,
 )
@@ -134,10 +134,10 @@ class GenerateService(Service):
         self._admission.stream(context)
         if isinstance(request, pb.ChatRequest):
             conversions.check_messages(request.messages)
-        check_priority(request.priority)
+        allowed_priority(request.priority or None)  # before anything is done
         model = await named_model(request.model, self._models, context)
         tracked.uses(model)
-        defaults = model.llm.get_default_sampling_params()
+        defaults = self._bounds.default(model.llm.get_default_sampling_params())
         return self._bounds.params(conversions.to_params(request.sampling_params, defaults)), model
 
     async def _queue(
@@ -173,7 +173,7 @@ class GenerateService(Service):
             prompt,
             request.ByteSize(),
             request.cache_salt if request.HasField("cache_salt") else None,
-            request.priority,
+            allowed_priority(request.priority or None),
             request.timeout_seconds if request.HasField("timeout_seconds") else None,
             request.ttft_ms if request.HasField("ttft_ms") else None,
             request.tpot_ms if request.HasField("tpot_ms") else None,
