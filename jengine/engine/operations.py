@@ -295,6 +295,7 @@ class LoadLora(Operation[LoraInfo], frozen=True):
             one are never used for the other.
         keep: if max_cpu_loras adapters are loaded, unload the one that was used least recently, among those
             without requests whose names are not here; None: unload none.
+        lora_int_id: for LoraInfo.
 
     Raises:
         InvalidArgument: the engine was started without enable_lora; an adapter of this name is loaded;
@@ -309,6 +310,7 @@ class LoadLora(Operation[LoraInfo], frozen=True):
     tensors: bytes = b""
     load_inplace: bool = False
     keep: tuple[str, ...] | None = None
+    lora_int_id: int = 1
     in_thread = True
 
     def check(self, limits: Limits) -> None:
@@ -319,7 +321,7 @@ class LoadLora(Operation[LoraInfo], frozen=True):
 
     def run(self, engine: Engine) -> LoraInfo:
         assert engine.loras is not None, "`check` has seen that there are adapters"
-        source = LoraSource(self.name, self.path, self.config, self.tensors)
+        source = LoraSource(self.name, self.path, self.config, self.tensors, self.lora_int_id)
         return engine.loras.load(source, load_inplace=self.load_inplace, keep=self.keep)
 
 

@@ -277,6 +277,8 @@ def test_async_llm_and_adapters(tmp_path: Path) -> None:
                 await llm.loras.load(requests[0])
             with pytest.raises(InvalidArgument, match="lora_request='a0': is not loaded"):
                 llm.submit([5], params, lora_request="a0")
+            with pytest.raises(InvalidArgument, match="'a1': an adapter of this name is loaded"):
+                await outputs(llm, LoRARequest("a1", 1, paths[2]))
             unloading = asyncio.ensure_future(llm.do(UnloadLora("a1")))  # behind the back of llm.loras
             await asyncio.sleep(0)
             async with llm.submit([5, 6], params, lora_request="a1") as handle:
@@ -310,7 +312,12 @@ def test_adapters_of_one_call_do_not_make_room_for_each_other(tmp_path: Path) ->
         assert loaded_after(b, d) == ["b", "d"]
         with pytest.raises(InvalidArgument, match="max_cpu_loras=2 adapters are loaded; all of them are in"):
             loaded_after(a, b, c)
-        assert loaded_after(b) and llm.engine.scheduler.blocks.owned == 0
+        assert "b" in loaded_after(b)
+        for other in (LoRARequest("b", 2, b.lora_path), LoRARequest("b", 1, a.lora_path)):
+            with pytest.raises(InvalidArgument, match="'b': an adapter of this name is loaded, with lora_int"):
+                loaded_after(other)
+        llm.loras.load(LoRARequest("b", 2, a.lora_path), load_inplace=True)
+        assert "b" in loaded_after(LoRARequest("b", 2, a.lora_path), LoRARequest("b"))
 
 
 def test_threads_that_need_more_adapters_than_may_be_loaded(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ class LoraStore:
                 rank=weights.rank,
                 modules=tuple(sorted({name.rpartition(".")[2] for name in weights.factors})),
                 bytes=packed.nbytes,
+                lora_int_id=source.lora_int_id,
             )
             self.packed[number], self._infos[number] = packed, info
             self._read.append((number, keep))
