@@ -68,18 +68,16 @@ class LoraStore:
         Args:
             wanted: an adapter that is about to get a request, and must not make room.
         """
-        loras = self._loras
+        loras, limit = self._loras, self.limits.max_cpu_loras
         while self._read:
             number, keep = self._read.popleft()
             name = self._infos[number].name
             loras.load(name, number)
             idle = loras.idle((name, wanted or name, *(keep or ())))
-            if (
-                self.limits.max_cpu_loras is not None
-                and idle
-                and len(self._infos) - len(loras.dropped) > self.limits.max_cpu_loras
+            while (
+                limit is not None and idle and len(self._infos) - len(loras.dropped) - len(self._read) > limit
             ):
-                loras.unload(idle.name)
+                loras.unload(idle.pop(0).name)
         if loras.dropped:
             dropped, loras.dropped = loras.dropped, []
             for number in dropped:
@@ -117,9 +115,9 @@ class LoraStore:
                 "lora_name", name, "an adapter of this name is loaded; load_inplace replaces it"
             )
         limit = self.limits.max_cpu_loras
-        idle = None if keep is None else self._loras.idle(keep)
-        makes_room = idle or (loaded and not loaded.users)
-        if limit is not None and len(self._infos) >= limit and not makes_room:
+        idle = 0 if keep is None else len(self._loras.idle(keep))  # those that were read take one each
+        replaces = loaded and not loaded.users
+        if limit is not None and len(self._infos) - idle >= limit and not replaces:
             why = "that of this name is in use" if loaded else "unload one to make room"
             why = "all of them are in use" if keep is not None else why
             raise InvalidArgument("lora_name", name, f"max_cpu_loras={limit} adapters are loaded; {why}")

@@ -98,10 +98,10 @@ class LoraPlaces:
         lora.unloaded = True
         self._drop(lora)
 
-    def idle(self, keep: Collection[str]) -> Lora | None:
-        """The loaded adapter without requests that was used least recently, but none of these names."""
+    def idle(self, keep: Collection[str]) -> list[Lora]:
+        """The loaded adapters without requests, but none of these names, least recently used first."""
         unused = [lora for lora in self if not lora.users and lora.name not in keep]
-        return min(unused, key=lambda claim: claim.used, default=None)
+        return sorted(unused, key=lambda lora: lora.used)
 
     # --- requests -----------------------------------------------------------------------------------
 
