@@ -442,7 +442,7 @@ def _add(service: ServiceDescriptor, servicer: object, server: grpc.aio.Server) 
     server.add_registered_method_handlers(service.full_name, handlers)
 
 
-def _why_not(host: str, port: int | None) -> str:
+def _why_not(host: str, port: int | str | None) -> str:
     """The reason, which gRPC does not report, found by trying to bind again."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
