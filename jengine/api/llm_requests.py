@@ -64,11 +64,15 @@ class LLMRequests:
         """The requests of each prompt. Loads adapters that are not loaded yet."""
         each = listed(prompts)
         every, all_levels = one_each("sampling_params", params, len(each)), levels(len(each), level or {})
-        names = self._loras.names(lora_request, len(each))
-        return [
-            self.make_one(prompt, params, level, pooling=pooling, beams=beams, lora_name=name)
-            for prompt, params, level, name in zip(each, every, all_levels, names, strict=True)
+        work = [
+            self.make_one(prompt, params, level, pooling=pooling, beams=beams)
+            for prompt, params, level in zip(each, every, all_levels, strict=True)
         ]
+        # last, since an adapter without requests may have to make room for another thread's
+        for requests, name in zip(work, self._loras.names(lora_request, len(each)), strict=True):
+            for request in requests:
+                request.lora_name = name
+        return work
 
     def make_one(
         self,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ class Loras:
     """
 
     def __init__(self, do: Callable[[Operation[Any]], Any]) -> None:
-        self._do = do
+        self._do, self._loading = do, threading.Lock()
 
     def load(
         self,
@@ -90,11 +91,23 @@ class Loras:
         if lora_request is None:
             return [None] * count
         each = _requests(lora_request, count)
-        known = {info.name for info in self.list()}
-        for lora in dict.fromkeys(each):
-            if lora is not None and lora.lora_name not in known:
-                self._do(_load(lora, None, None, evict=True))
-        return [None if lora is None else lora.lora_name for lora in each]
+        names = [None if lora is None else lora.lora_name for lora in each]
+        together = dict.fromkeys(lora for lora in each if lora is not None)
+        keep = tuple(lora.lora_name for lora in together)
+        if not {*keep} <= self._check(together):
+            with self._loading:  # threads may need the same one
+                known = self._check(together)
+                for lora in together:
+                    if lora.lora_name not in known:
+                        self._do(_load(lora, None, None, keep=keep))
+        return names
+
+    def _check(self, loras: Iterable[LoRARequest]) -> set[str]:
+        """The names of the loaded adapters. Raises InvalidArgument if one of these is another one."""
+        known = {info.name: info for info in self.list()}
+        for lora in loras:
+            _check_same(lora, known.get(lora.lora_name))
+        return {*known}
 
 
 class AsyncLoras:
@@ -150,7 +163,7 @@ class AsyncLoras:
                 del self._loading[lora.lora_name]
 
     async def _load(self, lora: LoRARequest) -> LoraInfo:
-        info: LoraInfo = await self._do(_load(lora, None, None, evict=True))
+        info: LoraInfo = await self._do(_load(lora, None, None, keep=()))
         self.by_name = {adapter.name: adapter for adapter in await self.list()}
         return info
 
@@ -163,6 +176,7 @@ class AsyncLoras:
         self._limits().require_lora("lora_request", lora.lora_name)
         if lora.lora_name not in self.by_name:
             raise InvalidArgument("lora_request", lora.lora_name, "is not loaded; loras.load loads it")
+        _check_same(lora, self.by_name[lora.lora_name])
         return lora.lora_name
 
 
@@ -184,13 +198,23 @@ def _requests(requests: LoraRequests, count: int) -> list[LoRARequest | None]:
     return each
 
 
+def _check_same(lora: LoRARequest, info: LoraInfo | None) -> None:
+    """Raises InvalidArgument if the adapter that is loaded under this name comes from another request."""
+    if lora.lora_path and info and (lora.lora_path, lora.lora_int_id) != (info.path, info.lora_int_id):
+        limit = (
+            f"an adapter of this name is loaded, with lora_int_id={info.lora_int_id} and"
+            f" lora_path={info.path!r}; loras.load(..., load_inplace=True) replaces it"
+        )
+        raise InvalidArgument("lora_request", lora.lora_name, limit)
+
+
 def _load(
     lora: LoRARequest | str,
     config: Mapping[str, Any] | None,
     tensors: Mapping[str, Any] | None,
     *,
     load_inplace: bool = False,
-    evict: bool = False,
+    keep: tuple[str, ...] | None = None,
 ) -> LoadLora:
     """The operation for these arguments of Loras.load. Raises InvalidArgument if they do not fit."""
     [request] = _requests(lora, 1)
@@ -200,7 +224,13 @@ def _load(
     if config is None or tensors is None:
         if not request.lora_path:
             raise InvalidArgument("lora_request", request.lora_name, "is not loaded, and has no lora_path")
-        return LoadLora(request.lora_name, request.lora_path, load_inplace=load_inplace, evict=evict)
+        return LoadLora(
+            request.lora_name,
+            request.lora_path,
+            load_inplace=load_inplace,
+            keep=keep,
+            lora_int_id=request.lora_int_id,
+        )
     from safetensors.numpy import save  # imported here, since few callers hand arrays in
 
     return LoadLora(

@@ -157,12 +157,13 @@ class LiveOutputs:
             output.prompt_logprobs = scores
         else:
             scores = output.prompt_logprobs
-        if update.position != len(scores):  # a preempted prompt is scored again
-            return
+        # a preempted prompt is scored again, perhaps in other tiles
+        new = len(scores) - update.position
+        tokens, logprobs = update.tokens[new:], update.logprobs[new:]
         if self._lazy:
-            scores.add(update.tokens, update.logprobs)
+            scores.add(tokens, logprobs)
         else:
-            entries = zip(update.tokens, update.logprobs, strict=True)
+            entries = zip(tokens, logprobs, strict=True)
             scores += [builder.describe(token, *logprobs) for token, logprobs in entries]
 
     def _finish(

@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any
 
 from jengine.api.outputs import LiveOutputs, blank_copy, catch_up
-from jengine.base.errors import EngineDead
+from jengine.base.errors import EngineDead, InvalidArgument
 from jengine.base.process import check_process, return_memory, uninterrupted
 from jengine.core.request import Request, RequestOutput
-from jengine.core.updates import Update
+from jengine.core.updates import Ended, Update
 from jengine.engine.limits import Limits
 from jengine.engine.operations import Operation
 from jengine.engine.ranks import AnyEngine
@@ -85,6 +85,7 @@ class SharedEngine:
         self._step_lock = threading.RLock()  # held during a step
         self._stepping = False
         self._orders: deque[Callable[[], object]] = deque()  # calls to the engine, run after its current step
+        self._refused: list[Ended] = []  # by the engine, not delivered yet
         self._leader: ThreadCall | None = None
         self._asleep: dict[ThreadCall, None] = {}
         self._calls: dict[str, ThreadCall] = {}  # by the id of each unfinished output
@@ -115,7 +116,7 @@ class SharedEngine:
                 output = self._live.open(requests)
                 self._calls[output.request_id] = call
                 call.outputs.append(output)
-                self._order(partial(self.engine.add, *requests))
+                self._order(partial(self._add, requests))
 
     def take(self, call: ThreadCall) -> list[RequestOutput]:
         """Waits for, and returns, outputs of a call that have ended or, with `each_token`, grown since the
@@ -287,7 +288,8 @@ class SharedEngine:
     def _deliver(self, updates: list[Update]) -> None:
         while self._orders:
             self._orders.popleft()()
-        for output in self._live.take(updates):
+        refused, self._refused = self._refused, []
+        for output in self._live.take([*updates, *refused]):
             call = self._calls.get(output.request_id)
             if call is None:  # its output has ended while another sample of it was processed
                 continue
@@ -336,6 +338,12 @@ class SharedEngine:
             if self._engine is not None:
                 self._order(partial(self._engine.end, *ended))
         self._live.ended.clear()
+
+    def _add(self, requests: list[Request]) -> None:
+        try:
+            self.engine.add(*requests)
+        except InvalidArgument as error:  # another thread has unloaded the adapter since it was checked
+            self._refused += [Ended.of_refused(request.request_id, error) for request in requests]
 
     def _order(self, order: Callable[[], object]) -> None:
         if self._error is not None:

@@ -12,7 +12,7 @@ from jengine import InvalidArgument, JengineError
 from jengine.base.progress import progress_bar
 from jengine.commands.connection import add_connection, client_options
 from jengine.commands.flags import add_engine, add_flags, engine_fields
-from jengine.commands.terminal import note, write
+from jengine.commands.terminal import check_output, note, write
 
 if TYPE_CHECKING:
     from jengine.capacity.bench.endpoints import ServerUnderTest
@@ -125,7 +125,7 @@ def _add_throughput(kinds: Any) -> None:
 
 def _throughput(options: argparse.Namespace) -> None:
     fields = engine_fields(options)
-    _check_file("output_json", options.output_json)
+    check_output("output_json", options.output_json)
     from jengine import LLM
     from jengine.capacity.bench.offline import throughput
 
@@ -159,7 +159,7 @@ def _add_latency(kinds: Any) -> None:
 
 def _latency(options: argparse.Namespace) -> None:
     fields = engine_fields(options)
-    _check_file("output_json", options.output_json)
+    check_output("output_json", options.output_json)
     for name, least in (("batch_size", 1), ("num_iters", 1), ("num_iters_warmup", 0)):
         if getattr(options, name) < least:
             raise InvalidArgument(name, getattr(options, name), f"must be at least {least}")
@@ -200,7 +200,7 @@ def _add_gpu(kinds: Any) -> None:
 def _gpu(options: argparse.Namespace) -> int:
     if not options.minutes >= 1:
         raise InvalidArgument("minutes", options.minutes, "must be at least 1")
-    _check_file("out", options.out)
+    check_output("out", options.out)
     from jengine.capacity.bench.gpu import report
 
     code = report(options.out, options.minutes)
@@ -259,8 +259,8 @@ def _serve(options: argparse.Namespace) -> int:
     if options.max_concurrency is not None and options.max_concurrency < 1:
         raise InvalidArgument("max_concurrency", options.max_concurrency, "must be at least 1")
     saved = options.result_dir / options.result_filename if options.save_result else None
-    _check_file("result_filename", saved)
-    _check_file("plot", options.plot)
+    check_output("result_filename", saved)
+    check_output("plot", options.plot)
     from jengine.capacity.bench.result import Result
 
     answers, seconds = asyncio.run(_driven(options))
@@ -368,12 +368,6 @@ def _rank(text: str) -> float:
 
 
 # --- files ------------------------------------------------------------------------------------------
-
-
-def _check_file(name: str, path: Path | None) -> None:
-    """Checks this before anything is measured."""
-    if path is not None and not path.parent.is_dir():
-        raise InvalidArgument(name, str(path), "cannot be written: there is no such folder")
 
 
 def _save(path: Path | None, result: dict[str, Any]) -> None:

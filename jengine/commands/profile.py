@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jengine import InvalidArgument, Profile, ProfileOptions
 from jengine.commands.connection import add_connection, connect
-from jengine.commands.terminal import note, write
+from jengine.commands.terminal import check_output, note, write
 from jengine.vllm.flags import add_fields, flag_values
 
 
@@ -39,17 +39,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 def _profile(options: argparse.Namespace) -> None:
     wanted = ProfileOptions(**flag_values(options, ProfileOptions))
-    _check_output(options.output)
+    check_output("output", options.output)
     with connect(options.server, options) as client:
         profile, jax = client.profile(wanted)
     profile.target = f"{profile.target} at {options.server}"
     _save(profile, jax, options.output)
-
-
-def _check_output(output: Path) -> None:
-    """Checks this before the profile is taken."""
-    if not output.parent.is_dir():
-        raise InvalidArgument("output", str(output), "cannot be written: its folder does not exist")
 
 
 def _save(profile: Profile, jax: bytes, output: Path) -> None:

@@ -104,6 +104,9 @@ def _serve(options: argparse.Namespace) -> None:
                 check_model(model.engine.model)
             # clients that call while libraries are imported wait for an answer, rather than being refused
             http = None if server.port is None else stack.enter_context(listen(server, "port"))
+            for option in () if http is None else ("grpc_port", "metrics_port"):
+                if isinstance(number := getattr(server, option), int) and number != server.port:
+                    listen(server, option).close()  # tells at once that it is in use
             first.spawn()  # before the server is imported, since both imports take seconds
 
             from jengine.serving import app

@@ -6,8 +6,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
-from jengine import JengineError
+from jengine import InvalidArgument, JengineError
 from jengine.base.display import counted
 
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -23,6 +24,21 @@ def write(text: str) -> None:
 def note(text: str) -> None:
     """Writes a line to stderr, dimmed on terminals with styles."""
     print(f"\033[2m{text}\033[0m" if _styled() else text, file=sys.stderr, flush=True)
+
+
+def check_output(name: str, path: Path | None) -> None:
+    """Checks the file of a result, before the work that takes long. Raises InvalidArgument, naming the
+    option.
+    """
+    if path is None:
+        return
+    try:
+        new = not path.exists()
+        path.open("ab").close()
+        if new:
+            path.unlink()
+    except OSError as wrong:
+        raise InvalidArgument(name, str(path), f"cannot be written: {wrong.strerror}") from None
 
 
 def agreed(question: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jengine import InvalidArgument
 from jengine.commands.connection import add_connection, connect
-from jengine.commands.terminal import note
+from jengine.commands.terminal import check_output, note
 
 DESCRIPTION = """\
 Save the recent activity of a server's engine: each step by stage, with its programs, padding, predicted and
@@ -64,6 +64,7 @@ def _trace(options: argparse.Namespace) -> None:
             options.server,
             "must be HOST:PORT of a running server; `jengine explain` reads saved traces",
         )
+    check_output("output", options.output)
     with connect(options.server, options) as client:
         trace = client.trace(options.seconds)
     trace.save(options.output)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from jengine import EngineConfig, __version__
 from jengine.base.progress import progress_bar
 from jengine.commands.flags import add_engine, add_flags, add_model, engine_fields
-from jengine.commands.terminal import note, write
+from jengine.commands.terminal import check_output, note, write
 from jengine.commands.trace_flags import TRACES, add_trace, params, targets_from_flags, trace_from_flags
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _tune(options: argparse.Namespace) -> int:
+    check_output("out", options.out)
     fields = engine_fields(options)
     config = EngineConfig.of(options.model, fields)
     targets, trace = targets_from_flags(options, config), trace_from_flags(options)

@@ -21,8 +21,8 @@ class LoRARequest:
 
     Args:
         lora_name: a name of your choice, at most MAX_LORA_NAME characters.
-        lora_int_id: a whole number of at least 1, as in vLLM. Adapters are told apart by name; the number is
-            not used.
+        lora_int_id: a whole number of at least 1, as in vLLM. Adapters are told apart by name. If one of this
+            name is loaded with another number, or from another path, the request is an error.
         lora_path: a folder in PEFT's layout, or a hub id. Empty: an adapter that is loaded already.
 
     Raises:
@@ -57,6 +57,7 @@ class LoraInfo:
     Attributes:
         name: as requests name it.
         path: its folder or hub id; "" if its arrays were handed in.
+        lora_int_id: of the LoRARequest with which it was loaded.
         rank: the largest of its modules.
         modules: names of the modules that it changes, such as "q_proj", sorted.
         bytes: of its copy in host memory.
@@ -73,6 +74,7 @@ class LoraInfo:
     on_device: bool = False
     running: int = 0
     waiting: int = 0
+    lora_int_id: int = 1
 
 
 class LoraSource(NamedTuple):
@@ -82,6 +84,7 @@ class LoraSource(NamedTuple):
     path: str = ""
     config: dict[str, Any] | None = None
     tensors: bytes = b""
+    lora_int_id: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

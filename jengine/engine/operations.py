@@ -293,8 +293,9 @@ class LoadLora(Operation[LoraInfo], frozen=True):
             adapter_model.safetensors.
         load_inplace: replace the loaded adapter of this name. Running requests keep the old one, and pages of
             one are never used for the other.
-        evict: if max_cpu_loras adapters are loaded, unload the one that was used least recently, among those
-            without requests.
+        keep: if max_cpu_loras adapters are loaded, unload the one that was used least recently, among those
+            without requests whose names are not here; None: unload none.
+        lora_int_id: for LoraInfo.
 
     Raises:
         InvalidArgument: the engine was started without enable_lora; an adapter of this name is loaded;
@@ -308,7 +309,8 @@ class LoadLora(Operation[LoraInfo], frozen=True):
     config: dict[str, Any] | None = None
     tensors: bytes = b""
     load_inplace: bool = False
-    evict: bool = False
+    keep: tuple[str, ...] | None = None
+    lora_int_id: int = 1
     in_thread = True
 
     def check(self, limits: Limits) -> None:
@@ -319,8 +321,8 @@ class LoadLora(Operation[LoraInfo], frozen=True):
 
     def run(self, engine: Engine) -> LoraInfo:
         assert engine.loras is not None, "`check` has seen that there are adapters"
-        source = LoraSource(self.name, self.path, self.config, self.tensors)
-        return engine.loras.load(source, load_inplace=self.load_inplace, evict=self.evict)
+        source = LoraSource(self.name, self.path, self.config, self.tensors, self.lora_int_id)
+        return engine.loras.load(source, load_inplace=self.load_inplace, keep=self.keep)
 
 
 class UnloadLora(Operation[None], frozen=True):

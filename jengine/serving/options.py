@@ -167,13 +167,17 @@ as_domains = read_as(lambda value: read_domains(value) or None)
 as_parser = read_as(partial(value_of, "tool_call_parser"))
 
 
-def port_or_none(name: str, value: Any) -> Any:
+def port_or_none(name: str, value: Any, words: str = "none") -> Any:
     """A port number, or None for `none`."""
     if value == "none":
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 65535:
-        raise InvalidArgument(name, value, "must be a whole number from 0 to 65535, or none")
+        raise InvalidArgument(name, value, f"must be a whole number from 0 to 65535, or {words}")
     return value
+
+
+def port_or_auto(name: str, value: Any) -> Any:
+    return value if value == "auto" else port_or_none(name, value, "none, or auto")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +188,8 @@ class PortOptions:
         host: the address to listen on. By default only this machine can connect.
         port: the port for OpenAI's and Anthropic's APIs over HTTP; 0 takes a free one, none turns HTTP off.
         grpc_port: the port for gRPC, with the same keys, TLS and limits; 0 takes a free one, none turns gRPC
-            off.
+            off. auto is 50051, or none if that port is in use and HTTP is on: a second server on a machine
+            needs another port only.
         metrics_port: the port for plain HTTP without keys or TLS: /metrics for Prometheus, /healthz and
             /readyz for probes; 0 takes a free one. By default there is none. See page. If it is `port`, that
             port serves /metrics too, without keys: there the Gateway API's endpoint picker looks for it.
@@ -197,7 +202,7 @@ class PortOptions:
 
     host: Annotated[str, is_a(str, "must be an address or a name", bool)] = "127.0.0.1"
     port: Annotated[int | Literal["none"] | None, port_or_none] = 8000
-    grpc_port: Annotated[int | Literal["none"] | None, port_or_none] = 50051
+    grpc_port: Annotated[int | Literal["none", "auto"] | None, port_or_auto] = "auto"
     metrics_port: Annotated[int | None, port_number] = None
     metrics_prefix: Annotated[str, metrics_name] = "jengine"
     page: bool = False

@@ -29,7 +29,7 @@ OF_LLM: dict[str, str] = {  # attributes of its LLM and AsyncLLM
     "pause_generation": "use pause",
     "preprocess_chat": "use chat_prompt",
     "remove_lora": "use loras.unload",
-    "reset_mm_cache": "only text is supported",
+    "reset_mm_cache": "embeddings of images are kept by their content; see image_pool_rows",
     "resume_generation": "use resume",
     "reward": "reward models are not supported",
     "set_tokenizer": "the option tokenizer takes another model's tokenizer",

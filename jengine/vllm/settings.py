@@ -317,7 +317,7 @@ SERVER: tuple[Setting, ...] = (
     no_effect("enable_request_id_headers", ALWAYS, True),
     no_effect("enable_server_load_tracking", "see metrics_port", False),
     no_effect("enable_per_request_metrics", "see request_log", False),
-    no_effect("grpc", "gRPC is always on; smg_api adds the service for smg", True),
+    no_effect("grpc", "gRPC is on, see grpc_port; smg_api adds the service for smg", True),
     no_effect("max_lora_modules", "see max_cpu_loras"),
     # --- not supported
     unsupported("http_port", "HTTP's port is called port, and gRPC's grpc_port"),

@@ -28,8 +28,8 @@ TARGETS: dict[str, dict[str, Any]] = {
 Work = tuple[list[int], SamplingParams, str | None]  # a prompt, and the name of its adapter
 
 
-def load(engine: Engine, name: str, adapter: Lora, **how: bool) -> LoraInfo:
-    """Loads an adapter from memory. how: load_inplace, evict."""
+def load(engine: Engine, name: str, adapter: Lora, **how: Any) -> LoraInfo:
+    """Loads an adapter from memory. how: load_inplace, keep."""
     operation = LoadLora(name, config=adapter.config, tensors=save(adapter.tensors), **how)
     operation.check(engine.limits)
     return engine.do(operation)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from jengine import LLM, AsyncLLM, InvalidArgument, LoRARequest
+from jengine.api.shared_engine import ThreadCall
 from jengine.capacity.simulation.trace import read_trace
 from jengine.checkpoints.folder import DEMO
 from jengine.core.config import EngineConfig
@@ -274,6 +277,8 @@ def test_async_llm_and_adapters(tmp_path: Path) -> None:
                 await llm.loras.load(requests[0])
             with pytest.raises(InvalidArgument, match="lora_request='a0': is not loaded"):
                 llm.submit([5], params, lora_request="a0")
+            with pytest.raises(InvalidArgument, match="'a1': an adapter of this name is loaded"):
+                await outputs(llm, LoRARequest("a1", 1, paths[2]))
             unloading = asyncio.ensure_future(llm.do(UnloadLora("a1")))  # behind the back of llm.loras
             await asyncio.sleep(0)
             async with llm.submit([5, 6], params, lora_request="a1") as handle:
@@ -288,6 +293,70 @@ def test_async_llm_and_adapters(tmp_path: Path) -> None:
             assert (await outputs(llm, requests[2])).outputs[0].token_ids == first.outputs[0].token_ids
 
     asyncio.run(check())
+
+
+def test_adapters_of_one_call_do_not_make_room_for_each_other(tmp_path: Path) -> None:
+    """Neither new ones nor one that was used long ago."""
+    arrays = lora("llama_gqa", "plain", config=json.loads((DEMO / "config.json").read_text()))
+    a, b, c, d = (LoRARequest(name, 1, str(write_lora(tmp_path / name, arrays))) for name in "abcd")
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    with on_demand(), LLM("demo", progress=False, max_model_len=128, **SMALL, **LORA, max_cpu_loras=2) as llm:
+
+        def loaded_after(*requests: LoRARequest) -> list[str]:
+            outputs = llm.generate([[5]] * len(requests), params, use_tqdm=False, lora_request=[*requests])
+            assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+            return [info.name for info in llm.loras.list()]
+
+        assert loaded_after(a) == ["a"] and loaded_after(b) == ["a", "b"]
+        assert loaded_after(a, c) == ["a", "c"]
+        assert loaded_after(b, d) == ["b", "d"]
+        with pytest.raises(InvalidArgument, match="max_cpu_loras=2 adapters are loaded; all of them are in"):
+            loaded_after(a, b, c)
+        assert "b" in loaded_after(b)
+        for other in (LoRARequest("b", 2, b.lora_path), LoRARequest("b", 1, a.lora_path)):
+            with pytest.raises(InvalidArgument, match="'b': an adapter of this name is loaded"):
+                loaded_after(other)
+        llm.loras.load(LoRARequest("b", 2, a.lora_path), load_inplace=True)
+        assert "b" in loaded_after(LoRARequest("b", 2, a.lora_path), LoRARequest("b"))
+
+
+def test_threads_that_need_more_adapters_than_may_be_loaded(tmp_path: Path) -> None:
+    """Several may load the same one first; one may be unloaded before its request is queued. Nobody else's
+    requests fail."""
+    arrays = lora("llama_gqa", "plain", config=json.loads((DEMO / "config.json").read_text()))
+    paths = [str(write_lora(tmp_path / str(i), arrays)) for i in range(3)]
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+    with on_demand(), LLM("demo", progress=False, max_model_len=128, **SMALL, **LORA) as llm:
+        expected = llm.generate([5, 6], params, use_tqdm=False)[0].outputs[0].token_ids
+
+        def ask(i: int) -> set[str | None]:
+            """The reasons for which requests without an adapter, or with one, have ended."""
+            if i % 4 == 3:
+                assert llm.generate([5, 6], params, use_tqdm=False)[0].outputs[0].token_ids == expected
+                return {"length"}
+            request = LoRARequest(f"a{i % 4}", 1, paths[i % 4])
+            [output] = llm.generate([5, 6], params, use_tqdm=False, lora_request=request)
+            return {output.outputs[0].finish_reason}
+
+        with ThreadPoolExecutor(8) as pool:
+            assert {*chain(*pool.map(ask, range(32)))} == {"length"}
+
+        llm.loras.load(LoRARequest("late", 1, paths[0]))
+        step, late = llm.engine.step, ThreadCall()
+
+        def unload_first() -> Any:
+            """During a step, another thread's request comes, whose adapter is then unloaded."""
+            llm.engine.step = step  # type: ignore[method-assign]
+            llm._shared.open(late, [llm._requests.make_one([5, 6], params, lora_name="late")])
+            llm._shared._orders.appendleft(lambda: llm.engine.do(UnloadLora("late")))
+            return step()
+
+        llm.engine.step = unload_first  # type: ignore[method-assign, assignment]
+        assert llm.generate([5, 6], params, use_tqdm=False)[0].outputs[0].token_ids == expected
+        [refused] = llm._shared.take(late)
+        llm._shared.close(late)
+        assert (refused.outputs[0].finish_reason, refused.outputs[0].stop_reason) == ("abort", "unloaded")
+        assert llm.generate([5, 6], params, use_tqdm=False)[0].outputs[0].token_ids == expected
 
 
 @pytest.mark.full

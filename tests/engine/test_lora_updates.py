@@ -161,13 +161,13 @@ def test_no_adapter_is_forgotten_that_a_request_at_the_gate_has(folder: Path) ->
     engine.do(Pause("keep"))
     held = [hold(engine, i, one) for i, one in enumerate(WORK)]
     with pytest.raises(InvalidArgument, match="max_cpu_loras=2 adapters are loaded; all of them are in use"):
-        load(engine, "z", other, evict=True)
+        load(engine, "z", other, keep=())
     with pytest.raises(InvalidArgument, match="adapters are loaded; that of this name is in use"):
         load(engine, "x", other, load_inplace=True)
     engine.end(held[0], "abort")
     load(engine, "x", other, load_inplace=True)
     assert [info.name for info in engine.do(ListLoras())] == ["y", "x"]
-    load(engine, "z", other, evict=True)
+    load(engine, "z", other, keep=())
     assert [(info.name, info.waiting) for info in engine.do(ListLoras())] == [("y", 1), ("z", 0)]
     engine.end(held[1], "abort")
     engine.end(held[2], "abort")

@@ -345,6 +345,23 @@ def test_cached_tokens_are_the_first_completions(order: tuple[int, int]) -> None
     assert copy.num_cached_tokens == 16
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+@given(cuts=st.lists(st.sets(st.integers(2, 11)), min_size=1, max_size=4), kept=st.integers(0, 3))
+def test_a_prompt_that_is_scored_again_in_other_tiles(lazy: bool, cuts: list[set[int]], kept: int) -> None:
+    """Each token is scored once, whatever the tiles of a run that a preemption ends, and of the next one."""
+    requests = make_requests(TOKENIZER, [*range(12)], SamplingParams(prompt_logprobs=0), "7")
+    live = LiveOutputs(TOKENIZER, lazy=lazy)
+    output = live.open(requests)
+    for run, ends in enumerate(cuts, 1):
+        tiles = [*itertools.pairwise([1, *sorted(ends), 12])]
+        for start, end in tiles if run == len(cuts) else tiles[:kept]:
+            scores = [TokenLogprobs(-float(token), 1, []) for token in range(start, end)]
+            live.take([PromptScores("7", start, [*range(start, end)], scores)])
+    first, *others = output.prompt_logprobs or ()
+    assert first is None and [[*entry] for entry in others if entry] == [[token] for token in range(1, 12)]
+    assert [entry[token].logprob for token, entry in enumerate(others, 1) if entry] == [*range(-1, -12, -1)]
+
+
 def test_what_comes_for_one_that_has_ended_is_dropped() -> None:
     live, output, _ = opened(2, stop="b")
     assert live.take([TokenUpdate("7", 66), TokenUpdate("7", 67), TokenUpdate("7", 68)]) == [output]

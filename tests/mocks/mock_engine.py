@@ -380,7 +380,10 @@ class MockLoras:
             raise ModelError(f"cannot be read: {wrong!r}", file=file) from None
         if rank > MAX_RANK:
             raise ModelError(f"module q_proj has rank {rank}, above max_lora_rank={MAX_RANK}", file=file)
-        info = LoraInfo(name=asked.name, path=asked.path, rank=rank, modules=("q_proj",), bytes=0)
+        number = asked.lora_int_id
+        info = LoraInfo(
+            name=asked.name, path=asked.path, rank=rank, modules=("q_proj",), bytes=0, lora_int_id=number
+        )
         self._loaded[asked.name] = info
         return info
 

@@ -183,8 +183,8 @@ def test_flag_before_variable_before_file_before_default(
         ({"port": "none", "grpc_port": "none"}, {}, "", "port=None: a server needs port or grpc_port"),
         ({"port": "none", "allowed_origins": "*"}, {}, "", "allowed_origins='*': needs port"),
         ({"grpc_port": "none", "smg_api": True}, {}, "", "smg_api=True: needs grpc_port"),
-        # --port was gRPC's, and --http-port HTTP's
-        ({"port": 50051}, {}, "", "port=50051: is the port for HTTP, and must differ from grpc_port"),
+        ({"grpc_port": "both"}, {}, "",
+            "grpc_port='both': must be a whole number from 0 to 65535, or none, or auto (command line)"),
         ({"http_port": 8000}, {}, "", "http_port=8000: HTTP's port is called port, and gRPC's grpc_port"),
         ({}, {"JENGINE_HTTP_PORT": "8000"}, "", "HTTP's port is called port, and gRPC's grpc_port (environ"),
         ({}, {}, "http_port = 8000", "http_port=8000: HTTP's port is called port, and gRPC's grpc_port"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from google.rpc.error_details_pb2 import RetryInfo
 from grpc_health.v1.health_pb2 import HealthCheckRequest
@@ -91,6 +92,29 @@ def test_priorities_have_a_limit(make_server: MakeServer, keys: Any) -> None:
                 assert code is grpc.StatusCode.PERMISSION_DENIED
                 assert f"priority={lowest - 1}: at least {lowest}" in message and "min_priority" in message
         server.wait_until_idle()
+
+
+def test_a_key_whose_requests_come_last(
+    make_server: MakeServer, keys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests need not say so: those without a priority have its lowest."""
+    options = keys("min_priority=5", port=0)
+    with make_server(server=options) as server, server.stub(ANNA) as anna:
+        http = httpx.Client(base_url=server.http, timeout=60, headers={"authorization": f"Bearer {ANNA}"})
+        body, submit, priorities = {"model": "mock", "prompt": "x"}, server.llm.submit, list[int]()
+
+        def noting(*arguments: Any, **options: Any) -> Any:
+            priorities.append(options["priority"])
+            return submit(*arguments, **options)
+
+        monkeypatch.setattr(server.llm, "submit", noting)
+        with http:
+            assert anna.Generate(generate(sampling_params=SHORT)).usage.completion_tokens == 5
+            assert http.post("/completions", json=body).status_code == 200
+            assert http.post("/completions", json={**body, "priority": 6}).status_code == 200
+            refusal = http.post("/completions", json={**body, "priority": 4})
+            assert refusal.status_code == 403 and "priority=4: at least 5 with this key" in refusal.text
+        assert priorities == [5, 5, 6]
 
 
 def test_without_keys_every_priority_is_allowed(mock_server: MockServer) -> None:
@@ -241,6 +265,27 @@ def test_maxima(make_server: MakeServer) -> None:
     with make_server(server={"max_tokens_limit": 20}) as server, server.stub() as stub:
         unlimited = generate(sampling_params=pb.SamplingParams(max_tokens=2**31 - 1, ignore_eos=True))
         assert stub.Generate(unlimited).usage.completion_tokens == 20
+
+
+def test_a_limit_below_the_default(make_server: MakeServer) -> None:
+    """Requests that set no max_tokens get the server's: they are not refused for the default."""
+    with (
+        make_server(server={"port": 0, "max_tokens_limit": 3}) as server,
+        server.stub() as stub,
+        httpx.Client(base_url=server.http, timeout=60) as client,
+    ):
+        chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="x")])
+        chat.sampling_params.ignore_eos = True
+        plain = generate(sampling_params=pb.SamplingParams(ignore_eos=True))
+        assert stub.Generate(plain).usage.completion_tokens == stub.Chat(chat).usage.completion_tokens == 3
+        for path, body in (
+            ("/completions", {"prompt": "x"}),
+            ("/completions", {"prompt": "x", "use_beam_search": True, "n": 2}),
+            ("/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ):
+            answer = client.post(path, json={"model": "mock", **body})
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["usage"]["completion_tokens"] <= 3 * body.get("n", 1)  # type: ignore[operator]
 
 
 # --- what operators see ------------------------------------------------------------------------------

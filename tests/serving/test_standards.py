@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import Any
 
 import grpc
 import pytest
@@ -15,6 +16,7 @@ from jengine import InvalidArgument
 from jengine.serving.calls.model_provider import FixedModel
 from jengine.serving.config import ServerConfig
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
+from jengine.serving.grpc import server
 from jengine.serving.grpc.server import build_server
 from tests.serving.conftest import MockServer
 
@@ -69,6 +71,23 @@ def test_a_port_that_is_taken(mock_server: MockServer) -> None:
     with pytest.raises(InvalidArgument) as taken:
         asyncio.run(main())
     assert (taken.value.field, taken.value.value) == ("grpc_port", port) and "in use" in taken.value.limit
+
+
+def test_a_second_server_needs_another_port_for_http_only(
+    mock_server: MockServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gRPC is off in the second one, unless its port was chosen, or something needs it."""
+    port = int(mock_server.address.rpartition(":")[2])
+    monkeypatch.setattr(server, "DEFAULT_PORT", port)
+
+    async def bound(**options: Any) -> int | None:
+        return (await build_server(ServerConfig(**options), FixedModel(mock_server.llm, None))).port  # type: ignore[arg-type]
+
+    assert asyncio.run(bound(port=0)) is None
+    assert f"gRPC is off: it cannot listen on 127.0.0.1:{port}: Address already in use" in caplog.text
+    for needed in ({"port": None}, {"port": 0, "smg_api": True}, {"port": 0, "grpc_port": port}):
+        with pytest.raises(InvalidArgument, match=f"grpc_port={port}: cannot listen on 127.0.0.1:{port}"):
+            asyncio.run(bound(**needed))
 
 
 def frame(kind: int, payload: bytes = b"", flags: int = 0) -> bytes:

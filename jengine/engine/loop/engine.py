@@ -186,7 +186,7 @@ class Engine:
         for request in requests:
             self.scheduler.registry.check_id(request.request_id)
         if self.loras is not None:
-            self.loras.settle()
+            self.loras.settle(requests[0].lora_name)
         lora = self.scheduler.registry.loras.get(requests[0].lora_name)
         if self.gate.mode is not None:
             self.gate.hold(requests, lora)

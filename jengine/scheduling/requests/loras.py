@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -20,7 +20,7 @@ class Lora:
         place: on the devices, from 1; 0: none.
         users: unfinished requests.
         running: sequences that run, beams of a search counted once.
-        used: when it last got a place or a running sequence; larger is later.
+        used: when it was loaded, or last got a place or a running sequence; larger is later.
         leaving: whether no further sequence may start with it, since another adapter needs its place.
         unloaded: whether no further request may use it.
     """
@@ -75,7 +75,7 @@ class LoraPlaces:
         """Requests may use an adapter from now on. It replaces a loaded one of this name."""
         if name in self.by_name:
             self.unload(name)
-        self.by_name[name] = Lora(name, number)
+        self.by_name[name] = Lora(name, number, used=next(self._clock))
         return self.by_name[name]
 
     def get(self, name: str | None) -> Lora | None:
@@ -98,10 +98,10 @@ class LoraPlaces:
         lora.unloaded = True
         self._drop(lora)
 
-    def idle(self, but: int = 0) -> Lora | None:
-        """The loaded adapter without requests that was used least recently. but: not this number."""
-        unused = [lora for lora in self if not lora.users and lora.number != but]
-        return min(unused, key=lambda claim: claim.used, default=None)
+    def idle(self, keep: Collection[str]) -> list[Lora]:
+        """The loaded adapters without requests, but none of these names, least recently used first."""
+        unused = [lora for lora in self if not lora.users and lora.name not in keep]
+        return sorted(unused, key=lambda lora: lora.used)
 
     # --- requests -----------------------------------------------------------------------------------
 

@@ -33,8 +33,8 @@ from jengine.serving.guards.admission import (
     CallInterceptor,
     ClientCalls,
     Place,
+    allowed_priority,
     check_admin,
-    check_priority,
     client_of,
     sees_all_clients,
 )
@@ -61,6 +61,7 @@ from jengine.spi import (
     read_profiles,
 )
 
+DEFAULT_PORT = 50051
 log = logging.getLogger("jengine.serving")
 
 Prompted = pb.GenerateRequest | pb.ChatRequest
@@ -133,10 +134,10 @@ class GenerateService(Service):
         self._admission.stream(context)
         if isinstance(request, pb.ChatRequest):
             conversions.check_messages(request.messages)
-        check_priority(request.priority)
+        allowed_priority(request.priority or None)  # before anything is done
         model = await named_model(request.model, self._models, context)
         tracked.uses(model)
-        defaults = model.llm.get_default_sampling_params()
+        defaults = self._bounds.default(model.llm.get_default_sampling_params())
         return self._bounds.params(conversions.to_params(request.sampling_params, defaults)), model
 
     async def _queue(
@@ -172,7 +173,7 @@ class GenerateService(Service):
             prompt,
             request.ByteSize(),
             request.cache_salt if request.HasField("cache_salt") else None,
-            request.priority,
+            allowed_priority(request.priority or None),
             request.timeout_seconds if request.HasField("timeout_seconds") else None,
             request.ttft_ms if request.HasField("ttft_ms") else None,
             request.tpot_ms if request.HasField("tpot_ms") else None,
@@ -398,10 +399,13 @@ async def build_server(
     return BuiltServer(server, state, names, port, shared, calls)
 
 
-def _bind(server: grpc.aio.Server, config: ServerConfig, credentials: grpc.ServerCredentials | None) -> int:
-    """Binds the server to config's address. Returns the port."""
+def _bind(
+    server: grpc.aio.Server, config: ServerConfig, credentials: grpc.ServerCredentials | None
+) -> int | None:
+    """Binds the server to config's address. Returns the port; None if gRPC is off since it is in use."""
     host = f"[{config.host}]" if ":" in config.host.strip("[]") else config.host
-    address = f"{host}:{config.grpc_port}"
+    number = DEFAULT_PORT if config.grpc_port == "auto" else config.grpc_port
+    address = f"{host}:{number}"
     try:
         return int(
             server.add_insecure_port(address)
@@ -409,8 +413,11 @@ def _bind(server: grpc.aio.Server, config: ServerConfig, credentials: grpc.Serve
             else server.add_secure_port(address, credentials)
         )
     except RuntimeError:
-        limit = f"cannot listen on {address}: {_why_not(config)}; give another one, or none"
-        raise InvalidArgument("grpc_port", config.grpc_port, limit) from None
+        why = f"cannot listen on {address}: {_why_not(config.host, number)}"
+        if config.grpc_port == "auto" and config.port is not None and not config.smg_api:
+            log.warning("gRPC is off: it %s; --grpc-port sets another", why)
+            return None
+        raise InvalidArgument("grpc_port", number, f"{why}; give another one, or none") from None
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -435,12 +442,10 @@ def _add(service: ServiceDescriptor, servicer: object, server: grpc.aio.Server) 
     server.add_registered_method_handlers(service.full_name, handlers)
 
 
-def _why_not(config: ServerConfig) -> str:
+def _why_not(host: str, port: int | str | None) -> str:
     """The reason, which gRPC does not report, found by trying to bind again."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            config.host.strip("[]"), config.grpc_port, type=socket.SOCK_STREAM
-        )[0]
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as attempt:
             attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             attempt.bind(address)

@@ -30,6 +30,13 @@ class RequestBounds(NamedTuple):
 
     config: ServerConfig
 
+    def default(self, params: SamplingParams) -> SamplingParams:
+        """The model's parameters for requests that do not set them, within these limits."""
+        limit, max_tokens = self.config.max_tokens_limit, params.max_tokens
+        if limit is None or max_tokens is None or max_tokens <= limit:
+            return params
+        return params.clone(max_tokens=limit)
+
     def params[P: GenerationParams](self, params: P) -> P:
         """The parameters, with the server's max_tokens if they set none: log probabilities of that many fill
         at most half an answer.
@@ -62,15 +69,22 @@ class RequestBounds(NamedTuple):
         return limit if seconds is None else seconds
 
 
-def check_priority(priority: int) -> None:
-    """Raises Refusal if the key does not allow this priority. Without keys, all priorities are allowed."""
+def allowed_priority(priority: int | None) -> int:
+    """A request's priority; None, if it sets none: 0, or the key's lowest if that is above 0.
+
+    Raises:
+        Refusal: the key does not allow it. Without keys, all priorities are allowed.
+    """
     key = current_key.get()
+    if priority is None:
+        return max(0, 0 if key is None else key.min_priority)
     if key is not None and type(priority) is int and priority < key.min_priority:
         message = (
             f"priority={priority}: at least {key.min_priority} with this key (its min_priority; lower runs"
             " first)"
         )
         raise Refusal(grpc.StatusCode.PERMISSION_DENIED, message, cause="priority")
+    return priority
 
 
 def sees_all_clients() -> bool:

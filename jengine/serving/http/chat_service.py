@@ -288,7 +288,8 @@ class ChatService(HttpService):
         llm, tokenizer = model.llm, model.tokenizer
         form = await self._answer_format(tokenizer)
         tools = read_tools(body, form, shows_tools(tokenizer, body.get("chat_template")))
-        params = self._bounds.params(tools.constrain(chat_params(body, llm.get_default_sampling_params())))
+        default = self._bounds.default(llm.get_default_sampling_params())
+        params = self._bounds.params(tools.constrain(chat_params(body, default)))
         params = with_thinking_budget(params, body, form, tokenizer)
         if form.shows_special_tokens and (form.channels or (tools.callable and tools.forced is None)):
             params = params.clone(skip_special_tokens=False)

@@ -85,7 +85,8 @@ class CompletionService(HttpService):
         for prompt in prompts:
             if isinstance(prompt, list):
                 check_ids("prompt", len(prompt), model)
-        params = self._bounds.params(completion_params(body, llm.get_default_sampling_params()))
+        default = self._bounds.default(llm.get_default_sampling_params())
+        params = self._bounds.params(completion_params(body, default))
         hides = bool(body.get("echo")) and body.sampling.get("max_tokens") == 0
         head = portions.encoded(
             {

@@ -27,7 +27,7 @@ from jengine.serving.config import ServerConfig
 from jengine.serving.http.errors import OPENAI, error_with_status
 from jengine.serving.metrics.server_metrics import MakePage, Pages
 
-PortOption = Literal["port", "metrics_port"]
+PortOption = Literal["port", "grpc_port", "metrics_port"]
 
 
 def listen(config: ServerConfig, option: PortOption) -> socket.socket:

@@ -16,7 +16,7 @@ from jengine.serving.calls.errors import Busy
 from jengine.serving.calls.named_model import NamedModel, named_model
 from jengine.serving.calls.portions import Parts
 from jengine.serving.grpc.conversions import MAX_MESSAGES, MAX_TOOLS_BYTES
-from jengine.serving.guards.admission import Place, check_priority, client_of
+from jengine.serving.guards.admission import Place, allowed_priority, client_of
 from jengine.serving.http.bodies import Body, BodyFields, most_bytes
 from jengine.serving.http.calls import BadBody, HttpCall, json_object
 from jengine.serving.http.endpoint import while_connected
@@ -83,7 +83,8 @@ class HttpService(Service):
         self, body: Body, call: HttpCall, tracked: TrackedRequest | None = None
     ) -> tuple[Body, NamedModel]:
         """The body, if the client may ask for its priority, and the model that it names."""
-        check_priority(body.get("priority", 0))
+        if priority := allowed_priority(body.get("priority")):
+            body.fields["priority"] = priority
         if body.get("stream_options") is not None and not body.get("stream"):
             raise InvalidArgument("stream_options", body.get("stream_options"), "needs stream=true")
         if body.get("stream") and (body.get(KV_TRANSFER) or {}).get("do_remote_decode"):
