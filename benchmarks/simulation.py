@@ -25,11 +25,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import RESULTS, facts, made_model
-from jengine.capacity.simulation.replay import EngineShape, replay
+from jengine.capacity.simulation.replay import EngineShape, Search, replay, values
 from jengine.capacity.simulation.setup import Setup
 from jengine.capacity.simulation.summary import Targets, summarize
 from jengine.capacity.simulation.trace import RequestTrace, make_trace
-from jengine.capacity.simulation.tune import Search, values
 from jengine.core.config import EngineConfig
 from jengine.core.request import Request, SamplingParams
 from jengine.core.updates import TokenUpdate

@@ -1,4 +1,6 @@
-"""Requests of `jengine generate --input`, and the command's own format: one JSON object per line."""
+"""Requests of `jengine generate --input` and the command's own format, one JSON object per line; and outputs
+for answers: standard output, or a file that also records which lines are done.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from jengine.commands.terminal import note, write
 from jengine.commands.trace_flags import TRACES, add_trace, params, targets_from_flags, trace_from_flags
 
 if TYPE_CHECKING:
-    from jengine.capacity.simulation.tune import Objective, Tuned
+    from jengine.capacity.simulation.replay import Objective, Tuned
 
 REQUESTS = 2000
 STRATEGIES = {  # comments in the options file
@@ -61,8 +61,8 @@ def _tune(options: argparse.Namespace) -> int:
     objective: Objective = options.objective or ("goodput" if targets.given(trace) else "latency")
     # the GPU's memory may belong to an engine
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from jengine.capacity.simulation.replay import Search, values
     from jengine.capacity.simulation.setup import Setup
-    from jengine.capacity.simulation.tune import Search, values
 
     setup = Setup.of(config, options.costs, options.drafts_right)
     tried = values(config, setup.shape(), targets.given(trace))

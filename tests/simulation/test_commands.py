@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from jengine import EngineConfig, cli
-from jengine.capacity.simulation.replay import EngineShape
+from jengine.capacity.simulation.replay import EngineShape, Search
 from jengine.capacity.simulation.setup import Setup
 from jengine.capacity.simulation.summary import Targets
-from jengine.capacity.simulation.tune import Search
 from jengine.commands import tune
 from jengine.core.scheduling_options import STRATEGIES
 from tests.simulation.shapes import make_shape, poisson

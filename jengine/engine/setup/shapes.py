@@ -21,8 +21,7 @@ from jengine.core.scheduling_options import BURST_STEPS
 from jengine.core.speculation import AUTO, NAME, Speculation
 from jengine.devices.device_defaults import PROMPT_TOKENS, Sizes, limit_cpu_threads, sizes
 from jengine.engine.setup.devices import Devices
-from jengine.engine.setup.draft_model import build_draft, with_draft
-from jengine.engine.setup.model_source import ModelSource
+from jengine.engine.setup.model_source import ModelSource, build_draft, with_draft
 from jengine.engine.setup.precision import CACHE_DTYPES, check_formats, choose_dtype, multiplies_fp8
 from jengine.engine.setup.program_set import given_programs
 from jengine.engine.setup.stages_and_ranks import with_stages
