@@ -14,7 +14,7 @@ from jengine import EngineConfig, cli
 from jengine.capacity.simulation.replay import EngineShape, Search
 from jengine.capacity.simulation.setup import Setup
 from jengine.capacity.simulation.summary import Targets
-from jengine.commands import tune
+from jengine.commands import simulate
 from jengine.core.scheduling_options import STRATEGIES
 from tests.simulation.shapes import make_shape, poisson
 
@@ -142,7 +142,7 @@ def test_tune_without_a_file_prints_them(trace, capsys):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_options_file_explains_a_strategy(name):
-    text = tune._line(("strategy", name))
+    text = simulate._line(("strategy", name))
     assert text.startswith(f"# {name}: ") and tomllib.loads(text) == {"strategy": name}
 
 
