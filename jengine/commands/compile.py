@@ -1,5 +1,6 @@
-"""`jengine compile`: compiles every program of a model, for the local device or for absent GPUs. `jengine convert`
-writes a checkpoint that is restored directly onto the devices."""
+"""`jengine compile` compiles every program of a model, for the local device or for absent GPUs;
+`jengine convert` writes a checkpoint that is restored directly onto the devices.
+"""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def test_a_search_keeps_what_cannot_be_improved():
     tuned = Search(
         shape_of, {"max_num_seqs": (1, 2, 16)}, poisson(1, 40, 1e3), Targets(), objective="throughput"
     ).run()
-    assert shape.max_num_seqs == 16 and tuned.changes == {}
+    assert shape.limits.max_num_seqs == 16 and tuned.changes == {}
     assert tuned.before == tuned.after and tuned.tried == len(tried) == 4
 
 

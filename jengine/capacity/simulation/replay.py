@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,10 +20,12 @@ from jengine.capacity.simulation.trace import RequestTrace
 from jengine.capacity.simulation.virtual_engine import VirtualEngine
 from jengine.core.config import EngineConfig
 from jengine.core.request import SamplingParams
+from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.costs.step_costs import StepCosts
-from jengine.scheduling.pages.block_table import GroupPages
+from jengine.scheduling.drafters.drafter import Drafter
 from jengine.scheduling.requests.registry import PreemptionNeeded
-from jengine.scheduling.scheduler import Scheduler
+from jengine.scheduling.scheduler import DEFAULTS, Scheduler
+from jengine.scheduling.shape import BatchLimits, CacheShape
 from jengine.table.program_table import ProgramTable
 
 LONELY = 200  # number of requests tried alone: if these miss their targets, more engines do not help
@@ -35,35 +37,28 @@ class EngineShape:
     """Everything that determines how an engine schedules: its scheduler's arguments, costs included.
 
     Attributes:
-        options: further options, by name.
         measured: whether all costs that the scheduler may need were measured with these shapes.
     """
 
     table: ProgramTable
+    cache: CacheShape
+    limits: BatchLimits
     costs: StepCosts
-    page_size: int
-    num_pages: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    groups: Sequence[GroupPages] = (GroupPages(),)
+    options: SchedulingOptions = DEFAULTS
+    drafters: Sequence[Drafter] | None = None
     overlap: bool = True
-    options: dict[str, Any] = field(default_factory=dict)
     measured: bool = True
 
-    def scheduler(self, **options: Any) -> Scheduler:
-        """Creates a scheduler. options: replace these fields."""
-        return Scheduler.of(
+    def scheduler(self, **cache: Any) -> Scheduler:
+        """Creates a scheduler. cache: replace these fields of the cache."""
+        return Scheduler(
             self.table,
-            page_size=self.page_size,
-            num_pages=self.num_pages,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            groups=self.groups,
+            replace(self.cache, **cache),
+            self.limits,
+            options=self.options,
             costs=self.costs,
             predictor=ConstantPredictor,
-            **{**self.options, **options},
+            drafters=self.drafters,
         )
 
 
@@ -278,8 +273,8 @@ class Search:
 
 def values(config: EngineConfig, shape: EngineShape, targets: bool) -> dict[str, tuple[Any, ...]]:
     """Candidate values of each option, without programs much larger than those of `shape`."""
-    rows = tuple(rows for rows in ROWS if rows <= BEYOND * shape.max_num_seqs)
-    tokens = tuple(tokens for tokens in TOKENS if tokens <= BEYOND * shape.max_num_batched_tokens)
+    rows = tuple(rows for rows in ROWS if rows <= BEYOND * shape.limits.max_num_seqs)
+    tokens = tuple(tokens for tokens in TOKENS if tokens <= BEYOND * shape.limits.max_num_batched_tokens)
     tried = {"max_num_batched_tokens": tokens, "max_num_seqs": rows, "tile_size": TILES, "page_size": PAGES}
     if config.batching != "continuous":
         return tried
