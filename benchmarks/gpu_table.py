@@ -25,6 +25,7 @@ from jengine.capacity.simulation.trace import RequestTrace, make_trace
 from jengine.core.request import SamplingParams
 from jengine.devices.device_spec import DeviceSpec, device_spec
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts
+from jengine.scheduling.shape import BatchLimits, CacheShape
 from jengine.table.program_table import VARIANTS, ProgramTable, SamplerKey, TableKey, TrunkKey, Variant
 
 ROWS, TOKENS, TILE, LENGTH = 256, 8192, 64, 4096  # the defaults of a GPU, and max_model_len
@@ -131,12 +132,9 @@ def throughput(
     trace, params = load
     shape = EngineShape(
         table=table,
+        cache=CacheShape(page_size=64, num_pages=1 + ROWS * LENGTH // 64),
+        limits=BatchLimits(max_num_seqs=ROWS, max_num_batched_tokens=TOKENS, max_model_len=LENGTH),
         costs=costs_of(table, model, device),
-        page_size=64,
-        num_pages=1 + ROWS * LENGTH // 64,
-        max_num_seqs=ROWS,
-        max_num_batched_tokens=TOKENS,
-        max_model_len=LENGTH,
     )
     outcome = replay(shape, trace, params=params)
     if trace.arrivals[-1] > 5.0:  # the device is idle at times

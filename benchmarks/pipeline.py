@@ -30,6 +30,7 @@ from jengine.capacity.simulation.summary import Outcome
 from jengine.capacity.simulation.trace import RequestTrace, make_trace
 from jengine.capacity.simulation.virtual_engine import VirtualEngine
 from jengine.scheduling.costs.step_costs import StepCosts
+from jengine.scheduling.shape import BatchLimits, CacheShape
 from jengine.table.program_table import ProgramTable
 
 STAGES = 2, 4
@@ -72,10 +73,11 @@ def simulate(stages: int, requests: int = 2000, max_num_seqs: int = 128) -> dict
     table = ProgramTable.build(tile_size=64, **budget)
     known = {key: STEP + key.rows * ROW + key.tiles * TILE for key in table.trunks()}
     costs = StepCosts(table, known | dict.fromkeys(table.samplers(), SAMPLER))
-    pages = {"page_size": 16, "num_pages": 128 * max_num_seqs, "max_model_len": 2048}
-    shape = EngineShape(table=table, costs=costs, **pages, **budget)  # type: ignore[arg-type]
+    cache = CacheShape(page_size=16, num_pages=128 * max_num_seqs)
+    limits = BatchLimits(max_model_len=2048, stages=stages, **budget)
+    shape = EngineShape(table=table, cache=cache, limits=limits, costs=costs)
     trace = load(requests)
-    scheduler = shape.scheduler(stages=stages)
+    scheduler = shape.scheduler()
     engine = Watched(scheduler, StepTimes(costs), trace, np.arange(requests))
     outcome = engine.run()
     seconds, tokens = outcome.end - outcome.begin, int(trace.outputs.sum())

@@ -44,6 +44,7 @@ from jengine.execution.batch import BatchLayout
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.promises.acceptance import in_time
 from jengine.scheduling.scheduler import Scheduler
+from jengine.scheduling.shape import BatchLimits, CacheShape
 from jengine.scheduling.step_plan import Work, pairs
 
 PROMPT, OUTPUT = (16, 512), (16, 256)  # tokens, uniform
@@ -111,13 +112,12 @@ def replay(
     """
     shape = EngineShape(
         table=costs.table,
+        cache=CacheShape(page_size=PAGE, num_pages=num_pages),
+        limits=BatchLimits(
+            max_num_seqs=seqs, max_num_batched_tokens=SEQS + tiles * TILE, max_model_len=MODEL_LEN
+        ),
         costs=costs,
-        page_size=PAGE,
-        num_pages=num_pages,
-        max_num_seqs=seqs,
-        max_num_batched_tokens=SEQS + tiles * TILE,
-        max_model_len=MODEL_LEN,
-        options={"options": SchedulingOptions(**options)},
+        options=SchedulingOptions(**options),
     )
     limits = None if known else np.full(len(work), OUTPUT[1])
     trace = make_trace([(asked.arrival, len(asked.prompt), asked.output) for asked in work], limits=limits)

@@ -25,11 +25,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import RESULTS, facts, made_model
-from jengine.capacity.simulation.replay import EngineShape, replay
+from jengine.capacity.simulation.replay import EngineShape, Search, replay, values
 from jengine.capacity.simulation.setup import Setup
 from jengine.capacity.simulation.summary import Targets, summarize
 from jengine.capacity.simulation.trace import RequestTrace, make_trace
-from jengine.capacity.simulation.tune import Search, values
 from jengine.core.config import EngineConfig
 from jengine.core.request import Request, SamplingParams
 from jengine.core.updates import TokenUpdate
@@ -38,6 +37,7 @@ from jengine.engine.setup.shapes import describe_engine
 from jengine.engine.start import start_engine
 from jengine.execution.cache_folders import cache_root, costs_file
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts
+from jengine.scheduling.shape import BatchLimits, CacheShape
 from jengine.table.program_table import ProgramTable
 
 # Simulated requests say nothing about drafts: they generate one token again and again, of which each draft
@@ -129,15 +129,20 @@ def shape_of(engine: Engine) -> EngineShape:
     scheduler = engine.scheduler
     return EngineShape(
         table=scheduler.table,
+        cache=CacheShape(
+            page_size=scheduler.blocks.page_size,
+            num_pages=scheduler.blocks.capacity + 1,
+            groups=scheduler.blocks.groups,
+            prefix_caching=scheduler.blocks.prefix_caching,
+        ),
+        limits=BatchLimits(
+            max_num_seqs=scheduler.registry.max_num_seqs,
+            max_num_batched_tokens=scheduler.predictor.max_num_batched_tokens,
+            max_model_len=scheduler.limits.max_model_len,
+        ),
         costs=scheduler.predictor.costs.under_usual_load(),
-        page_size=scheduler.blocks.page_size,
-        num_pages=scheduler.blocks.capacity + 1,
-        max_num_seqs=scheduler.registry.max_num_seqs,
-        max_num_batched_tokens=scheduler.predictor.max_num_batched_tokens,
-        max_model_len=scheduler.limits.max_model_len,
-        groups=scheduler.blocks.groups,
+        options=scheduler.options,
         overlap=engine.overlap,
-        options={"prefix_caching": scheduler.blocks.prefix_caching, "options": scheduler.options},
     )
 
 
@@ -229,9 +234,9 @@ def million(requests: int) -> dict[str, Any]:
         {**trunks, **{key: 1e-6 * key.rows for key in table.samplers()}},
         slopes=Slopes(4e-8, 0.0, 1e-9),
     )
-    shape = EngineShape(table=table, costs=costs, page_size=64, num_pages=8000, max_num_seqs=rows,
-        max_num_batched_tokens=tokens,
-                        max_model_len=8192, options={"prefix_caching": True})  # fmt: skip
+    cache = CacheShape(page_size=64, num_pages=8000, prefix_caching=True)
+    limits = BatchLimits(max_num_seqs=rows, max_num_batched_tokens=tokens, max_model_len=8192)
+    shape = EngineShape(table=table, cache=cache, limits=limits, costs=costs)
     some = make_trace([*zip(np.arange(5000.0), prompts[:5000], outputs[:5000], strict=True)])
     rate = 0.7 * capacity(shape, some)
     trace = make_trace([*zip(np.cumsum(rng.exponential(1 / rate, requests)), prompts, outputs, strict=True)])

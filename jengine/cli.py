@@ -15,14 +15,22 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from jengine import JengineError, __version__
-from jengine.commands import completions
+from jengine.commands.terminal import write
 from jengine.vllm.flags import Parser
 
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
-COMMANDS = (  # modules of jengine.commands, in the order of the help
-    *("run", "generate", "chat", "serve", "pull", "explain", "trace", "profile", "convert", "compile"),
-    *("plan", "simulate", "tune", "verify", "bench", "cache"),
-)
+COMMANDS = {  # in the order of the help, with the modules of jengine.commands that have them
+    "run": "run", "generate": "generate", "chat": "chat", "serve": "serve", "pull": "run",
+    "explain": "explain", "trace": "explain", "profile": "explain", "convert": "compile",
+    "compile": "compile", "plan": "plan", "simulate": "simulate", "tune": "simulate", "verify": "verify",
+    "bench": "bench", "cache": "cache",
+}  # fmt: skip
+SHELLS = """\
+bash:  jengine completions bash > ~/.local/share/bash-completion/completions/jengine
+zsh:   jengine completions zsh > ~/.zfunc/_jengine    (a folder of $fpath, before compinit runs)
+fish:  jengine completions fish > ~/.config/fish/completions/jengine.fish
+"""
+FILES, FOLDERS = ("FILE", "MODEL"), ("DIR",)  # metavars
 LATER_PROGRAMS = "programs"  # name of the thread; see execution/background.py
 
 
@@ -94,10 +102,35 @@ def _parser(command: str = "") -> argparse.ArgumentParser:
     parser.set_defaults(run=lambda _: parser.print_help())  # without a command
     commands: argparse._SubParsersAction[Any] = parser.add_subparsers(metavar="COMMAND")
     for name in [command] if command in COMMANDS else COMMANDS:
-        import_module(f"jengine.commands.{name}").add(commands)
+        getattr(import_module(f"jengine.commands.{COMMANDS[name]}"), f"add_{name}")(commands)
     if command not in COMMANDS:
-        completions.add(commands, parser)
+        _add_completions(commands, parser)
     return parser
+
+
+def _add_completions(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], whole: argparse.ArgumentParser
+) -> None:
+    parser = commands.add_parser(
+        "completions",
+        help="print a shell completion script",
+        description="Print a script that completes jengine's commands, options and file names.",
+        epilog=SHELLS,
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
+    parser.set_defaults(run=lambda options: _print_completions(whole, commands, options.shell))
+
+
+def _print_completions(
+    whole: argparse.ArgumentParser, commands: argparse._SubParsersAction[argparse.ArgumentParser], shell: str
+) -> None:
+    import shtab
+
+    for command in commands.choices.values():
+        for action in command._actions:
+            if action.metavar in FILES + FOLDERS:
+                action.complete = shtab.FILE if action.metavar in FILES else shtab.DIRECTORY  # type: ignore[attr-defined]
+    write(shtab.complete(whole, shell=shell))
 
 
 if __name__ == "__main__":

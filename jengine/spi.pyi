@@ -72,7 +72,7 @@ from jengine.hub.files import check_model as check_model
 from jengine.insight.profiling.capture import capture_process as capture_process
 from jengine.insight.profiling.capture import read_profiles as read_profiles
 from jengine.insight.recording.records import EngineFacts as EngineFacts
-from jengine.insight.recording.totals import StepTotals as StepTotals
+from jengine.insight.recording.records import StepTotals as StepTotals
 from jengine.insight.recording.trace import Readers as Readers
 from jengine.scheduling.requests.sequence_limits import SequenceLimits as SequenceLimits
 from jengine.text.call_grammars import calls_or_text as calls_or_text

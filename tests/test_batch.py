@@ -22,7 +22,7 @@ import pytest
 import jengine
 from jengine import LLM, EngineDead, InvalidArgument, JengineError, SamplingParams, cli
 from jengine.commands import batch
-from jengine.commands.batch_files import OutputFile
+from jengine.commands.batch_lines import OutputFile
 from jengine.core.request import CompletionOutput, RequestOutput
 from tests.compiling import QUICK_PROCESS
 from tests.engine.on_demand import on_demand

@@ -17,7 +17,7 @@ from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
 from jengine.engine.setup import precision
 from jengine.engine.setup.precision import check_formats, choose_dtype
-from jengine.execution import fastest_formats
+from jengine.execution import kernels
 from jengine.models.config import ModelConfig
 from tests.golden.weights import VARIANTS
 
@@ -144,12 +144,12 @@ def test_what_is_native_is_not_warned_of() -> None:
 def test_the_fastest_quantization_is_said(
     features: str, platform: str, quantized: str, said: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fastest_formats, "cpu_features", lambda: features)
+    monkeypatch.setattr(kernels, "cpu_features", lambda: features)
     devices = np.array([SimpleNamespace(platform=platform)])
     spec: Any = SimpleNamespace(
         mesh=SimpleNamespace(devices=devices), model=SimpleNamespace(quantized=quantized)
     )
-    advice = fastest_formats.fastest_formats(spec)
+    advice = kernels.fastest_formats(spec)
     if said is None:
         assert advice == ""
     else:

@@ -17,7 +17,7 @@ import pytest
 
 from jengine.api.metrics import Counter, Gauge, Vector, get_metrics
 from jengine.core.updates import Load
-from jengine.insight.recording.totals import StepTotals
+from jengine.insight.recording.records import StepTotals
 from tests.compiling import QUICK_PROCESS
 from tests.engine.on_demand import on_demand
 from tests.golden.loras import Lora, write_lora

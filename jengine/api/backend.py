@@ -13,7 +13,7 @@ from jengine.core.request import FinishReason, Request
 from jengine.core.updates import Ended, Load, Update
 from jengine.engine.limits import Limits
 from jengine.engine.operations import Operation
-from jengine.insight.recording.totals import StepTotals
+from jengine.insight.recording.records import StepTotals
 
 Updates = Sequence[Update]
 Done = Callable[[Any, Exception | None], object]  # takes an operation's answer, or its error

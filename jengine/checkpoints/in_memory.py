@@ -1,11 +1,12 @@
-"""Weights in memory in place of a checkpoint's files, and parameters assembled on the devices from JAX
-arrays.
+"""Weights in memory in place of a checkpoint's files, and parameters assembled on devices from JAX arrays.
+They may be parameters already: a tree like `Model.params`, such as a trainer has that runs the model's own
+functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.checkpoints.layouts import LeafTensor
+from jengine.checkpoints.orbax import by_name
+from jengine.checkpoints.quantization import Parameter, Target, fitted, placed, plain
 from jengine.checkpoints.safetensors import DTYPES, READABLE
 from jengine.checkpoints.stored import Tensor
+from jengine.models import Model, Params
 from jengine.models.pieces import Piece
 
 PLACE = Path("params")  # in errors, the place of the file
@@ -129,3 +133,44 @@ def assembled(tensors: list[jax.Array], *, shape: tuple[int, ...], dtype: str, p
         rows = array[piece.rows][..., piece.columns]
         out = out.at[piece.part].set(rows.reshape(out[piece.part].shape).astype(dtype))
     return out
+
+
+def own_names(model: Model, tensors: Tensors) -> bool:
+    """Whether names are those of parameters, such as layers.0.mlp.down, rather than of a checkpoint."""
+    pieces = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
+    parameters, stored = by_name(model.params).keys(), {piece.name for piece in pieces}
+    return len(parameters & tensors.keys()) > len(stored & tensors.keys())
+
+
+def own_makers(targets: Params, tensors: Tensors) -> list[Callable[[], Parameter]]:
+    """Makers as of `weights.makers`. A JAX array with a parameter's shape, dtype and sharding becomes the
+    parameter itself, without a copy. Others are copied through the host. Quantized parameters are quantized
+    from plain ones.
+
+    Raises:
+        ModelError: a parameter is missing, unknown, or has another shape or dtype.
+    """
+    parameters = by_name(targets)
+    for name, target in parameters.items():
+        if name not in tensors:
+            raise ModelError("is missing", file=PLACE, tensor=name)
+        array, wanted = tensors[name].array, plain(target)
+        if array.shape != wanted.shape:
+            reason = f"has shape {list(array.shape)}; the model needs {list(wanted.shape)}"
+            raise ModelError(reason, file=PLACE, tensor=name)
+        if array.dtype != wanted.dtype:
+            raise ModelError(
+                f"has dtype {array.dtype}; the model needs {wanted.dtype}", file=PLACE, tensor=name
+            )
+    for name in tensors:
+        if name not in parameters:
+            raise ModelError("is not part of this model", file=PLACE, tensor=name)
+    return [partial(_made, target, tensors[name]) for name, target in parameters.items()]
+
+
+def _made(target: Target, tensor: Tensor) -> Parameter:
+    array, wanted = tensor.array, plain(target)
+    if isinstance(array, jax.Array) and array.sharding.is_equivalent_to(wanted.sharding, array.ndim):
+        return fitted(jax.device_put(array, wanted.sharding), target)
+    # Between devices, JAX would compile slices of each shape. A copy: a CPU device may take over its memory.
+    return fitted(placed(np.array(array), wanted), target)

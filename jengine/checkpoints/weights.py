@@ -20,10 +20,9 @@ from jengine.base.progress import Progress, progress_bar
 from jengine.checkpoints import orbax
 from jengine.checkpoints.converted import PARAMS, is_converted
 from jengine.checkpoints.files import found_tensors
-from jengine.checkpoints.in_memory import PLACE, Tensors, assemble_on_devices
+from jengine.checkpoints.in_memory import PLACE, Tensors, assemble_on_devices, own_makers, own_names
 from jengine.checkpoints.layouts import LeafTensor
 from jengine.checkpoints.output_head import OUTPUT_HEADS, check_tied
-from jengine.checkpoints.own_tree import own_makers, own_names
 from jengine.checkpoints.quantization import Parameter, Target, fitted, placed, plain
 from jengine.checkpoints.quantized_formats import quantization_config, read_quantized
 from jengine.checkpoints.safetensors import DTYPES, NUMBERS
@@ -59,7 +58,7 @@ def load(
     Args:
         path: a folder in Hugging Face's layout, or a converted one.
         tensors: in place of those in the folder's files, which it needs not have. Parameters share no memory
-            with them, unless they are parameters themselves; see own_tree.py.
+            with them, unless they are parameters themselves; see own_names.
         drafts: whether a head of the model is loaded, too, which takes other tensors of the folder.
 
     Raises:

@@ -14,8 +14,17 @@ from typing import TYPE_CHECKING
 from jengine import InvalidArgument, SamplingParams
 from jengine.base.display import counted
 from jengine.base.progress import progress_bar
-from jengine.commands.batch_files import STDOUT, Output, Record, RecordFormat
-from jengine.commands.batch_lines import JsonLines, Line, Source, numbered, read_again
+from jengine.commands.batch_lines import (
+    STDOUT,
+    JsonLines,
+    Line,
+    Output,
+    Record,
+    RecordFormat,
+    Source,
+    numbered,
+    read_again,
+)
 from jengine.commands.batch_openai import OpenAiBatch, is_batch_line
 from jengine.commands.flags import engine_fields, sampling_fields
 from jengine.vllm.flags import flag_values

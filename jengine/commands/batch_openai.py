@@ -11,8 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jengine import EngineDead, InvalidArgument, JengineError
-from jengine.commands.batch_files import Key, Record, RecordFormat
-from jengine.commands.batch_lines import Answer, Line, Source, excerpt, json_object, unique
+from jengine.commands.batch_lines import (
+    Answer,
+    Key,
+    Line,
+    Record,
+    RecordFormat,
+    Source,
+    excerpt,
+    json_object,
+    unique,
+)
 
 if TYPE_CHECKING:
     from jengine import AsyncLLM

@@ -24,7 +24,7 @@ INFINITE = float("inf")
 METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "bench",
         help="measure a local model or a server",

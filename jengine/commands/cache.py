@@ -29,7 +29,7 @@ from jengine.execution.cache_folders import (
 COLUMNS = "fingerprint", "model", "programs", "size", "device", "jengine", "last used"
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "cache",
         help="show or clear the cache of compiled programs",

@@ -47,7 +47,7 @@ Ctrl-C          stop the answer, or clear the line
 Messages = list[dict[str, str]]
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "chat",
         help="a conversation in the terminal",

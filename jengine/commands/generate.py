@@ -12,7 +12,7 @@ from typing import Any
 
 from jengine import InvalidArgument, JengineError, RequestOutput, SamplingParams
 from jengine.commands import batch
-from jengine.commands.batch_files import STDOUT
+from jengine.commands.batch_lines import STDOUT
 from jengine.commands.flags import (
     COMMON_ENGINE,
     COMMON_SAMPLING,
@@ -30,7 +30,7 @@ from jengine.vllm.flags import add_help
 _LOADED = time.monotonic()  # replaces the process's start time if /proc is missing
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "generate",
         help="complete a prompt, streamed to the terminal, or a file of prompts",

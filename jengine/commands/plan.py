@@ -31,7 +31,7 @@ OF_LAYOUTS = ("hosts", "link", "network", "traffic", "target_ttft_ms", "target_t
 FIGURES = ("memory", "bandwidth", "compute")
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "plan",
         help="memory, sequences, speed and layouts of a model on GPUs, or what its steps cost here",

@@ -31,7 +31,7 @@ Ctrl-C exits immediately.
 """
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     from jengine.serving.config import (  # plain data; the server itself is imported later
         SERVE_DEFAULTS,
         ServerConfig,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TRANSFORMERS = "transformers"
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "verify",
         help="compare a model with transformers, or with your own code",

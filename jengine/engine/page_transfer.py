@@ -19,6 +19,7 @@ from jengine.core.updates import StoreLoad
 from jengine.core.weights import FIRST_VERSION, Version
 from jengine.engine.page_events import PageNames, digest_of, digests, page_name
 from jengine.execution.kv_cache import Page, leaves_of, parts_of
+from jengine.execution.runner import Runner
 from jengine.scheduling.pages.block_table import Block, LoraSalt, Salt
 from jengine.scheduling.pages.prefix_index import first_seen
 from jengine.scheduling.requests.sequence import Sequence as RequestSequence
@@ -91,14 +92,6 @@ CLOSE_SECONDS = 5.0  # for keeping what is waiting
 FIRST_RATE, GAIN, FORGET = 1e-3, 0.2, 0.95  # of the seconds that a page takes
 
 
-class HostPages(Protocol):
-    """Where pages lie in host memory."""
-
-    def host_page(self, number: int) -> Page: ...
-
-    def put_host_page(self, number: int, leaves: Sequence[np.ndarray]) -> None: ...
-
-
 class Stepped(Protocol):
     """An engine."""
 
@@ -169,7 +162,7 @@ class PageTransfer:
         stores: Stores,
         names: PageNames,
         scheduler: Scheduler,
-        runner: HostPages,
+        runner: Runner,
         version: Callable[[], Version],
         like: Any,
     ) -> None:

@@ -18,7 +18,7 @@ from jengine.engine.operations import Operation, Sleep, WakeUp
 from jengine.execution.ranks import RanksRunner
 from jengine.execution.runner import InFlight
 from jengine.insight.recording.cost_report import CostReport
-from jengine.insight.recording.totals import StepTotals
+from jengine.insight.recording.records import StepTotals
 from jengine.insight.recording.trace import Trace
 from jengine.scheduling.forecasts.expectations import expect, hypothetical
 from jengine.scheduling.requests.sequence import Sequence

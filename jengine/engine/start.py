@@ -15,7 +15,6 @@ from jengine.base.errors import InvalidArgument, OutOfMemory
 from jengine.base.process import uncollected
 from jengine.base.progress import Progress
 from jengine.core.config import EngineConfig
-from jengine.devices.device_defaults import sizes
 from jengine.engine.loop.engine import Engine
 from jengine.engine.loop.engine_parts import EngineParts, FirstUse
 from jengine.engine.loop.live_weights import FixedWeights, LiveWeights
@@ -27,6 +26,7 @@ from jengine.engine.ranks import AnyEngine, RankedEngine
 from jengine.engine.setup.devices import connect
 from jengine.engine.setup.prepare import EngineSetup, Started, prepare
 from jengine.engine.setup.program_set import WarmedUp
+from jengine.engine.setup.shapes import scheduler_shapes
 from jengine.engine.setup.stages_and_ranks import check_ranks
 from jengine.execution.background import BackgroundPrograms
 from jengine.execution.executor import Pipeline, ResultSender, Worker, answers, decode
@@ -35,13 +35,10 @@ from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.insight.recording.engines import engines
 from jengine.insight.recording.recorder import TraceRecorder
-from jengine.models.cache import paged
 from jengine.models.config import ModelConfig
 from jengine.parallel.link import END, Follower
-from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.requests.images import Images
 from jengine.scheduling.scheduler import Scheduler
-from jengine.scheduling.shape import BatchLimits, CacheShape
 from jengine.text.tokenizer import Tokenizer
 
 
@@ -89,24 +86,6 @@ class EngineMaker:
 
     def _scheduler(self, spec: ExecutionSpec) -> Scheduler:
         config = self._setup.config
-        cache = CacheShape(
-            page_size=spec.page_size,
-            num_pages=spec.num_pages,
-            groups=[GroupPages(group.window, group.pool) for group in paged(spec.groups)],
-            num_states=spec.num_states,
-            draft_states=spec.draft_states,
-            prefix_caching=config.enable_prefix_caching,
-            host_pages=spec.host_pages,
-            staged=spec.staged,
-        )
-        limits = BatchLimits(
-            max_num_seqs=spec.max_slots,
-            max_num_batched_tokens=sizes(config, spec.mesh.devices.flat[0].platform).max_num_batched_tokens,
-            max_model_len=spec.max_model_len,
-            max_loras=0 if spec.lora is None else spec.lora.max_loras,
-            stages=len(spec.stages),
-            through_host=config.num_processes > 1,
-        )
         images = None
         if spec.images is not None or spec.ahead:
             images = Images(
@@ -117,9 +96,9 @@ class EngineMaker:
                 prefix=spec.model.config.prefix_lm,
                 embeddings=config.enable_prompt_embeds,
             )
-        options = config.scheduling
+        shapes, options = scheduler_shapes(config, spec), config.scheduling
         scheduler = Scheduler(
-            spec.table, cache, limits, options=options, costs=self._warmed_up.costs, images=images
+            spec.table, *shapes, options=options, costs=self._warmed_up.costs, images=images
         )
         scheduler.predictor.ready = self._warmed_up.ready
         return scheduler

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from jengine.execution.kinds import Key
 
+if TYPE_CHECKING:
+    from jengine.execution.executor import StagePrograms
+    from jengine.execution.programs import Programs
+    from jengine.parallel.link import Link
+
 log = logging.getLogger("jengine")
-
-
-class ReportLink(Protocol):
-    """The part of a link that is needed here; see parallel/link.py."""
-
-    def report(self, count: int) -> None: ...
-
-    def reported(self) -> int | None: ...
-
-
-class Obtained(Protocol):
-    """The part of Programs that is needed here."""
-
-    def obtain(self, keys: Sequence[Key], *, running: Callable[[], bool]) -> Generator[Key]: ...
-
-    def prefer(self, keys: Sequence[Key]) -> None: ...
-
-    def __contains__(self, key: Key) -> bool: ...
 
 
 class BackgroundPrograms:
@@ -46,9 +33,9 @@ class BackgroundPrograms:
 
     def __init__(
         self,
-        programs: Obtained,
+        programs: Programs | StagePrograms,
         keys: Sequence[Key],
-        link: ReportLink,
+        link: Link,
         *,
         ended: Callable[[], object] = lambda: None,
     ) -> None:

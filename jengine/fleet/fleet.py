@@ -17,7 +17,7 @@ from jengine.core.updates import Ended, Load, PromptScores, TokenUpdate, Update,
 from jengine.engine.limits import Limits
 from jengine.engine.operations import Operation, ResetPrefixCache
 from jengine.fleet.members import Answers, BackOff, Member, PrefixBlocks, Prompt, Rate, Role
-from jengine.insight.recording.totals import StepTotals
+from jengine.insight.recording.records import StepTotals
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from jengine.api.backend import Backend, Done
 from jengine.core.request import Request, SamplingParams
 from jengine.core.updates import Load
-from jengine.insight.recording.totals import StepTotals
+from jengine.insight.recording.records import StepTotals
 
 FIRST_RATE = 1e-4  # seconds per prompt token, before any was measured
 GAIN = 0.1  # weight of a new measurement

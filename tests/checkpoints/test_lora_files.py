@@ -143,7 +143,7 @@ SLOW = r"([a-z_.0-9]+)+!"  # a backtracking engine tries each division of a name
 
 
 def test_patterns_that_would_never_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jengine.checkpoints.patterns.SECONDS", 1)
+    monkeypatch.setattr("jengine.checkpoints.lora_config.SECONDS", 1)
     without_k = {name: None for name in lora("llama_gqa", "plain").tensors if "k_proj" in name}
     for field, tensors, config in (
         ("rank_pattern", {}, {"rank_pattern": {"v_proj": 4, SLOW: 2}}),

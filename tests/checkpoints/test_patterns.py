@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jengine.checkpoints.patterns import InvalidPattern, full_matches
+from jengine.checkpoints.lora_config import InvalidPattern, full_matches
 
 LAYERS = [f"model.layers.{i}.self_attn.{part}_proj" for i in range(12) for part in "qkvo"]
 NAMES = [*LAYERS, "lm_head", "model.visual.blocks.0.attn.qkv", "a", ""]
@@ -33,7 +33,7 @@ def test_matches_are_those_of_python() -> None:
 
 @pytest.mark.parametrize("pattern", [r"([a-z_.0-9]+)+!", r"((a|a)*|(a|a)*)*!", r"(((.*)*)*)*(((.*)*)*)*!"])
 def test_patterns_that_backtrack_for_ever(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jengine.checkpoints.patterns.SECONDS", 1)
+    monkeypatch.setattr("jengine.checkpoints.lora_config.SECONDS", 1)
     with pytest.raises(InvalidPattern, match="takes too long") as refused:
         full_matches(["a", pattern, "b"], ["a" * 200])
     assert refused.value.number == 1

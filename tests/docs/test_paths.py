@@ -13,6 +13,7 @@ from tests.docs.blocks import ROOT
 PAGES = [ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs" / "design").glob("*.md"))]
 FILE = re.compile(r"`([\w./-]+\.(?:py|ll|proto|toml|json|yaml|js|html))(?::[^`]*)?`")
 FOLDERS = "jengine", "pallas_kernels", "serving", "tests", "tools", "benchmarks"
+FEW_FILES, FEW_LINES = 12, 3_000  # what one reads to follow a request
 FREE = re.compile(r"NAME|^adapter_config|config\.json$|_config\.json$|\.safetensors|index\.json$")  # not ours
 
 
@@ -33,6 +34,19 @@ def test_files_exist(page: Path, names: set[str]) -> None:
         )
     ]
     assert missing == []
+
+
+def test_a_newcomer_reads_few_files() -> None:
+    """Those that ARCHITECTURE names for a request's way. A bare name is a file of the folder before it."""
+    [listed] = re.findall(
+        r"lines, tell all of this: ([^.]*(?:\.py[^.]*)*)\.", (ROOT / "ARCHITECTURE.md").read_text()
+    )
+    folder, files = ROOT, []
+    for name in re.findall(r"`([\w/]+\.py)`", listed):
+        folder = (ROOT / "jengine" / name).parent if "/" in name else folder
+        files.append(folder / Path(name).name)
+    assert 5 < len({*files}) == len(files) <= FEW_FILES
+    assert sum(len(file.read_text().splitlines()) for file in files) <= FEW_LINES
 
 
 def test_names_can_be_imported() -> None:

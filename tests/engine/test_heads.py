@@ -16,8 +16,7 @@ from jengine.core.config import EngineConfig
 from jengine.core.request import SamplingParams
 from jengine.core.speculation import Speculation
 from jengine.engine.loop.engine import Engine
-from jengine.engine.setup.draft_model import build_draft
-from jengine.engine.setup.model_source import ModelSource
+from jengine.engine.setup.model_source import ModelSource, build_draft
 from jengine.engine.setup.shapes import describe_engine
 from jengine.engine.start import start_engine
 from jengine.execution.memory import device_bytes

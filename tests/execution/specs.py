@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jengine.checkpoints.hugging_face import model_config
-from jengine.engine.setup.draft_model import build_draft
+from jengine.engine.setup.model_source import build_draft
 from jengine.execution.kinds import Key, kind_of
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import DRAFT_HEADS, build

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from jengine.insight.recording import step_recorder
 from jengine.insight.recording.machine import GarbagePauses, garbage_pauses, memory
-from jengine.insight.recording.records import STAGES, Memory
+from jengine.insight.recording.records import STAGES, TOKENS, Memory, StepTotals
 from jengine.insight.recording.step_recorder import StepRecorder
-from jengine.insight.recording.totals import TOKENS, StepTotals
 from tests.observe.virtual import MS, TILE, Load, Virtual, make_virtual
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jengine.base.errors import InvalidArgument
-from jengine.capacity.planning.fitting import Fitting, Room, what_fits
+from jengine.capacity.planning.memory import Fitting, Room, what_fits
 from jengine.core.config import EngineConfig
 
 GIB = 1 << 30

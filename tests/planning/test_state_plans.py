@@ -87,11 +87,11 @@ def test_simulations_have_as_many_states_as_engines(tmp_path: Path) -> None:
     config = EngineConfig(model=str(tmp_path), dtype="float32", max_num_seqs=4)
     spec = describe_engine(config)[1]
     shape = Setup(config, spec, StepCosts(spec.table)).shape(max_num_seqs=64)
-    assert spec.num_states == 1 + 4 + 16 + 16 and shape.options["num_states"] == 1 + 64 + 16 + 16
-    assert spec.draft_states == shape.options["draft_states"] == 16
+    assert spec.num_states == 1 + 4 + 16 + 16 and shape.cache.num_states == 1 + 64 + 16 + 16
+    assert spec.draft_states == shape.cache.draft_states == 16
     shape = Setup(config, spec, StepCosts(spec.table)).shape(max_num_seqs=256, speculative_config="none")
-    assert (shape.options["num_states"], shape.options["draft_states"]) == (1 + 256 + 64, 0)
-    assert [group.window for group in shape.groups] == [None]
+    assert (shape.cache.num_states, shape.cache.draft_states) == (1 + 256 + 64, 0)
+    assert [group.window for group in shape.cache.groups] == [None]
 
 
 def test_a_cache_without_room_names_the_states(tmp_path: Path) -> None:

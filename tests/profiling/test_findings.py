@@ -17,7 +17,7 @@ from jengine.insight.profiling.data import (
     SlowCall,
 )
 from jengine.insight.profiling.device_trace import DeviceGap, DeviceTimes
-from jengine.insight.profiling.findings import findings
+from jengine.insight.profiling.report import findings
 from jengine.insight.profiling.slow_steps import events, slow_steps, turns
 from jengine.insight.recording.records import Pause
 from tests.observe.virtual import Load

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from jengine.insight.profiling.capture import heap_growth, resident_parts
-from jengine.insight.profiling.proc import call_now
-from jengine.insight.profiling.sampler import ThreadSampler, awaited_lock
+from jengine.insight.profiling.sampler import ThreadSampler, awaited_lock, call_now
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.scheduling.pages.page_pool import PagePool
+from jengine.scheduling.pages.block_table import PagePool
 
 
 def nothing(page: int) -> None:

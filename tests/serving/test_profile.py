@@ -18,7 +18,7 @@ import pytest
 
 from jengine import InvalidArgument, Profile, ProfileOptions, SamplingParams, cli
 from jengine.engine.operations import WriteProfile
-from jengine.insight.profiling.findings import findings
+from jengine.insight.profiling.report import findings
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc.client import AsyncClient, Client, Retries, ServerError
 from jengine.serving.grpc.client_messages import GenerateServiceStub

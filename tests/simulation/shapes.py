@@ -11,6 +11,7 @@ from jengine.capacity.simulation.trace import RequestTrace, make_trace
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts
 from jengine.scheduling.pages.block_table import GroupPages
+from jengine.scheduling.shape import BatchLimits, CacheShape
 from jengine.table.program_table import ProgramTable
 
 
@@ -57,21 +58,23 @@ def make_shape(
         table = ProgramTable.build_batch_invariant(tiles=tiles, **limits)
     return EngineShape(
         table=table,
+        cache=CacheShape(
+            page_size=page_size,
+            num_pages=num_pages,
+            groups=groups,
+            num_states=num_states,
+            prefix_caching=prefix_caching,
+            host_pages=host_pages,
+        ),
+        limits=BatchLimits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=tokens,
+            max_model_len=max_model_len,
+            max_loras=max_loras,
+        ),
         costs=make_costs(table),
-        page_size=page_size,
-        num_pages=num_pages,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=tokens,
-        max_model_len=max_model_len,
-        groups=groups,
+        options=SchedulingOptions(**options),
         overlap=overlap,
-        options={
-            "num_states": num_states,
-            "prefix_caching": prefix_caching,
-            "host_pages": host_pages,
-            "max_loras": max_loras,
-            "options": SchedulingOptions(**options),
-        },
     )
 
 

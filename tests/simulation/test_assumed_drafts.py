@@ -19,7 +19,7 @@ from tests.simulation.shapes import make_shape, poisson
 def simulated(right: float | None, **trace: Any) -> Outcome:
     shape = make_shape()
     if right is not None:
-        shape = dataclasses.replace(shape, options={**shape.options, "drafters": [AssumedDrafts(right, 7)]})
+        shape = dataclasses.replace(shape, drafters=[AssumedDrafts(right, 7)])
     return replay(shape, trace.pop("made", None) or make_trace([(0.0, 10, 100)], **trace))
 
 

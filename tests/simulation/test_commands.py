@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 
 from jengine import EngineConfig, cli
-from jengine.capacity.simulation.replay import EngineShape
+from jengine.capacity.simulation.replay import EngineShape, Search
 from jengine.capacity.simulation.setup import Setup
 from jengine.capacity.simulation.summary import Targets
-from jengine.capacity.simulation.tune import Search
-from jengine.commands import tune
+from jengine.commands import simulate
 from jengine.core.scheduling_options import STRATEGIES
 from tests.simulation.shapes import make_shape, poisson
 
@@ -143,7 +142,7 @@ def test_tune_without_a_file_prints_them(trace, capsys):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_options_file_explains_a_strategy(name):
-    text = tune._line(("strategy", name))
+    text = simulate._line(("strategy", name))
     assert text.startswith(f"# {name}: ") and tomllib.loads(text) == {"strategy": name}
 
 
@@ -157,7 +156,7 @@ def test_a_search_keeps_what_cannot_be_improved():
     tuned = Search(
         shape_of, {"max_num_seqs": (1, 2, 16)}, poisson(1, 40, 1e3), Targets(), objective="throughput"
     ).run()
-    assert shape.max_num_seqs == 16 and tuned.changes == {}
+    assert shape.limits.max_num_seqs == 16 and tuned.changes == {}
     assert tuned.before == tuned.after and tuned.tried == len(tried) == 4
 
 

@@ -20,12 +20,12 @@ from jengine.checkpoints.in_memory import in_memory
 from jengine.checkpoints.stored import Tensor
 from jengine.checkpoints.weights import assemble
 from jengine.core.config import EngineConfig
-from jengine.core.image_positions import mrope
 from jengine.engine.setup.model_source import ModelSource
 from jengine.models import build
 from jengine.models.recurrent import LinearAttention
 from jengine.models.whole_sequences import WholeSequences
 from jengine.parallel.mesh import make_mesh
+from jengine.scheduling.requests.images import mrope
 from jengine.vision.declared import Encoder
 from jengine.vision.family import VISUAL, Patches, Vision
 from jengine.vision.folder import vision_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from jengine.core.image_positions import mrope
 from jengine.models.rope import Rope
+from jengine.scheduling.requests.images import mrope
 from jengine.vision.family import VISUAL
 
 

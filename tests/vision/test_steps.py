@@ -14,13 +14,13 @@ import pytest
 
 from jengine.checkpoints import load, read_config
 from jengine.core.config import EngineConfig
-from jengine.core.image_positions import mrope
 from jengine.engine.setup.shapes import describe
 from jengine.execution.batch import BatchLayout
 from jengine.execution.trunk import make_trunk
 from jengine.models.cache import paged
 from jengine.models.whole_sequences import WholeSequences
 from jengine.parallel.mesh import make_mesh
+from jengine.scheduling.requests.images import mrope
 from jengine.scheduling.step_plan import Sample, Span, StepPlan
 from jengine.table.program_table import TrunkKey
 from jengine.vision.family import VISUAL

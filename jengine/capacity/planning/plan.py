@@ -8,10 +8,19 @@ import dataclasses
 import warnings
 
 from jengine.capacity.planning.ahead_of_time import check_target, describe_for, device_limit, largest
-from jengine.capacity.planning.fitting import MORE_MEMORY, Fitting, Room, what_fits
 from jengine.capacity.planning.layouts import Choice
 from jengine.capacity.planning.links import Cluster
-from jengine.capacity.planning.memory import described, estimated, fits, formats_of, room
+from jengine.capacity.planning.memory import (
+    MORE_MEMORY,
+    Fitting,
+    Room,
+    described,
+    estimated,
+    fits,
+    formats_of,
+    room,
+    what_fits,
+)
 from jengine.capacity.planning.report import Plan, Rate
 from jengine.capacity.planning.roofline import Batch, Roofline
 from jengine.core.config import EngineConfig

@@ -10,13 +10,11 @@ from html import escape
 from typing import Any, NamedTuple
 
 from jengine.base.display import columns, columns_html, counted
-from jengine.capacity.planning.fitting import Fitting
 from jengine.capacity.planning.layouts import Candidate, Choice, Deployment
-from jengine.capacity.planning.memory import GIB, fits
+from jengine.capacity.planning.memory import GIB, Fitting, fits
 from jengine.capacity.planning.roofline import NAMES, Batch, Causes, Roofline
 from jengine.devices.device_spec import DeviceSpec
-from jengine.execution.fastest_formats import fastest_formats
-from jengine.execution.kernels import described
+from jengine.execution.kernels import described, fastest_formats
 from jengine.execution.kinds import Key
 from jengine.execution.memory import DeviceMemory, ProgramMemory
 from jengine.execution.spec import ExecutionSpec

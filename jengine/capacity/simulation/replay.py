@@ -1,25 +1,31 @@
-"""Replays a trace on one engine or several equal ones, each with its own clock."""
+"""Replays a trace on one engine or several equal ones, each with its own clock, and searches the best options
+of an engine for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
+from jengine.base.errors import InvalidArgument, JengineError
 from jengine.base.process import uncollected
 from jengine.base.progress import progress_bar
 from jengine.capacity.simulation.fast_forward import ConstantPredictor, StepTimes
-from jengine.capacity.simulation.summary import Outcome, Targets, in_target, joined
+from jengine.capacity.simulation.summary import Outcome, ReplaySummary, Targets, in_target, joined, summarize
 from jengine.capacity.simulation.trace import RequestTrace
 from jengine.capacity.simulation.virtual_engine import VirtualEngine
+from jengine.core.config import EngineConfig
 from jengine.core.request import SamplingParams
+from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.costs.step_costs import StepCosts
-from jengine.scheduling.pages.block_table import GroupPages
+from jengine.scheduling.drafters.drafter import Drafter
 from jengine.scheduling.requests.registry import PreemptionNeeded
-from jengine.scheduling.scheduler import Scheduler
+from jengine.scheduling.scheduler import DEFAULTS, Scheduler
+from jengine.scheduling.shape import BatchLimits, CacheShape
 from jengine.table.program_table import ProgramTable
 
 LONELY = 200  # number of requests tried alone: if these miss their targets, more engines do not help
@@ -31,35 +37,28 @@ class EngineShape:
     """Everything that determines how an engine schedules: its scheduler's arguments, costs included.
 
     Attributes:
-        options: further options, by name.
         measured: whether all costs that the scheduler may need were measured with these shapes.
     """
 
     table: ProgramTable
+    cache: CacheShape
+    limits: BatchLimits
     costs: StepCosts
-    page_size: int
-    num_pages: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    groups: Sequence[GroupPages] = (GroupPages(),)
+    options: SchedulingOptions = DEFAULTS
+    drafters: Sequence[Drafter] | None = None
     overlap: bool = True
-    options: dict[str, Any] = field(default_factory=dict)
     measured: bool = True
 
-    def scheduler(self, **options: Any) -> Scheduler:
-        """Creates a scheduler. options: replace these fields."""
-        return Scheduler.of(
+    def scheduler(self, **cache: Any) -> Scheduler:
+        """Creates a scheduler. cache: replace these fields of the cache."""
+        return Scheduler(
             self.table,
-            page_size=self.page_size,
-            num_pages=self.num_pages,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            groups=self.groups,
+            replace(self.cache, **cache),
+            self.limits,
+            options=self.options,
             costs=self.costs,
             predictor=ConstantPredictor,
-            **{**self.options, **options},
+            drafters=self.drafters,
         )
 
 
@@ -146,3 +145,137 @@ def replicas_needed(
             return high, outcome
         high += 1
     return None
+
+
+Objective = Literal["goodput", "latency", "throughput"]
+Changes = dict[str, Any]
+BEYOND = 4  # maximum size relative to the largest known program
+ROUNDS = 3  # maximum number of rounds over all options
+LEAST_GAIN = 0.01  # minimum improvement for a change
+TILES = 32, 64, 128, 256
+ROWS = 8, 16, 32, 64, 128, 256, 512
+TOKENS = 128, 256, 512, 1024, 2048, 4096, 8192, 16384
+PAGES = 16, 32, 64, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """
+    Attributes:
+        changes: options that differ from the initial ones; empty if those were the best.
+        before, after: figures of the trace with the initial options, and with these.
+        tried: number of simulated sets of options.
+        promising: changes that are predicted to be better still, by costs that are only estimated; None: none
+            are.
+    """
+
+    changes: Changes
+    before: ReplaySummary
+    after: ReplaySummary
+    tried: int
+    promising: Changes | None = None
+
+
+class Search:
+    """Coordinate search: sets one option after the other to its best value, until no option improves the
+    result. Only options whose costs were measured are taken: estimates have been wrong by half.
+
+    Args:
+        shape_of: returns the shape of an engine with some options changed; raises JengineError if they are
+            invalid.
+        values: candidate values of each option, in the order of the search.
+        objective: goodput: share of requests in target, then latency; latency: mean time until a request has
+            ended; throughput:
+            output tokens a second until all have ended.
+        tried: called after each simulation.
+    """
+
+    def __init__(
+        self,
+        shape_of: Callable[[Changes], EngineShape],
+        values: dict[str, tuple[Any, ...]],
+        trace: RequestTrace,
+        targets: Targets,
+        *,
+        objective: Objective,
+        params: SamplingParams | None = None,
+        tried: Callable[[], object] = lambda: None,
+    ) -> None:
+        if objective == "goodput" and not targets.given(trace):
+            raise InvalidArgument(
+                "objective", objective, "needs targets: --target-ttft-ms, --target-tpot-ms, or the trace's"
+            )
+        self._shape_of, self._values, self._trace, self._targets = shape_of, values, trace, targets
+        self._objective, self._params, self._tried = objective, params, tried
+        self._known: dict[str, ReplaySummary | None] = {}  # keyed by changes
+        self._estimated: list[tuple[Changes, ReplaySummary]] = []  # by costs that were not measured
+
+    def run(self) -> Tuned:
+        """Runs the search.
+
+        Raises:
+            JengineError: the initial options are invalid.
+        """
+        before = best = self._simulated(self._shape_of({}))
+        changes: Changes = {}
+        for _ in range(ROUNDS):
+            start = dict(changes)
+            for name, values in self._values.items():
+                for candidate in self._candidates(changes, name, values):
+                    summary = self._summary(candidate)
+                    if summary is not None and self._better(summary, best):
+                        best, changes = summary, candidate
+            if changes == start:
+                break
+        tried = 1 + sum(known is not None for known in self._known.values()) + len(self._estimated)
+        promising, best_estimate = None, best
+        for candidate, summary in self._estimated:
+            if self._better(summary, best_estimate):
+                promising, best_estimate = candidate, summary
+        return Tuned(changes, before, best, tried, promising)
+
+    def _candidates(self, changes: Changes, name: str, values: tuple[Any, ...]) -> Iterator[Changes]:
+        for value in values:
+            if changes.get(name) != value:
+                yield {**changes, name: value}
+
+    def _summary(self, changes: Changes) -> ReplaySummary | None:
+        """None if an engine rejects these options, or if their costs were not measured."""
+        key = repr(sorted(changes.items()))
+        if key not in self._known:
+            try:
+                shape = self._shape_of(changes)
+                summary = self._simulated(shape)
+                self._known[key] = summary if shape.measured else None
+                if not shape.measured:
+                    self._estimated.append((changes, summary))
+            except JengineError:
+                self._known[key] = None
+        return self._known[key]
+
+    def _simulated(self, shape: EngineShape) -> ReplaySummary:
+        outcome = replay(shape, self._trace, params=self._params)
+        self._tried()
+        return summarize(outcome, self._trace, self._targets)
+
+    def _better(self, summary: ReplaySummary, other: ReplaySummary) -> bool:
+        """Whether it is better by more than LEAST_GAIN. First, more requests are served."""
+        if summary.unanswered != other.unanswered:
+            return summary.unanswered < other.unanswered
+        if self._objective == "throughput":
+            return summary.output_tokens_per_second > other.output_tokens_per_second * (1 + LEAST_GAIN)
+        if self._objective == "goodput":
+            assert summary.in_target is not None and other.in_target is not None
+            if abs(summary.in_target - other.in_target) > LEAST_GAIN * other.in_target:
+                return summary.in_target > other.in_target
+        return summary.mean_total < other.mean_total * (1 - LEAST_GAIN)
+
+
+def values(config: EngineConfig, shape: EngineShape, targets: bool) -> dict[str, tuple[Any, ...]]:
+    """Candidate values of each option, without programs much larger than those of `shape`."""
+    rows = tuple(rows for rows in ROWS if rows <= BEYOND * shape.limits.max_num_seqs)
+    tokens = tuple(tokens for tokens in TOKENS if tokens <= BEYOND * shape.limits.max_num_batched_tokens)
+    tried = {"max_num_batched_tokens": tokens, "max_num_seqs": rows, "tile_size": TILES, "page_size": PAGES}
+    if config.batching != "continuous":
+        return tried
+    return {**tried, "strategy": ("throughput", "memory", *(("latency",) if targets else ()))}

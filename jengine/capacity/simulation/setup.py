@@ -13,13 +13,18 @@ from jengine.core.config import EngineConfig
 from jengine.core.speculation import Speculation
 from jengine.devices.device_defaults import sizes
 from jengine.engine.setup.program_set import saved_costs
-from jengine.engine.setup.shapes import describe_engine, host_pages, make_table, page_buckets, states
+from jengine.engine.setup.shapes import (
+    describe_engine,
+    host_pages,
+    make_table,
+    page_buckets,
+    scheduler_shapes,
+    states,
+)
 from jengine.execution.memory import claim_gpu_memory, device_bytes, pages_that_fit
 from jengine.execution.spec import ExecutionSpec
-from jengine.models.cache import paged
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.drafters.drafter import Draft
-from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.requests.sequence import Sequence
 
 WRONG = 2**31 - 1  # a token that no simulated request generates
@@ -107,32 +112,20 @@ class Setup:
         saved = None if self.given else saved_costs(config, spec)
         known = saved or (self.costs if self.costs.table == table else self.costs.for_table(table))
         alike = spec.page_size == self.spec.page_size and table.tile_size == self.spec.table.tile_size
-        options: dict[str, Any] = {}
-        speculation = Speculation.of(config.speculative_config)
+        spec = dataclasses.replace(spec, num_pages=_pages(config, spec))
+        cache, limits = scheduler_shapes(config, spec)
+        speculation, drafters = Speculation.of(config.speculative_config), None
         if speculation is not None and self.drafts_right:
-            options["drafters"] = [AssumedDrafts(self.drafts_right, speculation.num_speculative_tokens)]
+            drafters = [AssumedDrafts(self.drafts_right, speculation.num_speculative_tokens)]
         return EngineShape(
             table=table,
+            cache=cache,
+            limits=dataclasses.replace(limits, through_host=False),  # of one process
             costs=known,
-            page_size=spec.page_size,
-            num_pages=_pages(config, spec),
-            max_num_seqs=spec.max_slots,
-            max_num_batched_tokens=chosen.max_num_batched_tokens,
-            max_model_len=spec.max_model_len,
-            groups=[GroupPages(group.window, group.pool) for group in paged(spec.groups)],
+            # simulated tokens say nothing about drafts
+            options=dataclasses.replace(config, speculative_config=None),
+            drafters=drafters,
             overlap=config.overlap,
-            options={
-                "num_states": spec.num_states,
-                "draft_states": spec.draft_states,
-                "prefix_caching": config.enable_prefix_caching,
-                "host_pages": spec.host_pages,
-                "staged": spec.staged,
-                "stages": len(spec.stages),
-                "max_loras": config.max_loras if config.enable_lora else 0,
-                # simulated tokens say nothing about drafts
-                **options,
-                "options": dataclasses.replace(config, speculative_config=None),
-            },
             # no trunk that its own table lacks has an estimated cost
             measured=saved is not None
             or (alike and {*table.trunks()} <= {*self.spec.table.trunks(), *known.known}),

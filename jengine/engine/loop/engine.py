@@ -19,13 +19,14 @@ from jengine.core.updates import BeamsFound, Ended, Load, Pooled, TokenUpdate, U
 from jengine.core.weights import Version
 from jengine.engine.limits import Limits
 from jengine.engine.loop.engine_parts import EngineParts, FirstUse, programs_ready
-from jengine.engine.loop.mask_rows import fill_masks, masked_rows
 from jengine.engine.loop.step_updates import (
     Reports,
     StepClock,
     add_pooled,
     beam_candidates,
+    fill_masks,
     load_of,
+    masked_rows,
     prompt_scores,
     several_updates,
     single_updates,
@@ -44,9 +45,8 @@ from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.runner import InFlight, PendingSample, Runner, StepResult
 from jengine.insight.recording.cost_report import CostReport, cost_report
 from jengine.insight.recording.engines import note_engine
-from jengine.insight.recording.records import StepRecord
+from jengine.insight.recording.records import StepRecord, StepTotals
 from jengine.insight.recording.step_recorder import StepRecorder
-from jengine.insight.recording.totals import StepTotals
 from jengine.insight.recording.trace import Trace
 from jengine.models.config import ModelConfig
 from jengine.scheduling.forecasts.expectations import FirstTokenOutlook

@@ -15,8 +15,7 @@ from jengine.base.errors import InvalidArgument, ModelError
 from jengine.base.gguf_file import is_gguf
 from jengine.checkpoints.converted import is_converted
 from jengine.checkpoints.encoder import encoder_makers
-from jengine.checkpoints.in_memory import PLACE, Tensors, assemble_on_devices, in_memory, places_of
-from jengine.checkpoints.own_tree import own_names
+from jengine.checkpoints.in_memory import PLACE, Tensors, assemble_on_devices, in_memory, own_names, places_of
 from jengine.checkpoints.quantization import fitted, plain
 from jengine.checkpoints.weights import makers
 from jengine.core.weights import FIRST_VERSION, Version

@@ -18,7 +18,7 @@ from jengine.base.errors import InvalidArgument, OutOfMemory
 from jengine.base.progress import Progress, begin
 from jengine.checkpoints import read_reranker, read_sampling_defaults, read_text, resolve
 from jengine.checkpoints.converted import is_converted
-from jengine.checkpoints.own_tree import own_names
+from jengine.checkpoints.in_memory import own_names
 from jengine.core.config import EngineConfig
 from jengine.core.model_options import sampling_overrides
 from jengine.core.pooling import Embedder, Reranker
@@ -34,8 +34,7 @@ from jengine.engine.setup.stages_and_ranks import check_spec, prepare_ranks, ref
 from jengine.execution.cache_folders import cache_limit
 from jengine.execution.device_state import check_host_memory
 from jengine.execution.executor import make_worker
-from jengine.execution.fastest_formats import fastest_formats
-from jengine.execution.kernels import described, implementations, kernels_refused
+from jengine.execution.kernels import described, fastest_formats, implementations, kernels_refused
 from jengine.execution.memory import claim_gpu_memory
 from jengine.execution.programs import open_cache
 from jengine.execution.ranks import RanksRunner

@@ -21,8 +21,7 @@ from jengine.core.scheduling_options import BURST_STEPS
 from jengine.core.speculation import AUTO, NAME, Speculation
 from jengine.devices.device_defaults import PROMPT_TOKENS, Sizes, limit_cpu_threads, sizes
 from jengine.engine.setup.devices import Devices
-from jengine.engine.setup.draft_model import build_draft, with_draft
-from jengine.engine.setup.model_source import ModelSource
+from jengine.engine.setup.model_source import ModelSource, build_draft, with_draft
 from jengine.engine.setup.precision import CACHE_DTYPES, check_formats, choose_dtype, multiplies_fp8
 from jengine.engine.setup.program_set import given_programs
 from jengine.engine.setup.stages_and_ranks import with_stages
@@ -33,10 +32,13 @@ from jengine.execution.memory import device_bytes, pages_that_fit, pages_to_use
 from jengine.execution.program_store import PrebuiltPrograms
 from jengine.execution.spec import ExecutionSpec, check_batch_invariant
 from jengine.models import FAMILIES, Model, build
+from jengine.models.cache import paged
 from jengine.models.config import ModelConfig
 from jengine.models.quantized import format_of
 from jengine.parallel.collectives import TENSOR
 from jengine.parallel.link import SingleProcess
+from jengine.scheduling.pages.block_table import GroupPages
+from jengine.scheduling.shape import BatchLimits, CacheShape
 from jengine.table.program_table import ProgramTable
 from jengine.vision.declared import Encoder
 from jengine.vision.family import RowEncoder
@@ -456,6 +458,29 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             f"must be at most {longest:.0f}, the model's number of positions",
         )
     return config.max_model_len
+
+
+def scheduler_shapes(config: EngineConfig, spec: ExecutionSpec) -> tuple[CacheShape, BatchLimits]:
+    """What a scheduler plans for, with the spec's number of pages."""
+    cache = CacheShape(
+        page_size=spec.page_size,
+        num_pages=spec.num_pages,
+        groups=[GroupPages(group.window, group.pool) for group in paged(spec.groups)],
+        num_states=spec.num_states,
+        draft_states=spec.draft_states,
+        prefix_caching=config.enable_prefix_caching,
+        host_pages=spec.host_pages,
+        staged=spec.staged,
+    )
+    limits = BatchLimits(
+        max_num_seqs=spec.max_slots,
+        max_num_batched_tokens=sizes(config, spec.mesh.devices.flat[0].platform).max_num_batched_tokens,
+        max_model_len=spec.max_model_len,
+        max_loras=0 if spec.lora is None else spec.lora.max_loras,
+        stages=len(spec.stages),
+        through_host=config.num_processes > 1,
+    )
+    return cache, limits
 
 
 def page_buckets(width: int, batch_invariant: bool = False) -> tuple[int, ...]:

@@ -12,8 +12,16 @@ from jengine.insight.explanations.batches import (
     wrong_drafts,
 )
 from jengine.insight.explanations.finding import Explanation, Finding, Window
-from jengine.insight.explanations.loop import compilation, garbage_collection, host, masks, slow_readers
-from jengine.insight.explanations.machine import busy_machine, compiling, memory_growth
+from jengine.insight.explanations.machine import (
+    busy_machine,
+    compilation,
+    compiling,
+    garbage_collection,
+    host,
+    masks,
+    memory_growth,
+    slow_readers,
+)
 from jengine.insight.recording.trace import Trace
 
 __all__ = ["RULES", "Explanation", "Finding", "explain"]

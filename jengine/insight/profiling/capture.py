@@ -23,8 +23,7 @@ import msgspec
 from jengine.base.errors import InvalidArgument
 from jengine.insight.profiling.data import CallCount, HeapGrowth, ProcessProfile, Profile, ProfileOptions
 from jengine.insight.profiling.device_trace import device_times, operations_of
-from jengine.insight.profiling.proc import input_output, thread_ids
-from jengine.insight.profiling.sampler import ThreadSampler
+from jengine.insight.profiling.sampler import ThreadSampler, input_output, thread_ids
 from jengine.insight.recording.engines import engines
 from jengine.insight.recording.machine import garbage_pauses
 from jengine.insight.recording.trace import Trace

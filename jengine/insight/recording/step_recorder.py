@@ -11,8 +11,14 @@ import msgspec
 
 from jengine.base.compiles import compile_count, compile_seconds
 from jengine.insight.recording.machine import MachineClock, garbage_pauses, memory
-from jengine.insight.recording.records import EngineFacts, Machine, Memory, RequestRecord, StepRecord
-from jengine.insight.recording.totals import StepTotals
+from jengine.insight.recording.records import (
+    EngineFacts,
+    Machine,
+    Memory,
+    RequestRecord,
+    StepRecord,
+    StepTotals,
+)
 from jengine.insight.recording.trace import Trace
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler

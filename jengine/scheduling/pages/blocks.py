@@ -16,11 +16,11 @@ from jengine.scheduling.pages.block_table import (
     Entry,
     GroupPages,
     Hit,
+    PagePool,
     Ranges,
     Salt,
 )
 from jengine.scheduling.pages.host_tier import Fetch, HostTier
-from jengine.scheduling.pages.page_pool import PagePool
 from jengine.scheduling.pages.prefix_index import LAST_PAGE, PrefixFinder, PrefixIndex
 from jengine.scheduling.pages.states import States
 from jengine.table.program_table import SWAPS, most_pages, pages_of

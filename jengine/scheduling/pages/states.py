@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from jengine.scheduling.pages.block_table import Block
-from jengine.scheduling.pages.page_pool import PagePool
+from jengine.scheduling.pages.block_table import Block, PagePool
 from jengine.scheduling.pages.prefix_index import PrefixIndex
 
 SPARSE = 8  # tiles of a long prompt, or of generated tokens, between two snapshots

@@ -207,15 +207,9 @@ class GenerateService(Service):
         self._admission.stream(context)
         model = await named_model(request.model, self._models, context)
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-        tokenizer = model.llm.tokenizer
-
-        def tokenize() -> pb.TokenizeResponse:
-            return pb.TokenizeResponse(token_ids=tokenizer.encode(request.text, special))
-
-        answer: pb.TokenizeResponse = await self._text_work.run(
-            client_of(context), request.ByteSize(), tokenize
-        )
-        return answer
+        encode = partial(model.llm.tokenizer.encode, request.text, special)
+        ids = await self._text_work.run(client_of(context), request.ByteSize(), encode)
+        return pb.TokenizeResponse(token_ids=ids)
 
     @reported
     async def Detokenize(
@@ -226,15 +220,9 @@ class GenerateService(Service):
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         check_ids("token_ids", len(request.token_ids), model)
         check_vocabulary("token_ids", request.token_ids, model)
-        tokenizer = model.llm.tokenizer
-
-        def detokenize() -> pb.DetokenizeResponse:
-            return pb.DetokenizeResponse(text=tokenizer.decode_unlocked(list(request.token_ids), skip))
-
-        answer: pb.DetokenizeResponse = await self._text_work.run(
-            client_of(context), request.ByteSize(), detokenize
-        )
-        return answer
+        decode = partial(model.llm.tokenizer.decode_unlocked, list(request.token_ids), skip)
+        text = await self._text_work.run(client_of(context), request.ByteSize(), decode)
+        return pb.DetokenizeResponse(text=text)
 
     @reported
     async def GetModel(

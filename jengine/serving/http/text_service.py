@@ -52,8 +52,7 @@ class TextService(HttpService):
     """Requests that do not need the engine."""
 
     async def tokenize(self, call: HttpCall) -> None:
-        json_body, size = await self._json(call)
-        await while_connected(call, self._tokenize(call, json_body, size))
+        await while_connected(call, self._tokenize(call, *await self._json(call)))
 
     async def _tokenize(self, call: HttpCall, json_body: dict[str, Any], size: int) -> None:
         body, model = await self._read(TOKENIZE, json_body, call)
@@ -92,8 +91,7 @@ class TextService(HttpService):
         await call.answer(200, await self._text_work.run(client_of(call), size, encode))
 
     async def detokenize(self, call: HttpCall) -> None:
-        json_body, size = await self._json(call)
-        await while_connected(call, self._detokenize(call, json_body, size))
+        await while_connected(call, self._detokenize(call, *await self._json(call)))
 
     async def _detokenize(self, call: HttpCall, json_body: dict[str, Any], size: int) -> None:
         body, model = await self._read(DETOKENIZE, json_body, call)
