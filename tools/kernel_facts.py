@@ -20,6 +20,7 @@ from pallas_kernels.attention.hopper.decode import paged_attention_decode
 from pallas_kernels.attention.hopper.latent import latent_attention_decode
 from pallas_kernels.attention.hopper.prefill import paged_attention_prefill
 from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.cache import ampere_write
 from pallas_kernels.cache.hopper_copy import copy_pages
 from pallas_kernels.cache.hopper_write import kv_write
 from pallas_kernels.cache.qkv import HeadNorm, QkvProduct
@@ -106,7 +107,14 @@ def cache_of(kind: str, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Pa
 
 
 def write(
-    tokens: int, head_dim: int, kind: str = "", *, pairs: int = 0, group: int = 4, normed: bool = False
+    tokens: int,
+    head_dim: int,
+    kind: str = "",
+    *,
+    pairs: int = 0,
+    group: int = 4,
+    normed: bool = False,
+    kernel: Callable[..., Any] = kv_write,
 ) -> Case:
     """Tokens of eight kv heads."""
     pages = cache_of(kind, (1 << 10, 8, 64, head_dim))
@@ -116,7 +124,7 @@ def write(
     rows = jax.ShapeDtypeStruct((tokens, 8, group + 2, head_dim), jnp.bfloat16)
     qkv: Any = QkvProduct(rows, group, HeadNorm(weight, weight, 1e-6) if normed else None)  # type: ignore[arg-type]
     rotation = (angles, angles) if pairs else None
-    return lambda *args: kv_write(*args[:-1], rows=tokens - tokens % 64, rotation=args[-1]), (
+    return lambda *args: kernel(*args[:-1], rows=tokens - tokens % 64, rotation=args[-1]), (
         pages,
         pages,
         qkv,
@@ -404,21 +412,31 @@ AMPERE, AMPERE_THREADS = ("a100", "rtx3090", "l4", "b200", "rtx5090"), 128
 
 
 def ampere_decode(
-    head_dim: int, page_size: int, splits: int, *, group: int = 4, dtype: Any = jnp.bfloat16, **ways: Any
+    head_dim: int,
+    page_size: int,
+    splits: int,
+    *,
+    group: int = 4,
+    dtype: Any = jnp.bfloat16,
+    kind: str = "",
+    **ways: Any,
 ) -> Case:
-    """As `decode`."""
-    _, (*arrays, _) = decode(head_dim, page_size, group=group, dtype=dtype)
+    """As `decode`; kind: of an eight-bit cache."""
+    _, (q, cache, _, *where, _) = decode(head_dim, page_size, group=group, dtype=dtype)
+    pages = cache_of(kind, cache.shape, dtype)
     return (
         partial(
             ampere.paged_attention_decode, options=AttentionOptions(head_dim**-0.5, **ways), splits=splits
         ),
-        (*arrays,),
+        (q, pages, pages, *where),
     )
 
 
-def ampere_prefill(head_dim: int, page_size: int, splits: int, **ways: Any) -> Case:
-    """Sixteen tiles of 64 queries, otherwise as `decode`."""
-    _, (q, k, v, tables, lengths, _) = decode(head_dim, page_size)
+def ampere_prefill(
+    head_dim: int, page_size: int, splits: int, *, dtype: Any = jnp.bfloat16, kind: str = "", **ways: Any
+) -> Case:
+    """Sixteen tiles of 64 queries, otherwise as `ampere_decode`."""
+    _, (q, k, v, tables, lengths) = ampere_decode(head_dim, page_size, splits, dtype=dtype, kind=kind)
     tiles = jax.ShapeDtypeStruct((q.shape[0], 64, *q.shape[1:]), q.dtype)
     function = partial(
         ampere.paged_attention_prefill, options=AttentionOptions(head_dim**-0.5, **ways), splits=splits
@@ -426,6 +444,13 @@ def ampere_prefill(head_dim: int, page_size: int, splits: int, **ways: Any) -> C
     return function, (tiles, k, v, tables, lengths, lengths)
 
 
+def ampere_latent(heads: int, page_size: int, *, dtype: Any = jnp.bfloat16) -> Case:
+    """As `latent`."""
+    function, arrays = latent(heads, page_size, dtype=dtype)
+    return partial(ampere.latent_attention_decode, **function.keywords), arrays  # type: ignore[attr-defined]
+
+
+ampere_writes = partial(write, kernel=ampere_write.kv_write)
 AMPERE_CASES: dict[str, Case] = {
     "decode, head dim 64": ampere_decode(64, 64, 4),
     "decode, head dim 128": ampere_decode(128, 64, 4),
@@ -442,6 +467,22 @@ AMPERE_CASES: dict[str, Case] = {
     "prefill, head dim 64, pages of 16, window, cap": ampere_prefill(64, 16, 4, **ALL),
     "prefill, head dim 128, pages of 16, window, cap": ampere_prefill(128, 16, 4, **ALL),
     "prefill, head dim 256, pages of 16, window, cap": ampere_prefill(256, 16, 4, **ALL),
+    **{f"decode, int8, head dim {size}": ampere_decode(size, 64, 4, kind="int8") for size in (64, 128, 256)},
+    "decode, fp8, head dim 64, pages of 16, window, cap": ampere_decode(64, 16, 4, kind=E4M3, **ALL),
+    "decode, fp8, head dim 128, group 16, float16": ampere_decode(
+        128, 64, 1, group=16, dtype=jnp.float16, kind=E4M3
+    ),
+    "prefill, int8, head dim 64": ampere_prefill(64, 64, 1, kind="int8"),
+    "prefill, int8, head dim 128, float16": ampere_prefill(128, 64, 1, dtype=jnp.float16, kind="int8"),
+    "prefill, fp8, head dim 128, pages of 16, window, cap": ampere_prefill(128, 16, 4, kind=E4M3, **ALL),
+    "prefill, fp8, head dim 256": ampere_prefill(256, 64, 1, kind=E4M3),
+    "latent decode, 16 heads": ampere_latent(16, 64),
+    "latent decode, 128 heads, pages of 16, float16": ampere_latent(128, 16, dtype=jnp.float16),
+    "write, one token, rotated": ampere_writes(1, 128, pairs=64),
+    "write, 4096 tokens, rotated, int8": ampere_writes(4096, 128, "int8", pairs=64),
+    "write, 64 tokens, normed, rotated in part, head dim 256, fp8": ampere_writes(
+        64, 256, E4M3, pairs=32, normed=True
+    ),
 }
 
 

@@ -35,6 +35,7 @@ VICTIMS: dict[str, Check] = {
     "product": inputs_split("int8", 3, 64, 256, 1),
     "scaled product": eight_bits(E4M3, 8, 64, 1280, by_group=True),  # more stages than there is memory for
     "Ampere": ampere_decode(128, 1, 9, 64, 2, "bfloat16", PLAIN),
+    "Ampere, int8 cache": ampere_decode(128, 1, 4, 64, 2, "bfloat16", PLAIN, kind="int8"),
     "Ampere product": mma(9, 64, 1280, INT4, "bfloat16"),
 }
 # The first that tells of a fault counts.
