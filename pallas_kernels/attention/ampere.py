@@ -330,6 +330,8 @@ def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
     def iota(shape: tuple[int, ...], axis: int, layout: Any = acc_layout) -> Any:
         return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
+    width = head_dim if head_dim <= LARGEST else ROWS
+    parts = [pl.ds(at, width) for at in range(0, head_dim, width)]  # of keys
     piece = min(page_size, tile)  # part of a page in one copy
     first_page, last_page = lax.div(first, page_size), lax.div(end - 1, page_size)
 
@@ -360,8 +362,7 @@ def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
     def products_of_keys(slot: Any) -> Any:
         s = filled((tile, columns), 0.0, acc_layout)
         if not kind:
-            width = head_dim if head_dim <= LARGEST else ROWS
-            for part in (pl.ds(at, width) for at in range(0, head_dim, width)):
+            for part in parts:
                 k = plgpu.load(smem.k.at[slot, :, part], layout=lhs)
                 s = plgpu.mma(s, k, plgpu.load(smem.q.at[:, part].T, layout=rhs))
             return s
@@ -386,10 +387,11 @@ def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
         following = scales(i + 1)
 
         def clear() -> None:  # values of other tokens: their weights are zeros, but 0 * NaN is NaN
-            v = v_ring.at[slot]
-            values = plgpu.load(v, layout=acc_layout)
-            tokens = iota(values.shape, 0) + token
-            store(v, jnp.where((tokens >= first) & (tokens < end), values, jnp.zeros_like(values)))
+            for part in parts:
+                v = v_ring.at[slot, :, part]
+                values = plgpu.load(v, layout=acc_layout)
+                tokens = iota(values.shape, 0) + token
+                store(v, jnp.where((tokens >= first) & (tokens < end), values, jnp.zeros_like(values)))
             if tma:  # which will write there, too
                 plgpu.commit_smem()
 

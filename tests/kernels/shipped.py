@@ -243,8 +243,8 @@ AMPERE: Cases = {
         "decode, fp8, head dim 64, group 9, float16": ampere_decode(
             64, 1, 9, 64, 1, "float16", PLAIN, kind=E4M3
         ),
-        "prefill, fp8, head dim 64, sinks": ampere_prefill(64, 1, 3, 16, 2, "bfloat16", SINKS, kind=E4M3),
-        "latent decode, rank 128, 20 heads": latent(128, 64, 20, 64, 0, "bfloat16", longest=150),
+        "prefill, fp8, head dim 64, sinks": ampere_prefill(64, 1, 1, 16, 1, "bfloat16", SINKS, kind=E4M3),
+        "latent decode, rank 128, 12 heads": latent(128, 64, 12, 64, 0, "bfloat16", longest=130),
     },
     "kv_write": {
         "rotated, two groups of tokens": ampere_write(None, "bfloat16", 128, 2, 2, 16, 13, 64, ""),

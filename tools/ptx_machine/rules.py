@@ -135,6 +135,10 @@ def float_pairs(ins: Instruction, use: Operands, expression: str) -> list[Assign
 @rule("add", "sub", "mul")
 def _sum(ins: Instruction, use: Operands) -> list[Assignment]:
     op, t, (d, a, b) = ins.parts[0], ins.parts[-1], ins.args
+    if t in ("f16", "bf16") and ins.parts[-2] == "f32" and op != "mul":  # mixed precision, on Blackwell
+        known(ins, "rn", "f32")
+        wide = f"from_bf16({use.use(a, 'u2')})" if t == "bf16" else f"{use.use(a, 'f2')}.astype(f4)"
+        return [(d, "f4", f"canonical({wide} {SIGNS[op]} {use.use(b, 'f4')})")]
     if t in HALVES:
         known(ins, "rn")
         return halves(ins, use, op)
