@@ -121,15 +121,19 @@ def test_16_bit_floats_alone_and_in_pairs(op: str, kind: str, data: st.DataObjec
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
-@pytest.mark.parametrize("op", ["add", "sub"])
+@pytest.mark.parametrize("op", ["add", "sub", "fma"])
 @SOME
 @given(data=st.data())
-def test_sums_of_a_16_bit_float_and_a_float32(op: str, kind: str, data: st.DataObject) -> None:
-    [narrow], [wide] = values_of(data, FORMATS[kind], 1), values_of(data, F32, 1)
-    [got] = execute(f"{op}.rn.f32.{kind} %r0, %rs1, %r1", {"%rs1": narrow, "%r1": wide}, "%r0")
+def test_sums_of_16_bit_floats_and_a_float32(op: str, kind: str, data: st.DataObject) -> None:
+    f, operations = FORMATS[kind], {"add": add, "sub": lambda a, b: add(a, negate(b)), "fma": fma}
+    names = ["%rs1", "%rs2", "%r1"] if op == "fma" else ["%rs1", "%r1"]
+    values = [*values_of(data, f, len(names) - 1), *values_of(data, F32, 1)]
+    [got] = execute(
+        f"{op}.rn.f32.{kind} %r0, {', '.join(names)}", dict(zip(names, values, strict=True)), "%r0"
+    )
     want = [
-        encode(add(decode(x, FORMATS[kind]), decode(y, F32) if op == "add" else negate(decode(y, F32))), F32)
-        for x, y in zip(narrow, wide, strict=True)
+        encode(operations[op](*(decode(x, f) for x in narrow), decode(wide, F32)), F32)
+        for *narrow, wide in zip(*values, strict=True)
     ]
     assert list(map(hex, got)) == list(map(hex, want))
 
