@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_facts import AMPERE, AMPERE_CASES, AMPERE_THREADS, facts_elsewhere
+from ampere_attention import AMPERE_CASES
+from kernel_facts import AMPERE, AMPERE_THREADS, facts_elsewhere
 
 from pallas_kernels.attention.ampere import (
     BLOCKS_TO_FILL,
