@@ -1,4 +1,4 @@
-"""Forms of Ampere's kernels for attention and for cache writes, to be compiled for GPUs that are not there."""
+"""Forms of Ampere's attention and cache writes, to be compiled for GPUs that are not there."""
 
 from __future__ import annotations
 

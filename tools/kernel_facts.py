@@ -37,7 +37,7 @@ THREADS = 256  # per block
 E4M3 = "float8_e4m3fn"
 
 
-def _last_aswith_sinks(function: partial[Any], *args: Any) -> Any:
+def _last_as_sinks(function: partial[Any], *args: Any) -> Any:
     return function(*args[:-1], options=replace(function.keywords["options"], sinks=args[-1]))
 
 

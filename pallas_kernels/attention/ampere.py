@@ -237,7 +237,8 @@ def _attend(
     group = heads // kv_heads
     kind = pages[0].kind if isinstance(pages[0], Quantized) else ""
     scales = [x.scale for x in pages if isinstance(x, Quantized)]
-    k, v = (x.values if isinstance(x, Quantized) else x for x in (*pages, *[None] * (2 - len(pages))))
+    k, *values = [x.values if isinstance(x, Quantized) else x for x in pages]
+    v = values[0] if values else None
     step, columns = block
     blocks = -(-tile * group // columns)
     tokens = block_tables.shape[1] * page_size
@@ -289,7 +290,8 @@ def _attend(
 
 def _size(pages: Any) -> int:
     """Bytes of a row of tiles of keys and values in shared memory."""
-    return min(KV_TILING, pages.shape[-1] * pages.dtype.itemsize // 2)
+    half_a_token: int = pages.shape[-1] * pages.dtype.itemsize // 2
+    return min(KV_TILING, half_a_token)
 
 
 def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
