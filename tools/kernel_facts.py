@@ -105,6 +105,10 @@ def cache_of(kind: str, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Pa
     return jax.eval_shape(lambda x: movable(quantize(x, kind)), plain) if kind else plain  # type: ignore[return-value]
 
 
+def _last_as_rotation(kernel: Callable[..., Any], rows: int, *args: Any) -> Any:
+    return kernel(*args[:-1], rows=rows, rotation=args[-1])
+
+
 def write(
     tokens: int,
     head_dim: int,
@@ -123,7 +127,7 @@ def write(
     rows = jax.ShapeDtypeStruct((tokens, 8, group + 2, head_dim), jnp.bfloat16)
     qkv: Any = QkvProduct(rows, group, HeadNorm(weight, weight, 1e-6) if normed else None)  # type: ignore[arg-type]
     rotation = (angles, angles) if pairs else None
-    return lambda *args: kernel(*args[:-1], rows=tokens - tokens % 64, rotation=args[-1]), (
+    return partial(_last_as_rotation, kernel, tokens - tokens % 64), (
         pages,
         pages,
         qkv,
