@@ -32,7 +32,7 @@ from tests.kernels.faults import FAULTS, Report, reports_of
 
 TARGETS = {
     "h200": (shipped.CASES, ("decode", "prefill", "product", "scaled product")),
-    "a100": (shipped.AMPERE, ("Ampere", "Ampere product")),
+    "a100": (shipped.AMPERE, ("Ampere", "Ampere, int8 cache", "Ampere product")),
     "rtx5090": (shipped.AMPERE, ()),
 }
 

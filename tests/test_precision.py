@@ -119,15 +119,23 @@ def test_a_real_measurement(tmp_path: Path) -> None:
     assert (chosen == "bfloat16") == (seconds["bfloat16"] < precision.CLEARLY * seconds["float32"])
 
 
-@pytest.mark.parametrize("name", ["quantization", "kv_cache_dtype"])
-@pytest.mark.parametrize("device", [SimpleNamespace(platform="cpu", device_kind="cpu"), gpu("8.0")])
-def test_emulated_fp8_is_said(device: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("quantization", SimpleNamespace(platform="cpu", device_kind="cpu")),
+        ("kv_cache_dtype", SimpleNamespace(platform="cpu", device_kind="cpu")),
+        ("quantization", gpu("8.0")),
+        ("kv_cache_dtype", gpu("7.5")),
+    ],
+)
+def test_emulated_fp8_is_said(name: str, device: Any) -> None:
     with pytest.warns(UserWarning, match=f"{name}='fp8' is emulated"):
         check_formats(EngineConfig.of("demo", {name: "fp8"}), device)
 
 
 def test_what_is_native_is_not_warned_of() -> None:
     check_formats(EngineConfig(quantization="fp8", kv_cache_dtype="fp8"), gpu("8.9"))
+    check_formats(EngineConfig(kv_cache_dtype="fp8"), gpu("8.0"))  # attention converts it in registers
     check_formats(EngineConfig(quantization="int8"), SimpleNamespace(platform="cpu"))  # type: ignore[arg-type]
 
 

@@ -82,13 +82,19 @@ def operations() -> Iterator[Operation]:
     )
     for kind, word in ("int8", "int8"), (FP8, "fp8"):
         cache = narrow[kind], narrow[kind]
-        of_kind = {"Hopper": ("paged_attention_decode", (word,))}
+        of_kind = {
+            "Hopper": ("paged_attention_decode", (word,)),
+            "Ampere": ("paged_attention", (f"decode, {word}",)),
+        }
         measured = (f"decode: bfloat16 in {kind}",)
         yield Operation(f"decode attention, cache in {word}", DECODE, (q, *cache, plain), of_kind, measured)
     yield Operation(
         "prompts, cache in 16 bits", PREFILL, (tiles, pages, pages, plain, False), prompts, ("prefill: ",)
     )
-    of_fp8 = {"Hopper": ("paged_attention_prefill", ("fp8",))}
+    of_fp8 = {
+        "Hopper": ("paged_attention_prefill", ("fp8",)),
+        "Ampere": ("paged_attention", ("prefill, fp8",)),
+    }
     fp8_cache = narrow[FP8], narrow[FP8]
     yield Operation(
         "prompts, cache in fp8",
@@ -97,7 +103,7 @@ def operations() -> Iterator[Operation]:
         of_fp8,
         (f"prefill: bfloat16 in {FP8}",),
     )
-    latent = {"Hopper": ("latent_attention_decode", ("",))}
+    latent = {"Hopper": ("latent_attention_decode", ("",)), "Ampere": ("paged_attention", ("latent",))}
     yield Operation(
         "latent attention, decode",
         LATENT_DECODE,
@@ -105,7 +111,7 @@ def operations() -> Iterator[Operation]:
         latent,
         ("latent: ",),
     )
-    write = {"Hopper": ("kv_write", ("",))}
+    write = {"Hopper": ("kv_write", ("",)), "Ampere": ("kv_write", ("",))}
     keys = _shape(1, 2, 64)
     yield Operation("cache writes", KV_WRITE, (pages, pages, Qkv(q, keys, keys)), write, ("kv_write: ",))
     yield Operation(

@@ -30,9 +30,9 @@ import jax.numpy as jnp
 from kernel_facts import Case, decode, decode_eight_bits
 
 from pallas_kernels.compilation.ahead_of_time import KernelFacts, device, kernel_facts
+from pallas_kernels.mosaic.ampere import DEPTH
 from pallas_kernels.products import weights
 from pallas_kernels.products.ampere import FEW_ROWS, MOST_ROWS
-from pallas_kernels.products.ampere_registers import DEPTH
 from pallas_kernels.products.hopper.grouped_product import FEW
 from pallas_kernels.products.hopper.int4_product import TWO_BLOCKS
 from pallas_kernels.quantization.formats import FP8, FP8_BY_FP8, INT8, WeightFormat

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import ampere, dispatch
+from pallas_kernels.attention import dispatch
 from pallas_kernels.attention.hopper.decode import paged_attention_decode
 from pallas_kernels.attention.hopper.latent import latent_attention_decode
 from pallas_kernels.attention.hopper.prefill import paged_attention_prefill
@@ -41,8 +41,8 @@ def _last_as_sinks(function: partial[Any], *args: Any) -> Any:
     return function(*args[:-1], options=replace(function.keywords["options"], sinks=args[-1]))
 
 
-def _sinks(function: Callable[..., Any], arrays: tuple[Any, ...]) -> Case:
-    """A case of attention, with sinks."""
+def with_sinks(function: Callable[..., Any], arrays: tuple[Any, ...]) -> Case:
+    """The same case with attention sinks."""
     heads = jax.ShapeDtypeStruct((arrays[0].shape[-2],), jnp.float32)
     return partial(_last_as_sinks, function), (*arrays, heads)
 
@@ -91,7 +91,7 @@ CASES: dict[str, Case] = {
     "head dim 128, pages of 16, window, cap": decode(128, 16, **ALL),
     "head dim 256, pages of 16, window, cap": decode(256, 16, **ALL),
     "head dim 128, pages of 128, one head": decode(128, 128, group=1),
-    "head dim 64, group 8, window, sinks": _sinks(*decode(64, 64, group=8, window=128)),
+    "head dim 64, group 8, window, sinks": with_sinks(*decode(64, 64, group=8, window=128)),
 }
 # 128 does not fit
 INTERPRETED: dict[str, Case] = {
@@ -105,8 +105,19 @@ def cache_of(kind: str, shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Pa
     return jax.eval_shape(lambda x: movable(quantize(x, kind)), plain) if kind else plain  # type: ignore[return-value]
 
 
+def _last_as_rotation(kernel: Callable[..., Any], rows: int, *args: Any) -> Any:
+    return kernel(*args[:-1], rows=rows, rotation=args[-1])
+
+
 def write(
-    tokens: int, head_dim: int, kind: str = "", *, pairs: int = 0, group: int = 4, normed: bool = False
+    tokens: int,
+    head_dim: int,
+    kind: str = "",
+    *,
+    pairs: int = 0,
+    group: int = 4,
+    normed: bool = False,
+    kernel: Callable[..., Any] = kv_write,
 ) -> Case:
     """Tokens of eight kv heads."""
     pages = cache_of(kind, (1 << 10, 8, 64, head_dim))
@@ -116,7 +127,7 @@ def write(
     rows = jax.ShapeDtypeStruct((tokens, 8, group + 2, head_dim), jnp.bfloat16)
     qkv: Any = QkvProduct(rows, group, HeadNorm(weight, weight, 1e-6) if normed else None)  # type: ignore[arg-type]
     rotation = (angles, angles) if pairs else None
-    return lambda *args: kv_write(*args[:-1], rows=tokens - tokens % 64, rotation=args[-1]), (
+    return partial(_last_as_rotation, kernel, tokens - tokens % 64), (
         pages,
         pages,
         qkv,
@@ -387,8 +398,8 @@ PREFILL_CASES: dict[str, Case] = {
     "head dim 64, fp8": prefill(64, 64, kind=E4M3),
     "head dim 128, int8": prefill(128, 64, kind="int8"),
     "head dim 128, fp8, pages of 16, window, cap": prefill(128, 16, kind=E4M3, **ALL),
-    "head dim 128, sinks": _sinks(*prefill(128, 64)),
-    "head dim 64, group 8, window, sinks": _sinks(*prefill(64, 64, group=8, window=128)),
+    "head dim 128, sinks": with_sinks(*prefill(128, 64)),
+    "head dim 64, group 8, window, sinks": with_sinks(*prefill(64, 64, group=8, window=128)),
 }
 PREFILL_WIDE: dict[str, Case] = {"head dim 256, int8": prefill(256, 64, kind="int8")}
 PREFILL_ALONE: dict[str, Case] = {
@@ -401,48 +412,6 @@ PREFILL_INTERPRETED: dict[str, Case] = {
 
 # --- Ampere, Ada, and Blackwell, which runs their kernels ---
 AMPERE, AMPERE_THREADS = ("a100", "rtx3090", "l4", "b200", "rtx5090"), 128
-
-
-def ampere_decode(
-    head_dim: int, page_size: int, splits: int, *, group: int = 4, dtype: Any = jnp.bfloat16, **ways: Any
-) -> Case:
-    """A case of Ampere's decode attention; see `decode`."""
-    _, (*arrays, _) = decode(head_dim, page_size, group=group, dtype=dtype)
-    return (
-        partial(
-            ampere.paged_attention_decode, options=AttentionOptions(head_dim**-0.5, **ways), splits=splits
-        ),
-        (*arrays,),
-    )
-
-
-def ampere_prefill(head_dim: int, page_size: int, splits: int, **ways: Any) -> Case:
-    """Sixteen tiles of 64 queries, otherwise as `decode`."""
-    _, (q, k, v, tables, lengths, _) = decode(head_dim, page_size)
-    tiles = jax.ShapeDtypeStruct((q.shape[0], 64, *q.shape[1:]), q.dtype)
-    function = partial(
-        ampere.paged_attention_prefill, options=AttentionOptions(head_dim**-0.5, **ways), splits=splits
-    )
-    return function, (tiles, k, v, tables, lengths, lengths)
-
-
-AMPERE_CASES: dict[str, Case] = {
-    "decode, head dim 64": ampere_decode(64, 64, 4),
-    "decode, head dim 128": ampere_decode(128, 64, 4),
-    "decode, head dim 256": ampere_decode(256, 64, 4),
-    "decode, head dim 128, one split": ampere_decode(128, 64, 1),
-    "decode, head dim 128, group 16, float16": ampere_decode(128, 64, 4, group=16, dtype=jnp.float16),
-    "decode, head dim 64, pages of 16, window, cap": ampere_decode(64, 16, 4, **ALL),
-    "decode, head dim 128, pages of 16, window, cap": ampere_decode(128, 16, 4, **ALL),
-    "decode, head dim 256, pages of 16, window, cap": ampere_decode(256, 16, 4, **ALL),
-    "decode, head dim 64, sinks": _sinks(*ampere_decode(64, 64, 1)),
-    "prefill, head dim 64": ampere_prefill(64, 64, 1),
-    "prefill, head dim 128": ampere_prefill(128, 64, 1),
-    "prefill, head dim 256": ampere_prefill(256, 64, 1),
-    "prefill, head dim 64, pages of 16, window, cap": ampere_prefill(64, 16, 4, **ALL),
-    "prefill, head dim 128, pages of 16, window, cap": ampere_prefill(128, 16, 4, **ALL),
-    "prefill, head dim 256, pages of 16, window, cap": ampere_prefill(256, 16, 4, **ALL),
-}
 
 
 def facts_of(target: str, cases: list[Case]) -> list[KernelFacts]:
@@ -481,6 +450,8 @@ def in_memory(cases: dict[str, Case]) -> dict[str, Case]:
 
 
 def main() -> None:
+    from ampere_attention import AMPERE_CASES  # which imports this module
+
     table("decode attention", CASES | in_memory(INTERPRETED))
     table("decode attention, eight-bit caches", EIGHT_BITS | in_memory(EIGHT_BITS_INTERPRETED))
     table("latent decode attention", LATENT, LATENT_THREADS)

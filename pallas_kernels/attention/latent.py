@@ -1,6 +1,6 @@
 """Chooses the implementation of latent attention, in which all heads share one cached vector per token.
 
-See `dispatch` for `impl` and `device`. Hopper has a kernel for decoding. Elsewhere, and for prompts, the
+See `dispatch` for `impl` and `device`. GPUs have kernels for decoding. Elsewhere, and for prompts, the
 vectors are passed to ordinary attention as keys and as values of a single kv head. A CPU has kernels for
 that; on a GPU it is computed by XLA, since kernels take head dims up to 256.
 """
@@ -16,10 +16,10 @@ from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.work_list import WorkList
 from pallas_kernels.cache.support import why_page_size_unsupported
 from pallas_kernels.quantization.quantized import Pages, Quantized
-from pallas_kernels.targets import DTYPES, HOPPER, Impl, Implementation, choose
+from pallas_kernels.targets import AMPERE, CPU, DTYPES, HOPPER, Impl, Implementation, choose
 
 
-def _why_no_hopper_latent_decode(q: Any, pages: Pages, options: AttentionOptions, rank: int) -> str | None:
+def _why_no_gpu_latent_decode(q: Any, pages: Pages, options: AttentionOptions, rank: int) -> str | None:
     from pallas_kernels.attention.hopper.latent import KEY_CHANNELS, RANKS
 
     if (refused := options.refused()) is not None:
@@ -47,6 +47,12 @@ def _hopper_decode(*args: Any, rank: int, work: WorkList | None, device: jax.Dev
     return latent_attention_decode(*args, rank=rank, work=work, device=device)
 
 
+def _ampere_decode(*args: Any, rank: int, work: WorkList | None, device: jax.Device) -> Any:
+    from pallas_kernels.attention.ampere import latent_attention_decode
+
+    return latent_attention_decode(*args, rank=rank)
+
+
 def _hopper_decode_work(heads: int, lengths: jax.Array, device: jax.Device) -> WorkList:
     from pallas_kernels.attention.hopper.latent import latent_work
 
@@ -68,8 +74,9 @@ def _as_ordinary(kernel: Implementation) -> Implementation:
 
 
 LATENT_DECODE = (
-    Implementation(HOPPER, _why_no_hopper_latent_decode, _hopper_decode),
-    *(_as_ordinary(kernel) for kernel in dispatch.DECODE if kernel.target is not HOPPER),
+    Implementation(HOPPER, _why_no_gpu_latent_decode, _hopper_decode),
+    Implementation(AMPERE, _why_no_gpu_latent_decode, _ampere_decode),
+    *(_as_ordinary(kernel) for kernel in dispatch.DECODE if kernel.target is CPU),
 )
 LATENT_DECODE_WORK = (Implementation(HOPPER, lambda: None, _hopper_decode_work),)
 

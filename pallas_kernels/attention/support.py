@@ -31,8 +31,6 @@ def why_no_ampere_attention(
     Args:
         ahead: whether queries may see later tokens.
     """
-    if isinstance(k_pages, Quantized):
-        return f"k_pages={k_pages.kind}: the kernel for Ampere and Ada takes no quantized cache"
     refused = why_no_gpu_attention(q, k_pages, v_pages, options)
     return refused or ("until: this kernel is causal" if ahead else None)
 

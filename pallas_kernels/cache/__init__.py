@@ -1,1 +1,1 @@
-"""Writes to a paged cache, copies its pages. `dispatch` chooses between `xla` and kernels for Hopper."""
+"""Writes to a paged cache, copies its pages. `dispatch` chooses between `xla` and kernels for GPUs."""

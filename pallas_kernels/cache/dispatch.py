@@ -13,15 +13,21 @@ import jax
 from pallas_kernels import targets
 from pallas_kernels.cache import xla
 from pallas_kernels.cache.qkv import Qkv, QkvProduct
-from pallas_kernels.cache.support import why_no_gpu_cache, why_no_hopper_write
+from pallas_kernels.cache.support import why_no_gpu_cache, why_no_gpu_write
 from pallas_kernels.cache.xla import Queries
 from pallas_kernels.elementwise.rotary import Rotation, cpu_rotates, rotate
 from pallas_kernels.quantization.quantized import Pages
-from pallas_kernels.targets import HOPPER, Impl, Implementation, choose
+from pallas_kernels.targets import AMPERE, HOPPER, Impl, Implementation, choose
 
 
 def _hopper_write(*args: Any, **options: Any) -> Any:
     from pallas_kernels.cache.hopper_write import kv_write
+
+    return kv_write(*args, **options)
+
+
+def _ampere_write(*args: Any, cores: int, **options: Any) -> Any:
+    from pallas_kernels.cache.ampere_write import kv_write
 
     return kv_write(*args, **options)
 
@@ -32,7 +38,10 @@ def _hopper_copy(*args: Any) -> Any:
     return copy_pages(*args)
 
 
-KV_WRITE = (Implementation(HOPPER, why_no_hopper_write, _hopper_write),)
+KV_WRITE = (
+    Implementation(HOPPER, why_no_gpu_write, _hopper_write),
+    Implementation(AMPERE, why_no_gpu_write, _ampere_write),
+)
 PAGE_COPY = (Implementation(HOPPER, why_no_gpu_cache, _hopper_copy),)
 
 

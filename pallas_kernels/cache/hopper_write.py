@@ -9,9 +9,8 @@ page. Padding is not written to pages, so no two blocks write to the same place.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,16 +19,24 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.pallas.mosaic_gpu import Tiling
 
 from pallas_kernels.cache.qkv import Qkv, QkvProduct
+from pallas_kernels.cache.rows import (
+    TOKENS,
+    joined,
+    layout_of,
+    normalized,
+    parts_of,
+    queries_of,
+    query_types,
+    rotated,
+    scaled,
+)
 from pallas_kernels.cache.xla import Queries
-from pallas_kernels.elementwise.rotary import Rotation, rotate_by_xla
-from pallas_kernels.quantization.quantized import LARGEST, SMALLEST, Pages, Quantized
+from pallas_kernels.elementwise.rotary import Rotation
+from pallas_kernels.quantization.quantized import Pages, Quantized
 from pallas_kernels.targets import BLOCKS, CORES
 
-TOKENS = 8  # per thread block: two per warp
-LANES = 32  # per warp
 ALIGNMENT = 128  # bytes; TMA's source in shared memory must be aligned to this
 # maximum bytes of queries, keys or values per thread block, unless a single head needs more
 BLOCK_BYTES = 1 << 14
@@ -72,11 +79,7 @@ def kv_write(
     Returns:
         As `cache.xla.kv_write`, including the queries of padding.
     """
-    if rotation is not None and rotation[0].shape[1] % LANES:
-        q, k, v = jax.tree.map(lambda x: x.astype(jnp.float32), qkv).split()
-        turned = Qkv(rotate_by_xla(q, rotation), rotate_by_xla(k, rotation), v)
-        qkv, rotation = jax.tree.map(lambda x: x.astype(qkv.dtype), turned), None
-    product = qkv.joined()
+    product, rotation = joined(qkv, rotation)
     tokens, kv_heads, _, head_dim = product.rows.shape
     group, dtype, some = product.group, product.rows.dtype, min(tokens, TOKENS)
     tiles = pl.cdiv(tokens, TOKENS)
@@ -97,9 +100,7 @@ def kv_write(
     cache: tuple[Pages, Pages] = jax.tree.map(jax.new_ref, (k_pages, v_pages))
     q = plgpu.kernel(
         partial(_kernel, group=group, tokens=some),
-        out_type=[
-            jax.ShapeDtypeStruct((n, kv_heads, group, head_dim), dtype) for n in (rows, tokens - rows) if n
-        ],
+        out_type=query_types(product, rows),
         scratch_types=scratch,
         grid=(group + 2, kv_heads // heads, tiles),
         grid_names=("row", "part", "tile"),
@@ -107,9 +108,7 @@ def kv_write(
         interpret=interpret,
     )(cache, product.rows, page_ids, offsets, rotation, product.norm)
     written: tuple[Pages, Pages] = jax.tree.map(jax.freeze, cache)
-    apart = [x.reshape(-1, kv_heads * group, head_dim) for x in q]
-    none = jnp.zeros((0, kv_heads * group, head_dim), dtype)
-    return (apart[0] if rows else none, apart[-1] if rows < tokens else none), written
+    return queries_of(q, rows), written
 
 
 def heads_per_block(tiles: int, kv_heads: int, head_bytes: int, cores: int) -> int:
@@ -137,10 +136,7 @@ def _kernel(
     def turn(weight: Any) -> None:
         """Normalizes and rotates x_smem in place. Its rows without a token are undefined and not copied."""
         head_dim, pairs = x_smem.shape[2], 0 if rotation is None else cos_smem.shape[1]
-        layout = _layout(math.gcd(pairs, head_dim))
-        places = [
-            pl.ds(at, end - at) for at, end in itertools.pairwise(sorted({0, pairs, 2 * pairs, head_dim}))
-        ]
+        layout, places = layout_of(pairs, head_dim), parts_of(pairs, head_dim)
         angles, factors = list[jax.Array](), list[jax.Array]()
         if rotation is not None:
             for side, smem in zip(rotation, (cos_smem, sin_smem), strict=True):
@@ -161,10 +157,9 @@ def _kernel(
             x = x_smem.at[:, head]
             parts = [plgpu.load(x.at[:, place], layout=layout).astype(jnp.float32) for place in places]
             if norm is not None:
-                parts = _normalized(parts, factors, norm.eps)
+                parts = normalized(parts, factors, norm.eps, layout)
             if angles:
-                (cos, sin), (first, second) = angles, parts[:2]
-                parts[:2] = first * cos - second * sin, second * cos + first * sin
+                parts = rotated(parts, angles)
             for place, part in zip(places, parts, strict=True):
                 x[:, place] = part.astype(x.dtype)
 
@@ -213,23 +208,12 @@ def _kernel(
     pl.when(row == group + 1)(partial(write, cache[1], partial(plgpu.barrier_wait, x_full)))
 
 
-def _normalized(parts: Sequence[jax.Array], factors: Sequence[jax.Array], eps: float) -> list[jax.Array]:
-    """Applies the root mean square norm to rows that are split into parts [TOKENS, n], with factors [n]."""
-    squares, size = [(part * part).sum(axis=1) for part in parts], sum(part.shape[1] for part in parts)
-    scale = lax.rsqrt(sum(squares[1:], squares[0]) / size + eps)
-    return [
-        part * lax.broadcast_in_dim(scale, part.shape, [0]) * lax.broadcast_in_dim(factor, part.shape, [1])
-        for part, factor in zip(parts, factors, strict=True)
-    ]
-
-
 def _quantized(x: Any, kind: str) -> tuple[jax.Array, jax.Array]:
     """Quantizes a head's rows [TOKENS, head_dim] like `quantized.quantize`. Returns int8, or the bits of fp8,
     and the scales.
     """
-    wide = _rows(x).astype(jnp.float32)
-    scale = jnp.maximum(jnp.abs(wide).max(axis=1), SMALLEST) / LARGEST[jnp.dtype(kind)]
-    values = wide / lax.broadcast_in_dim(scale, wide.shape, [0])
+    layout = layout_of(0, x.shape[1])
+    [values], scale = scaled([plgpu.load(x, layout=layout).astype(jnp.float32)], kind, layout)
     if kind == "int8":
         return jnp.round(values).astype(jnp.int8), scale
     return lax.bitcast_convert_type(values.astype(jnp.float8_e4m3fn), jnp.uint8), scale
@@ -244,18 +228,3 @@ def _in_order(shape: tuple[int, ...], dtype: Any, pairs: int = 0) -> Any:
     """
     tiles = plgpu.TilingTransform((math.gcd(pairs, shape[-1]),))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiles,))
-
-
-def _rows(x: Any) -> jax.Array:
-    """Loads x [TOKENS, n * LANES]."""
-    loaded: jax.Array = plgpu.load(x, layout=_layout(x.shape[1]))
-    return loaded
-
-
-def _layout(columns: int) -> Any:
-    """Layout of [TOKENS, a multiple of `columns`]: each row in one warp, with adjacent columns in each
-    thread.
-    """
-    width = 2 if columns % (2 * LANES) == 0 else 1
-    tiles = Tiling(((4, LANES * width), (width,)))
-    return plgpu.Layout.TILED(tiles, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)

@@ -41,7 +41,7 @@ def why_no_gpu_cache(k_pages: Pages, v_pages: Pages) -> str | None:
     return why_page_size_unsupported(page_size)
 
 
-def why_no_hopper_write(k_pages: Pages, v_pages: Pages, qkv: Qkv | QkvProduct) -> str | None:
+def why_no_gpu_write(k_pages: Pages, v_pages: Pages, qkv: Qkv | QkvProduct) -> str | None:
     if str(qkv.dtype) not in DTYPES:
         return f"qkv={qkv.dtype}: the kernel takes {' and '.join(DTYPES)}"
     for pages in (k_pages, v_pages):

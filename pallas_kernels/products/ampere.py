@@ -24,22 +24,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.devices import traced_for
-from pallas_kernels.mosaic.ampere import copy, tiled
+from pallas_kernels.mosaic.ampere import DEPTH, INPUTS, copy, right_side, tiled
 from pallas_kernels.mosaic.refs import Refs, body
 from pallas_kernels.mosaic.versions import store
 from pallas_kernels.products.ampere_registers import (
-    DEPTH,
-    INPUTS,
     OUTS,
     SUMS,
     by_grid,
     columns_of,
-    inputs_of,
     layout_of_scales,
     layout_of_weights,
     operand,
 )
 from pallas_kernels.products.groups import GRID, Groups, input_splits, one_group
+from pallas_kernels.quantization.formats import FP8
 from pallas_kernels.quantization.int4 import KINDS, SCALES, TILE, WORDS, Int4
 from pallas_kernels.targets import has_tma
 
@@ -294,7 +292,7 @@ def _multiply(refs: Refs[Inputs, Outputs, Scratch], form: Form, group: Any, star
                 added = spread(load(inputs.sums.at[at], layout=SUMS.reduce(0)), 1)
             for step in range(number * steps, (number + 1) * steps):
                 taken = smem.x.at[slot, :, pl.ds(step * DEPTH, DEPTH)]
-                x = inputs_of(load(taken, layout=INPUTS), form.kind)
+                x = right_side(load(taken, layout=INPUTS), eight_bits=form.kind in ("int8", FP8))
                 y = plgpu.mma(y, operand(numbers, step, form.kind, dtype), x)
                 if inputs.offset is not None and inputs.sums is None:
                     added = plgpu.mma(added, ones, x)

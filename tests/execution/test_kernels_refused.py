@@ -89,7 +89,7 @@ def test_what_a_start_says_of_each_generation(capability: str, monkeypatch: pyte
     assert devices[0].compute_capability == capability
     model = {**VARIANTS["mixtral"], **SMALL, "intermediate_size": 128, "vocab_size": 128}
     said = kernels_described(implementations(described(devices, model, quantization="w8a8")))
-    attention, caches = "decode attention, prefill attention", "KV writes, page copies"
+    attention, caches = "decode attention, prefill attention, KV writes", "page copies"
     products = "products of w8a8, row quantization, products of experts in w8a8"
     if capability == "9.0":
         assert said == f"Hopper for {attention}, {caches}, {products}; XLA for products of bfloat16"

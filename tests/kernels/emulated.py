@@ -2,9 +2,10 @@
 Pallas does not interpret.
 
 Pallas interprets neither `plgpu.mma` nor copies without a barrier. Here a body runs in Python, block by
-block. A copy lands either when it is begun or not before a wait asks for it, its target NaN until then; on a
-GPU it lands somewhere between. Copies may land at a barrier, as TMA's do. Layouts, and what threads of one
-block do to each other, are not seen: those are the compiler's and Mosaic's own barriers'.
+block. A copy lands either when it is begun or not before a wait asks for it, its target garbage until then;
+on a GPU it lands somewhere between. Copies may land at a barrier, as TMA's do. Layouts, conversions in
+registers, and what threads of one block do to each other, are not seen: those are the compiler's and Mosaic's
+own barriers'.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention import ampere
+from pallas_kernels.mosaic.ampere import DEPTH
+from tests.kernels.interpreted import Runner
 
 Landing = Literal["early", "late"]
 
@@ -63,7 +68,14 @@ class Ref:
         self.array[...] = np.asarray(values)
 
 
+def garbage(dtype: Any) -> float:
+    """What memory holds at first: NaN, or of integers the largest."""
+    return np.nan if jnp.issubdtype(dtype, jnp.floating) else np.iinfo(dtype).max
+
+
 def _bounded(index: Any, size: int) -> Any:
+    if index == slice(None):
+        return index
     start, length = (int(index.start), index.size) if isinstance(index, pl.Slice) else (int(index), None)
     assert start >= 0 and start + (length or 1) <= size, f"index {start}, {length} of {size}"
     return start if length is None else slice(start, start + length)
@@ -107,17 +119,27 @@ class Copies:
     def begin(self, source: Ref, target: Ref, barrier: Barriers | None, *, oob_mode: Any) -> None:
         assert source.shape == target.shape and source.dtype == target.dtype
         assert oob_mode == plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # the others do not compile
-        target.array[...] = source.array if self.landing == "early" else np.nan
+        target.array[...] = source.array if self.landing == "early" else garbage(target.dtype)
         (self.groups if barrier is None else barrier.copies[0]).append((source.array, target.array))
 
     def wait(self, n: int) -> None:
         self.groups.land(n)
 
 
+def emulator(landing: Landing, tma: bool = False) -> Runner:
+    """Runs kernels in Python, as for a GPU with TMA or without."""
+
+    def run(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
+        with emulated(landing), mock.patch.object(ampere, "has_tma", lambda device: tma):
+            return function(*args, **how)
+
+    return Runner(run, None)
+
+
 @contextmanager
 def emulated(landing: Landing) -> Iterator[None]:
-    """In this context, kernels are emulated. Scratch memory and results are NaN at first; a copy without a
-    wait is an error.
+    """In this context, kernels are emulated. Scratch memory and results are garbage at first; a copy without
+    a wait is an error.
     """
     place: dict[str, int] = {}
     copies = Copies(landing)
@@ -128,7 +150,7 @@ def emulated(landing: Landing) -> Iterator[None]:
         def fresh(x: Any) -> Ref | Barriers:
             if isinstance(x, plgpu.Barrier):
                 return Barriers(x.num_arrivals, [Waiting() for _ in range(int(np.prod(x.num_barriers)))])
-            return Ref(np.full(x.shape, np.nan, x.dtype))
+            return Ref(np.full(x.shape, garbage(x.dtype), x.dtype))
 
         def run(*args: Any) -> list[jax.Array]:
             given = jax.tree.map(lambda x: Ref(np.asarray(x)), args)
@@ -147,6 +169,21 @@ def emulated(landing: Landing) -> Iterator[None]:
         assert acc.dtype == jnp.float32 and left.dtype == right.dtype
         return acc + jnp.dot(left.astype(jnp.float32), right.astype(jnp.float32), precision="highest")
 
+    def gathered(ref: Ref, line: Any, column: Any, layout: Any) -> jax.Array:
+        assert (line >= 0).all() and (column >= 0).all()
+        return jnp.asarray(ref.array.reshape(-1, ref.shape[-1])[np.asarray(line), np.asarray(column)])
+
+    def converted(numbers: Any, kind: str, dtype: Any) -> jax.Array:
+        floats = np.asarray(numbers).view(jnp.dtype(kind)).astype(np.float32)
+        return jnp.asarray(np.where(np.isnan(floats), 480, floats).astype(dtype))
+
+    def left_of_bytes(numbers: jax.Array, step: int, kind: str, dtype: Any) -> jax.Array:
+        return converted(numbers[:, step * DEPTH : (step + 1) * DEPTH], kind, dtype)
+
+    def transposed(ref: Ref, size: int, kind: str, dtype: Any) -> jax.Array:
+        numbers = converted(ref.array, kind, dtype)
+        return numbers.T.reshape(-1, 8, 2, DEPTH).swapaxes(1, 2).reshape(-1, DEPTH)
+
     def fori_loop(start: int, end: Any, body: Callable[[Any, Any], Any], carry: Any) -> Any:
         for i in range(int(start), int(end)):
             carry = body(jnp.int32(i), carry)
@@ -162,15 +199,22 @@ def emulated(landing: Landing) -> Iterator[None]:
         "wait_gmem_to_smem": copies.wait,
         "barrier_wait": Barriers.wait,
         "commit_smem": lambda: None,
-        "load": lambda ref, *, layout: ref[...],
+        "load": lambda ref, *, layout, optimized=True: ref[...],
         "layout_cast": lambda x, layout: x,
         "broadcasted_iota": lambda dtype, shape, axis, *, layout: lax.broadcasted_iota(dtype, shape, axis),
         "store": lambda ref, values, *, optimized: ref.__setitem__(..., values),
+    }
+    in_registers = {
+        "gathered": gathered,
+        "left_of_bytes": left_of_bytes,
+        "right_side": lambda x, *, eight_bits: x.T,
+        "transposed": transposed,
     }
     loops = {"axis_index": lambda name: jnp.int32(place[name]), "fori_loop": fori_loop}
     with (
         mock.patch.multiple(plgpu, create=True, **stand_ins),
         mock.patch.multiple(lax, **loops),
+        mock.patch.multiple(ampere, **in_registers),
         mock.patch.object(pl, "when", when),
     ):
         yield

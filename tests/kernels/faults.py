@@ -35,6 +35,7 @@ VICTIMS: dict[str, Check] = {
     "product": inputs_split("int8", 3, 64, 256, 1),
     "scaled product": eight_bits(E4M3, 8, 64, 1280, by_group=True),  # more stages than there is memory for
     "Ampere": ampere_decode(128, 1, 9, 64, 2, "bfloat16", PLAIN),
+    "Ampere, int8 cache": ampere_decode(128, 1, 4, 64, 2, "bfloat16", PLAIN, kind="int8"),
     "Ampere product": mma(9, 64, 1280, INT4, "bfloat16"),
 }
 # The first that tells of a fault counts.
@@ -68,6 +69,10 @@ RELEASED = r"(ld\.shared\.v2\.b32[^\n]*\n)([\s\S]*?)(mbarrier\.arrive\.release[^
 NIBBLE = r"(shr\.u32 \t%r\d+, %r\d+), 4;(?=\s[^;]*\slop3)"
 INPUTS = r"(mma\.sync\S* \{[^}]*\}, *\{[^}]*\}, *)\{(%r\d+),(%r\d+)\}"
 SCALES_OF_ROW = r"(ld\.v4\.b32 \t)\{(%r\d+), (%r\d+)"
+# of attention to an int8 cache: bytes of words, values to be transposed, scores times two tokens' scales
+BYTES = r"(shr\.u32 \t%r\d+, %r\d+), 8;(?=\s[^;]*\slop3)"
+TRANSPOSED = r"(ldmatrix\.sync\.aligned\.m8n8\.x4)\.trans"
+SCALED = r"(mul\.f32 \t%r\d+, )(%r\d+)(, %r\d+;\s*mul\.f32 \t%r\d+, \2, %r\d+;\s*mul\.f32 \t%r\d+, )(%r\d+),"
 MASKS = r"setp\.lt\.s32 \t(%p\d+, %r\d+, %r\d+;)(?=\n\tsetp\.lt)"
 
 
@@ -183,5 +188,8 @@ FAULTS = (
     Fault("another nibble", "Ampere product", NIBBLE, r"\1, 8;", "other results"),
     Fault("swapped inputs", "Ampere product", INPUTS, r"\1{\3,\2}", "other results"),
     Fault("scales of another group", "Ampere product", SCALES_OF_ROW, r"\1{\3,\2", "other results"),
+    Fault("other bytes", "Ampere, int8 cache", BYTES, r"\1, 16;", "other results"),
+    Fault("values not transposed", "Ampere, int8 cache", TRANSPOSED, r"\1", "other results"),
+    Fault("scale of another token", "Ampere, int8 cache", SCALED, r"\1\4\3\4,", "other results"),
     Fault("missing barrier", "Ampere", rf"(cp\.async\.wait_group \t0;[^{{]*?){BAR}", r"\1", "race"),
 )

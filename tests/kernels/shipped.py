@@ -49,6 +49,7 @@ decode = partial(partial, test_attention_decode.check)
 prefill = partial(partial, test_attention_prefill.check)
 latent = partial(partial, test_latent_decode.check)
 kv_write = partial(partial, test_kv_write.check)
+ampere_write = partial(kv_write, cores=None)
 copy_pages = partial(partial, test_copy_pages.check)
 rows = partial(partial, test_quantize_rows.check)
 int4 = partial(partial, test_int4_product.check)
@@ -236,6 +237,19 @@ AMPERE: Cases = {
         ),
         "decode, head dim 256, cap": ampere_decode(256, 1, 4, 16, 1, "bfloat16", CAP),
         "prefill, head dim 64, two splits, window": ampere_prefill(64, 1, 3, 16, 2, "bfloat16", WINDOW),
+        "decode, int8, head dim 128, group 4, two splits, window, cap": ampere_decode(
+            128, 1, 4, 16, 2, "bfloat16", BOTH, kind="int8"
+        ),
+        "decode, fp8, head dim 64, group 9, float16": ampere_decode(
+            64, 1, 9, 64, 1, "float16", PLAIN, kind=E4M3
+        ),
+        "prefill, fp8, head dim 64, sinks": ampere_prefill(64, 1, 1, 16, 1, "bfloat16", SINKS, kind=E4M3),
+        "latent decode, rank 128, 12 heads": latent(128, 64, 12, 64, 0, "bfloat16", longest=130),
+    },
+    "kv_write": {
+        "rotated, two groups of tokens": ampere_write(None, "bfloat16", 128, 2, 2, 16, 13, 64, ""),
+        "normed, rotated in part, int8": ampere_write("int8", "bfloat16", 128, 1, 2, 16, 9, 32, "norm"),
+        "normed, rotated, fp8": ampere_write(E4M3, "bfloat16", 64, 1, 1, 32, 3, 32, "gemma"),
     },
     "product": {
         "int4, offsets, 9 rows": mma(9, 64, 640, INT4, "bfloat16"),
@@ -257,6 +271,18 @@ MORE_AMPERE: Cases = {
         "decode, head dim 256, group 16": ampere_decode(256, 1, 16, 64, 2, "float16", BOTH),
         "prefill, head dim 128": ampere_prefill(128, 1, 4, 64, None, "bfloat16", PLAIN),
         "prefill, head dim 256, sinks": ampere_prefill(256, 1, 2, 16, 2, "float16", SINKS),
+        "decode, int8, head dim 256": ampere_decode(256, 1, 4, 32, 2, "float16", WINDOW, kind="int8"),
+        "decode, fp8, head dim 128, two heads": ampere_decode(128, 2, 1, 128, 3, "bfloat16", CAP, kind=E4M3),
+        "prefill, int8, head dim 128": ampere_prefill(128, 1, 4, 64, None, "float16", BOTH, kind="int8"),
+        "prefill, fp8, head dim 256": ampere_prefill(256, 1, 2, 32, 1, "bfloat16", WINDOW, kind=E4M3),
+        "latent decode, rank 512, 16 heads, pages of 16": latent(512, 64, 16, 16, 0, "float16", longest=150),
+    },
+    "kv_write": {
+        "plain, float16": ampere_write(None, "float16", 64, 1, 3, 64, 5, 0, ""),
+        "normed, rotated by XLA": ampere_write(None, "bfloat16", 64, 3, 1, 32, 8, 24, "norm"),
+        "one token, rotated": ampere_write(None, "bfloat16", 128, 2, 1, 16, 1, 64, "apart"),
+        "head dim 256, fp8, 27 tokens": ampere_write(E4M3, "float16", 256, 2, 2, 64, 27, 128, "norm"),
+        "int8, all queries in one array": ampere_write("int8", "bfloat16", 64, 5, 2, 16, 8, 0, ""),
     },
     "product": {
         "int4, offsets, 130 rows": mma(130, 128, 1152, INT4, "bfloat16"),

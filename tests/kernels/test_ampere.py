@@ -1,20 +1,20 @@
-"""The kernel for Ampere and newer GPUs: emulated, compared with the float32 reference, and compiled."""
+"""Attention's kernel for Ampere and newer GPUs: emulated, compared with the float32 reference, and compiled,
+as cache writes are."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_facts import AMPERE, AMPERE_CASES, AMPERE_THREADS, facts_elsewhere
+from ampere_attention import AMPERE_CASES
+from kernel_facts import AMPERE, AMPERE_THREADS, facts_elsewhere
 
-from pallas_kernels.attention import ampere
 from pallas_kernels.attention.ampere import (
     BLOCKS_TO_FILL,
     SPLIT_TOKENS,
@@ -22,10 +22,12 @@ from pallas_kernels.attention.ampere import (
     paged_attention_decode,
     paged_attention_prefill,
 )
+from pallas_kernels.quantization.formats import FP8
 from tests.extras import compiler_for_gpus
 from tests.kernels import reference
-from tests.kernels.emulated import Landing, emulated
+from tests.kernels.emulated import Landing, emulator
 from tests.kernels.interpreted import Cache, Runner, cache, largest_error, only_what_is_seen, options_of
+from tests.kernels.test_attention_decode import eight_bits
 
 Ways = dict[str, Any]
 PLAIN: Ways = {"scale": 0.2}
@@ -35,17 +37,7 @@ BOTH: Ways = {"scale": 0.3, "window": 33, "soft_cap": 20.0}
 SINKS: Ways = {"scale": 0.3, "window": 70, "sinks": True}
 
 
-def emulator(landing: Landing, tma: bool = False) -> Runner:
-    """Runs kernels in Python, as for a GPU with TMA or without. See `emulated`."""
-
-    def run(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
-        with emulated(landing), mock.patch.object(ampere, "has_tma", lambda device: tma):
-            return function(*args, **how)
-
-    return Runner(run, None)
-
-
-def close(got: jax.Array, want: jax.Array, paged: Cache) -> float:
+def close(got: jax.Array, want: jax.Array, clean: Cache) -> float:
     """Within the rounding of weights and results to the dtype; everything else is float32.
 
     Returns:
@@ -53,7 +45,7 @@ def close(got: jax.Array, want: jax.Array, paged: Cache) -> float:
     """
     rounding = float(jnp.finfo(got.dtype).eps) / 2
     wanted = np.asarray(want, np.float32)
-    allowed = 1.05 * rounding * (np.abs(wanted) + float(jnp.abs(paged.clean().v).max())) + 1e-5
+    allowed = 1.05 * rounding * (np.abs(wanted) + float(jnp.abs(clean.v).max())) + 1e-5
     assert (np.abs(np.asarray(got, np.float32) - wanted) <= allowed).all()  # false where got is NaN
     return largest_error(got, wanted)
 
@@ -67,11 +59,15 @@ def check_decode(
     dtype: str,
     ways: Ways,
     runner: Runner,
+    kind: str = "",
 ) -> float:
-    """The largest error, see `largest_error`."""
+    """The largest error, see `largest_error`; kind: of an eight-bit cache."""
     lengths = [1, page_size - 1, 0, page_size + 1, 200]
     whole = cache(lengths, -(-200 // page_size), kv_heads, page_size, head_dim, dtype, seed=page_size)
     paged = only_what_is_seen(whole, np.array(lengths) - 1, lengths, ways.get("window"))
+    clean = paged.clean()
+    if kind:
+        (whole, _), (paged, clean) = eight_bits(whole, kind), eight_bits(paged, kind)
     q = jax.random.normal(jax.random.key(7), (len(lengths), kv_heads * group, head_dim)).astype(dtype)
     options = options_of(ways, kv_heads * group)
     run = partial(paged_attention_decode, splits=splits)
@@ -79,7 +75,7 @@ def check_decode(
     if ways is WINDOW:  # what is behind it changes no bit
         np.testing.assert_array_equal(got, runner.run(run, q, *whole, options))
     assert (got[2] == 0).all()
-    return close(got, reference.paged_attention_decode(q.astype(jnp.float32), *paged.clean(), options), paged)
+    return close(got, reference.paged_attention_decode(q.astype(jnp.float32), *clean, options), clean)
 
 
 def check_prefill(
@@ -91,8 +87,9 @@ def check_prefill(
     dtype: str,
     ways: Ways,
     runner: Runner,
+    kind: str = "",
 ) -> float:
-    """The largest error, see `largest_error`."""
+    """The largest error, see `largest_error`; kind: of an eight-bit cache."""
     tile, sequences, width = 24, [150, 25, 120], -(-150 // page_size)
     paged = cache(sequences, width, kv_heads, page_size, head_dim, dtype, seed=page_size)
     rows, positions, lengths = np.array(
@@ -102,6 +99,9 @@ def check_prefill(
     paged = only_what_is_seen(
         whole, positions, np.where(lengths > 0, positions + lengths, 0), ways.get("window")
     )
+    clean = paged.clean()
+    if kind:
+        (whole, _), (paged, clean) = eight_bits(whole, kind), eight_bits(paged, kind)
     q = jax.random.normal(jax.random.key(7), (len(rows), tile, kv_heads * group, head_dim)).astype(dtype)
     starts = jnp.asarray(positions, jnp.int32)
     options = options_of(ways, kv_heads * group)
@@ -110,12 +110,12 @@ def check_prefill(
     if ways is WINDOW:
         np.testing.assert_array_equal(got, runner.run(run, q, *whole[:3], starts, paged.lengths, options))
     assert jnp.isfinite(got).all()
-    k, v, tables, _ = paged.clean()
+    k, v, tables, _ = clean
     want = reference.paged_attention_prefill(
         q.astype(jnp.float32), k, v, tables, starts, paged.lengths, options
     )
     real = np.arange(tile) < lengths[:, None]
-    return close(got[real], want[real], paged)
+    return close(got[real], want[real], clean)
 
 
 # head_dim, kv_heads, group, page_size, splits, dtype, ways, landing
@@ -164,6 +164,11 @@ def test_prefill(
     check_prefill(head_dim, kv_heads, group, page_size, splits, dtype, ways, emulator(landing))
 
 
+def test_caches_of_eight_bits() -> None:
+    check_decode(64, 2, 4, 16, 2, "bfloat16", WINDOW, emulator("late"), "int8")
+    check_prefill(64, 1, 3, 16, 2, "bfloat16", SINKS, emulator("late", tma=True), FP8)
+
+
 @pytest.mark.parametrize("landing", ["early", "late"])
 def test_copies_by_tma(landing: Landing) -> None:
     """Pages smaller than a tile, so that many copies arrive at a barrier; and larger."""
@@ -186,8 +191,9 @@ SPLITS = [
 def test_decode_and_prefill_everywhere(index: int) -> None:
     head_dim, group, page_size, ways = SHAPES[index]
     splits, dtype, landing = SPLITS[index % len(SPLITS)]  # five: every shape meets others
-    check_decode(head_dim, 2, group, page_size, splits, dtype, ways, emulator(landing))
-    check_prefill(head_dim, 2, group, page_size, splits, dtype, ways, emulator(landing))
+    for kind in ("", ("int8", FP8)[index % 2]):
+        check_decode(head_dim, 2, group, page_size, splits, dtype, ways, emulator(landing), kind)
+        check_prefill(head_dim, 2, group, page_size, splits, dtype, ways, emulator(landing), kind)
 
 
 def test_splits_fill_the_chip_and_are_not_too_short() -> None:
@@ -201,6 +207,10 @@ FEW = (
     "decode, head dim 128",
     "decode, head dim 256, pages of 16, window, cap",
     "prefill, head dim 128, pages of 16, window, cap",
+    "decode, int8, head dim 128",
+    "prefill, fp8, head dim 256",
+    "write, 64 tokens, normed, rotated in part, head dim 256, fp8",
+    "latent decode, 16 heads",
 )
 
 
@@ -210,9 +220,12 @@ def check_compiled(target: str, names: Sequence[str]) -> None:
         names, facts_elsewhere(target, [AMPERE_CASES[name] for name in names]), strict=True
     ):
         assert facts.spilled == 0, name
-        large = target in ("a100", "b200") and "head dim 256" not in name  # shared memory for two blocks
+        wide = "head dim 256" in name or "latent" in name  # shared memory for one block
+        large = target in ("a100", "b200") and not wide
         assert facts.blocks(AMPERE_THREADS) >= (2 if large else 1), name
         by_tma = target in ("b200", "rtx5090")
+        if name.startswith("write"):
+            continue
         assert facts.products > 0 and (facts.bulk_copies if by_tma else facts.copies) > 0, name
         assert not facts.misaligned, name
 

@@ -244,12 +244,13 @@ def test_ampere_has_kernels_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = jnp.zeros((2, 3, 130, 64), jnp.bfloat16)  # and tiles of any size
     assert why_none(dispatch.PREFILL, AMPERE, tiles, k, v, PLAIN) is None
     assert str(why_none(dispatch.PREFILL, HOPPER, tiles[:, :, :8], k, v, PLAIN)).startswith("tile=3")
-    assert str(
-        why_none(dispatch.DECODE, AMPERE, q, *(quantize(pages, "int8") for pages in (k, v)), PLAIN)
-    ).startswith("k_pages=int8")
-    assert str(why_none(cache_dispatch.KV_WRITE, AMPERE, k, v, Qkv(q, k[0], v[0]))).startswith(
-        "device=NVIDIA A100"
-    )
+    for kind in "int8", "float8_e4m3fn":
+        eight = [movable(quantize(pages, kind)) for pages in (k, v)]
+        assert why_none(dispatch.DECODE, AMPERE, q, *eight, PLAIN) is None
+        assert why_none(dispatch.PREFILL, AMPERE, tiles, *eight, PLAIN) is None
+        assert why_none(cache_dispatch.KV_WRITE, AMPERE, *eight, Qkv(q, k[0], v[0])) is None
+    assert str(why_none(dispatch.PREFILL, AMPERE, tiles, *eight, PLAIN, True)).startswith("until")
+    assert str(why_none(cache_dispatch.PAGE_COPY, AMPERE, k, v)).startswith("device=NVIDIA A100")
     given: list[str] = []
     for name in ("paged_attention_decode", "paged_attention_prefill"):
         monkeypatch.setattr(ampere, name, lambda *arrays, name=name, **how: given.append(name) or arrays[0])

@@ -1,5 +1,5 @@
-"""The Hopper kernel that writes keys and values against the reference, interpreted on a CPU with race
-detection on.
+"""The kernels that write keys and values against the reference: Hopper's is interpreted on a CPU with race
+detection on, Ampere's executed by `shipped`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cache import ampere_write
 from pallas_kernels.cache.hopper_write import BLOCK_BYTES, heads_per_block, kv_write
 from pallas_kernels.cache.qkv import HeadNorm, QkvProduct
 from pallas_kernels.quantization.quantized import Pages, Quantized, dequantize, movable, quantize
@@ -46,10 +47,10 @@ def check(
     pairs: int,
     how: str,
     *,
-    cores: int = CORES,
+    cores: int | None = CORES,
     runner: Runner = INTERPRETED,
 ) -> float:
-    """The largest error, see `largest_error`."""
+    """The largest error, see `largest_error`; cores: for Hopper's kernel, None: Ampere's."""
     rng = np.random.default_rng(tokens)
     places = rng.permutation(np.arange(page_size, NUM_PAGES * page_size))[:tokens]
     real = np.arange(tokens) % 3 != 1
@@ -76,7 +77,8 @@ def check(
     at = places // page_size, places % page_size
     args: Any = (old, old, qkv, *(jnp.asarray(x, jnp.int32) for x in at))
     rows = (0, 5, 8, tokens)[tokens % 4]
-    run = jax.jit(partial(kv_write, rows=min(rows, tokens), cores=cores, **runner.form()))
+    kernel = partial(kv_write, cores=cores, **runner.form()) if cores else ampere_write.kv_write
+    run = jax.jit(partial(kernel, rows=min(rows, tokens)))
     given = (more_scales(old), more_scales(old), *args[2:]) if isinstance(old, Quantized) else args
     queries, got = runner.run(run, *given, rotation=rotation)
     got = [
@@ -158,3 +160,12 @@ def test_blocks_fill_the_chip_and_then_grow() -> None:
     assert blocks(tiles=2000, kv_heads=8, head_bytes=head) == 8
     assert blocks(tiles=2000, kv_heads=64, head_bytes=head) == BLOCK_BYTES // head
     assert blocks(tiles=2000, kv_heads=5, head_bytes=BLOCK_BYTES) == 1
+
+
+def test_floats_are_rounded_to_fp8_as_by_hardware() -> None:
+    every = np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
+    numbers = np.unique(every[np.isfinite(every)])
+    between = (numbers[1:] + numbers[:-1]) / 2  # ties
+    x = np.concatenate([numbers, between, *(np.nextafter(between, side * np.inf) for side in (-1, 1))])
+    got = ampere_write.stored(jnp.asarray(x, jnp.float32), "float8_e4m3fn")
+    np.testing.assert_array_equal(got, x.astype(jnp.float8_e4m3fn).view(np.uint8))

@@ -1,5 +1,5 @@
-"""The Hopper kernel for latent attention against the float32 reference, interpreted on a CPU with race
-detection on.
+"""The kernels for latent attention against the float32 reference: Hopper's is interpreted on a CPU with race
+detection on, Ampere's emulated.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import targets
+from pallas_kernels.attention import ampere
 from pallas_kernels.attention.hopper.latent import head_blocks, latent_attention_decode
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.work_list import even_work, fixed_work
 from tests.kernels import reference
+from tests.kernels.emulated import emulator
 from tests.kernels.interpreted import INTERPRETED, Runner, cache, largest_error
 from tests.kernels.semaphores_model import at_once
 
@@ -42,27 +44,26 @@ def check(
     longest: int = LONGEST,
     runner: Runner = INTERPRETED,
 ) -> float:
-    """What no query sees is NaN. Returns the largest error, see `largest_error`."""
+    """What no query sees is NaN. Returns the largest error, see `largest_error`.
+
+    Args:
+        blocks: of Hopper's kernel; 0: Ampere's kernel.
+    """
     lengths = [1, page_size - 1, 0, page_size, page_size + 1, longest, 129]
     paged = cache(lengths, -(-longest // page_size), 1, page_size, rank + position, dtype, seed=page_size)
     clean = paged.clean()
     q = jnp.asarray(np.random.default_rng(7).normal(size=(len(lengths), heads, rank + position)), dtype)
     how: dict[str, Any] = {"kv_heads": head_blocks(heads)[0], "blocks": abs(blocks)}
-    divide = (
-        partial(even_work, **how)
-        if blocks > 0
-        else partial(fixed_work, tokens=paged.tables.shape[1] * page_size, **how)
-    )
-    work = jax.jit(divide)(paged.lengths)
-    run = jax.jit(
-        partial(
-            latent_attention_decode,
-            options=AttentionOptions(0.1),
-            rank=rank,
-            work=work,
-            **runner.form(in_place=False),
+    same: dict[str, Any] = {"options": AttentionOptions(0.1), "rank": rank}
+    run: Any = partial(ampere.latent_attention_decode, splits=2, **same)
+    if blocks:
+        divide = (
+            partial(even_work, **how)
+            if blocks > 0
+            else partial(fixed_work, tokens=paged.tables.shape[1] * page_size, **how)
         )
-    )
+        work = jax.jit(divide)(paged.lengths)
+        run = jax.jit(partial(latent_attention_decode, work=work, **same, **runner.form(in_place=False)))
     got = np.asarray(runner.run(run, q, paged.k, paged.tables, paged.lengths), np.float32)
     args = q.astype(jnp.float32), clean.k, clean.k, paged.tables, paged.lengths
     want = np.asarray(
@@ -81,6 +82,14 @@ def test_the_reference_is_met(
     rank: int, position: int, heads: int, page_size: int, blocks: int, dtype: str
 ) -> None:
     check(rank, position, heads, page_size, blocks, dtype)
+
+
+@pytest.mark.parametrize(
+    ("rank", "heads", "page_size", "tma"),
+    [(128, 20, 64, False), pytest.param(512, 16, 16, True, marks=pytest.mark.full)],
+)
+def test_the_reference_is_met_on_ampere(rank: int, heads: int, page_size: int, tma: bool) -> None:
+    check(rank, 64, heads, page_size, 0, "bfloat16", longest=130, runner=emulator("late", tma))
 
 
 def test_blocks_that_run_at_the_same_time_join_parts_without_races() -> None:

@@ -46,6 +46,7 @@ def test_what_the_kernel_takes() -> None:
     for heads in (1, 16, 20, 64, 128):
         assert (
             why_none(LATENT_DECODE, HOPPER, *shapes(heads=heads, key_dim=576, page_size=64), PLAIN, 512)
+            is why_none(LATENT_DECODE, AMPERE, *shapes(heads=heads), PLAIN, 128)
             is None
         )
     assert why_none(LATENT_DECODE, HOPPER, *shapes(dtype=jnp.float16), PLAIN, 128) is None
@@ -54,7 +55,7 @@ def test_what_the_kernel_takes() -> None:
 @pytest.mark.parametrize(
     ("shape", "rank", "device", "reason"),
     [
-        ({}, 128, AMPERE, "head_dim=192"),
+        ({"key_dim": 1024}, 512, AMPERE, "key_dim=1024"),
         ({"dtype": jnp.float32}, 128, HOPPER, "dtype=float32"),
         ({}, 64, HOPPER, "rank=64: the kernel takes 128, 256, 384, 512"),
         ({"key_dim": 1024}, 512, HOPPER, "key_dim=1024: the kernel takes multiples of 64 from rank to 576"),

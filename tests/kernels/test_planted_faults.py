@@ -11,7 +11,7 @@ from tests.kernels.faults import FAULTS, Fault, Report, Victim, reports_elsewher
 
 compiler_for_gpus()
 
-ON_AMPERE = "Ampere", "Ampere product"
+ON_AMPERE = "Ampere", "Ampere, int8 cache", "Ampere product"
 
 
 @functools.cache

@@ -120,6 +120,24 @@ def test_16_bit_floats_alone_and_in_pairs(op: str, kind: str, data: st.DataObjec
     ]
 
 
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+@pytest.mark.parametrize("op", ["add", "sub", "fma"])
+@SOME
+@given(data=st.data())
+def test_sums_of_16_bit_floats_and_a_float32(op: str, kind: str, data: st.DataObject) -> None:
+    f, operations = FORMATS[kind], {"add": add, "sub": lambda a, b: add(a, negate(b)), "fma": fma}
+    names = ["%rs1", "%rs2", "%r1"] if op == "fma" else ["%rs1", "%r1"]
+    values = [*values_of(data, f, len(names) - 1), *values_of(data, F32, 1)]
+    [got] = execute(
+        f"{op}.rn.f32.{kind} %r0, {', '.join(names)}", dict(zip(names, values, strict=True)), "%r0"
+    )
+    want = [
+        encode(operations[op](*(decode(x, f) for x in narrow), decode(wide, F32)), F32)
+        for *narrow, wide in zip(*values, strict=True)
+    ]
+    assert list(map(hex, got)) == list(map(hex, want))
+
+
 @pytest.mark.parametrize("kind", ["f32", "f64"])
 @pytest.mark.parametrize("op", ["min", "max", "min.NaN", "max.NaN"])
 @SOME

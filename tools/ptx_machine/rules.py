@@ -132,9 +132,22 @@ def float_pairs(ins: Instruction, use: Operands, expression: str) -> list[Assign
     return [(ins.args[0], "u8", f"({finish(ins, expression.format(*given))}).view(u8)")]
 
 
+def is_mixed(ins: Instruction) -> bool:
+    """Whether 16-bit floats are added to, or multiplied and added to, a float32 (Blackwell)."""
+    return ins.parts[-1] in ("f16", "bf16") and ins.parts[-2] == "f32"
+
+
+def widened(ins: Instruction, use: Operands, x: Operand) -> str:
+    """A 16-bit float of such an instruction as float32."""
+    known(ins, "rn", "f32")
+    return f"from_bf16({use.use(x, 'u2')})" if ins.parts[-1] == "bf16" else f"{use.use(x, 'f2')}.astype(f4)"
+
+
 @rule("add", "sub", "mul")
 def _sum(ins: Instruction, use: Operands) -> list[Assignment]:
     op, t, (d, a, b) = ins.parts[0], ins.parts[-1], ins.args
+    if is_mixed(ins) and op != "mul":
+        return [(d, "f4", f"canonical({widened(ins, use, a)} {SIGNS[op]} {use.use(b, 'f4')})")]
     if t in HALVES:
         known(ins, "rn")
         return halves(ins, use, op)
@@ -180,6 +193,8 @@ def product(ins: Instruction, use: Operands) -> tuple[str, str]:
 @rule("mad", "fma")
 def _multiply_add(ins: Instruction, use: Operands) -> list[Assignment]:
     t, (d, a, b, c) = ins.parts[-1], ins.args
+    if is_mixed(ins):
+        return [(d, "f4", f"fma32({widened(ins, use, a)}, {widened(ins, use, b)}, {use.use(c, 'f4')})")]
     if t in HALVES:
         known(ins, "rn")
         return halves(ins, use, "fma")

@@ -57,7 +57,9 @@ def check_formats(config: EngineConfig, device: jax.Device) -> None:
     """Warns if a format is emulated."""
     if multiplies_fp8(device):
         return
-    for name in ("quantization", "kv_cache_dtype"):
+    # kernels of attention convert a cache's numbers in registers on all GPUs that have bfloat16
+    converts = device.platform != "cpu" and _capability(device) >= BFLOAT16_SINCE
+    for name in ("quantization",) if converts else ("quantization", "kv_cache_dtype"):
         if getattr(config, name) == "fp8":
             warnings.warn(
                 f"{name}='fp8' is emulated on {device.device_kind}, which is slow; use int8", stacklevel=3
