@@ -362,10 +362,11 @@ def _numbers(x: jax.Array, dtype: jnp.dtype[Any], layout: Any) -> jax.Array:
     Args:
         layout: of x. None: use only operations that Pallas interprets.
     """
-    if x.dtype == jnp.int8 and dtype == jnp.float16 and layout is not None:
+    if x.dtype == jnp.int8 and layout is not None:
         returned = plgpu.ShapeDtypeStruct(x.shape, dtype, layout=layout)
-        halves: jax.Array = plgpu.inline_mgpu(arg_types=(layout,), return_type=returned)(_halves)(x)
-        return halves
+        widened = _halves if dtype == jnp.float16 else _brains
+        numbers: jax.Array = plgpu.inline_mgpu(arg_types=(layout,), return_type=returned)(widened)(x)
+        return numbers
     if x.dtype == jnp.int8:
         return x.astype(dtype)
     # the hardware converts float8 to float16
@@ -374,25 +375,39 @@ def _numbers(x: jax.Array, dtype: jnp.dtype[Any], layout: Any) -> jax.Array:
 
 def _halves(_: Any, x: Any) -> Any:
     """int8 -> float16: of 1024 + 128 + x, the lowest bits are x with its sign flipped."""
-    i32, vector = ir.IntegerType.get_signless(32), x.layout.vector_length
+    pair = """{{
+        .reg .b32 n, k;
+        prmt.b32 n, $1, 0x64646464, {};
+        mov.b32 k, 0x64806480;
+        sub.f16x2 $0, n, k;
+    }}"""
+    return _pairs(x, ir.F16Type.get(), pair, lambda word: asm("xor.b32 $0, $1, 0x80808080;", word))
+
+
+def _brains(_: Any, x: Any) -> Any:
+    """int8 -> bfloat16: of 128 + x, seven bits are x's; its sign doubles the 128 that is subtracted."""
+    pair = """{{
+        .reg .b32 n, low, power;
+        mov.b32 power, 0x43004300;
+        prmt.b32 n, $1, 0, {};
+        lop3.b32 low, n, 0x007f007f, power, 0xea;
+        lop3.b32 n, n, 0x00800080, power, 0xea;
+        sub.bf16x2 $0, low, n;
+    }}"""
+    return _pairs(x, ir.BF16Type.get(), pair, lambda word: word)
+
+
+def _pairs(x: Any, dtype: Any, code: str, first: Callable[[Any], Any]) -> Any:
+    """Numbers of two bytes from pairs of bytes, by code that picks these from words which `first` changes."""
+    i32, count = ir.IntegerType.get_signless(32), x.layout.vector_length
     registers = np.empty_like(x.registers)
     for at, register in np.ndenumerate(x.registers):
-        words = [mgpu.utils.vector_slice(register, slice(i, i + 4)) for i in range(0, vector, 4)]
-        flipped = [asm("xor.b32 $0, $1, 0x80808080;", word) for word in words]
-        pairs = [asm(HALVES.format(picks), word) for word in flipped for picks in ("0x4140", "0x4342")]
-        numbers = mgpu.utils.vector_concat(
-            [mgpu.utils.bitcast(pair, ir.VectorType.get((1,), i32)) for pair in pairs]
-        )
-        registers[at] = mgpu.utils.bitcast(numbers, ir.VectorType.get((vector,), ir.F16Type.get()))
+        words = [first(mgpu.utils.vector_slice(register, slice(i, i + 4))) for i in range(0, count, 4)]
+        pairs = [asm(code.format(picks), word) for word in words for picks in ("0x4140", "0x4342")]
+        vectors = [mgpu.utils.bitcast(pair, ir.VectorType.get((1,), i32)) for pair in pairs]
+        numbers = mgpu.utils.vector_concat(vectors)
+        registers[at] = mgpu.utils.bitcast(numbers, ir.VectorType.get((count,), dtype))
     return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
-
-
-HALVES = """{{
-    .reg .b32 n, k;
-    prmt.b32 n, $1, 0x64646464, {};
-    mov.b32 k, 0x64806480;
-    sub.f16x2 $0, n, k;
-}}"""
 
 
 def _wide(width: int) -> Any:
