@@ -364,7 +364,7 @@ def _numbers(x: jax.Array, dtype: jnp.dtype[Any], layout: Any) -> jax.Array:
     """
     if x.dtype == jnp.int8 and layout is not None:
         returned = plgpu.ShapeDtypeStruct(x.shape, dtype, layout=layout)
-        widened = _halves if dtype == jnp.float16 else _brains
+        widened = _to_float16 if dtype == jnp.float16 else _to_bfloat16
         numbers: jax.Array = plgpu.inline_mgpu(arg_types=(layout,), return_type=returned)(widened)(x)
         return numbers
     if x.dtype == jnp.int8:
@@ -373,7 +373,7 @@ def _numbers(x: jax.Array, dtype: jnp.dtype[Any], layout: Any) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.float8_e4m3fn).astype(jnp.float16).astype(dtype)
 
 
-def _halves(_: Any, x: Any) -> Any:
+def _to_float16(_: Any, x: Any) -> Any:
     """int8 -> float16: of 1024 + 128 + x, the lowest bits are x with its sign flipped."""
     pair = """{{
         .reg .b32 n, k;
@@ -384,7 +384,7 @@ def _halves(_: Any, x: Any) -> Any:
     return _pairs(x, ir.F16Type.get(), pair, lambda word: asm("xor.b32 $0, $1, 0x80808080;", word))
 
 
-def _brains(_: Any, x: Any) -> Any:
+def _to_bfloat16(_: Any, x: Any) -> Any:
     """int8 -> bfloat16: of 128 + x, seven bits are x's; its sign doubles the 128 that is subtracted."""
     pair = """{{
         .reg .b32 n, low, power;
