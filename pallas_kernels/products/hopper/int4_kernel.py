@@ -214,7 +214,7 @@ class ThreadBlock:
                     steps = range(first // STEP, (first + COLUMNS) // STEP)
                     columns = scratch.x.at[slot, :, pl.ds(tile * TILE + first, COLUMNS)]
                     plgpu.wgmma(acc, scaled(words, scale, steps), columns.transpose((1, 0)))
-                plgpu.wgmma_wait(0)
+                plgpu.wgmma_wait(0)  # with more weights in registers, fewer blocks fit
             plgpu.barrier_arrive(scratch.free.at[slot])
 
         total: jax.Array = acc[...]
