@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -100,7 +100,7 @@ def _faults(target: str, victims: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def merged(
-    old: list[dict[str, Any]], new: list[dict[str, Any]], order: list[tuple[str, ...]], *keys: str
+    old: list[dict[str, Any]], new: list[dict[str, Any]], order: Sequence[tuple[str, ...]], *keys: str
 ) -> list[dict[str, Any]]:
     """New rows, and old ones with other keys, in this order of keys. Rows with keys that are not in it go."""
     every = {tuple(row[key] for key in keys): row for row in [*old, *new]}
