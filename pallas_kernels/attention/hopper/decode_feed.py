@@ -88,7 +88,7 @@ class PagesInFlight(NamedTuple):
 
 
 def product_dtype(dtype: jnp.dtype[Any], pages: Pages) -> jnp.dtype[Any]:
-    """Of queries and keys, given the queries' dtype."""
+    """The dtype in which queries of a dtype are multiplied with keys."""
     return jnp.dtype(jnp.float16) if isinstance(pages, Quantized) else dtype
 
 

@@ -191,7 +191,7 @@ class Compute:
 
     @property
     def _layout(self) -> Any:
-        """Of scores."""
+        """The layout of scores."""
         return few_lines.LAYOUT if self.few else plgpu.Layout.WGMMA
 
     def _rescaled(self, acc: jax.Array, alpha: jax.Array) -> jax.Array:
@@ -221,7 +221,7 @@ class Compute:
         return done + item.tiles
 
     def _folded(self, item: WorkItem, done: jax.Array) -> tuple[jax.Array, jax.Array, Accumulators]:
-        """Of an item's tiles: see `_fold`."""
+        """Folds all tiles of an item, see `_fold`."""
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
         lines = few_lines.LINES if self.few else ROWS
         m, total = (
