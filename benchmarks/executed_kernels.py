@@ -1,6 +1,6 @@
 """Executes every Mosaic kernel that ships, as it ships, without a GPU; and kernels with planted faults.
 
-    python -m benchmarks.executed_kernels [--quick] [--targets TARGET ...]
+    python -m benchmarks.executed_kernels [--quick] [--targets TARGET ...] [--only PATTERN]
 
 Needs the extra `aot`. A kernel's row has its largest error against the reference, in parts of the largest
 number of the result; instructions of warps that a run executes; lines of its PTX and how many of them any run
@@ -13,8 +13,9 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -30,8 +31,12 @@ from tests.kernels import shipped
 from tests.kernels.executed import FEW, Executed
 from tests.kernels.faults import FAULTS, Report, reports_of
 
-TARGETS = {
-    "h200": (shipped.CASES, ("decode", "prefill", "product", "scaled product")),
+NVFP4 = {name: check for name, check in shipped.AMPERE["product"].items() if "NVFP4" in name}
+TARGETS: dict[str, tuple[shipped.Cases, tuple[str, ...]]] = {
+    "h200": (
+        shipped.CASES | {"product": NVFP4},
+        ("decode", "prefill", "product", "scaled product", "MXFP4 product"),
+    ),
     "a100": (shipped.AMPERE, ("Ampere", "Ampere, int8 cache", "Ampere product")),
     "rtx5090": (shipped.AMPERE, ()),
 }
@@ -74,18 +79,19 @@ def reported(report: Report | None, name: str) -> dict[str, Any]:
     }
 
 
-def rows(target: str, quick: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def rows(target: str, quick: bool, only: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Kernels and faults. A process compiles for one compute capability."""
     cases, victims = TARGETS[target]
     kernels = []
     for kernel, checks in cases.items():
-        for name in [*checks][: 1 if quick else None]:
+        for name in [name for name in checks if re.search(only, f"{kernel}, {name}")][: 1 if quick else None]:
             kernels.append(executed(kernel, name, target))
             print(kernels[-1], flush=True)
-    return kernels, [*_faults(target, victims[-1:] if quick else victims)]
+    some = [victim for victim in victims if re.search(only, f"faults, {victim}")]
+    return kernels, [*_faults(target, some[-1:] if quick else some)]
 
 
-def _faults(target: str, victims: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+def _faults(target: str, victims: Iterable[str]) -> Iterator[dict[str, Any]]:
     for victim in victims:
         faults = [fault for fault in FAULTS if fault.kernel == victim]
         for fault, report in zip(faults, reports_of(victim, faults, target), strict=True):
@@ -93,24 +99,39 @@ def _faults(target: str, victims: tuple[str, ...]) -> Iterator[dict[str, Any]]:
             print(row, flush=True)
 
 
+def merged(
+    old: list[dict[str, Any]], new: list[dict[str, Any]], order: Sequence[tuple[str, ...]], *keys: str
+) -> list[dict[str, Any]]:
+    """New rows, and old ones with other keys, in this order of keys. Rows with keys that are not in it go."""
+    every = {tuple(row[key] for key in keys): row for row in [*old, *new]}
+    return [every[place] for place in order if place in every]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="the first case of each kernel, nothing saved")
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, help="these only; others keep their rows")
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=[*TARGETS], help="these only")
+    parser.add_argument(
+        "--only", default="", help='of "KERNEL, CASE" and "faults, VICTIM", what this matches'
+    )
     args = parser.parse_args()
-    quick, targets = args.quick, args.targets or [*TARGETS]
     kernels, faults = list[dict[str, Any]](), list[dict[str, Any]]()
-    if args.targets and not quick:
-        before = json.loads((RESULTS / "executed_kernels.json").read_text())
-        kernels = [row for row in before["kernels"] if row["target"] not in targets]
-        victims = {victim for target in targets for victim in TARGETS[target][1]}
-        faults = [row for row in before["faults"] if row["kernel"] not in victims]
-    for target in targets:
+    for target in args.targets:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            more, told = pool.submit(rows, target, quick).result()
+            more, told = pool.submit(rows, target, args.quick, args.only).result()
         kernels += more
         faults += told
-    if not quick:
+    if not args.quick:  # what was not run keeps its row
+        before = json.loads((RESULTS / "executed_kernels.json").read_text())
+        cases = [
+            (t, kernel, case)
+            for t, (of, _) in TARGETS.items()
+            for kernel, names in of.items()
+            for case in names
+        ]
+        planted = [(fault.kernel, fault.name) for fault in FAULTS]
+        kernels = merged(before["kernels"], kernels, cases, "target", "kernel", "case")
+        faults = merged(before["faults"], faults, planted, "kernel", "fault")
         save("executed_kernels", {"kernels": kernels, "faults": faults})
 
 

@@ -41,6 +41,7 @@ from pallas_kernels.quantization.int4 import GROUPS, TILE
 CORES, CLOCK = 132, 1.755e9  # multiprocessors of an H100, and cycles a second of its boost clock
 MEMORY = 3.35e12  # bytes a second of an H100's memory
 TARGET = "h100"
+ROWS_OF_PAIRS = 64  # of a block, at most, in which tiles of MXFP4 are copied in pairs
 OUT, SIZE = 4096, 14336  # of the weight: the last of a layer of Llama 8B
 PRODUCT, COPY, STORE = r"\b[HQI]G?MMA", r"\bUTMALDG", r"\bSTS\.128"
 WAIT = r"WARPGROUP\.DEPBAR"
@@ -205,7 +206,11 @@ def instructions(blocks: list[Block], pattern: str, each: float) -> tuple[float,
     many.
     """
     ways = [shortest(blocks, loop, pattern, max(1, round(each))) for loop in loops(blocks)]
-    best = min(ways, key=lambda way: way.length)
+    best = min(ways, key=lambda way: way.length, default=Way())
+    if best.length == inf:  # the loop is unrolled: from one to the next
+        code = [line for block in blocks for line in block.code]
+        places = [i for i, line in enumerate(code) if re.search(pattern, line)]
+        return (places[-1] - places[0]) / (len(places) - 1) * each, 0
     tiles = best.count(pattern) / each
     return best.length / tiles, best.waits / tiles
 
@@ -254,8 +259,10 @@ def tile_of(rows: int, form: WeightFormat) -> Tile:
     # in blocks of few rows, products with ones add the inputs that share an offset
     products = 16 if form.offset and rows <= TWO_BLOCKS else 8
     # of weights and rows, for two warpgroups; scales, offsets and sums are copied with each tile if it has
-    # four groups
+    # four groups, without offsets for two tiles
     copies = 1 + (0.5 * (1 + form.offset + (form.offset and rows > TWO_BLOCKS)) if form.group == 32 else 0)
+    if form.group == 32 and not form.offset and rows <= ROWS_OF_PAIRS:
+        copies /= 2
     return Tile("64 x 128", 64 * TILE // 2 + scales, products, copies)
 
 

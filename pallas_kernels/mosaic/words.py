@@ -29,6 +29,11 @@ def shifted(word: Any, bits: int) -> Any:
     return word if bits == 0 else arith.shrui(word, by) if bits > 0 else arith.shli(word, by)
 
 
+def rotated(word: Any, bits: int) -> Any:
+    """Rotates to the right, or to the left if `bits` is negative."""
+    return word if bits % 32 == 0 else arith.ori(shifted(word, bits % 32), shifted(word, bits % 32 - 32))
+
+
 def both(half: int) -> Any:
     """A word with this number in both halves."""
     return np.uint32(half << 16 | half).astype(np.int32)

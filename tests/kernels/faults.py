@@ -22,6 +22,7 @@ from tests.kernels.shipped import (
     decode,
     eight_bits,
     inputs_split,
+    int4,
     mma,
     prefill,
 )
@@ -30,10 +31,12 @@ from tools.ptx_machine.findings import Finding
 from tools.ptx_machine.schedules import Schedule
 
 VICTIMS: dict[str, Check] = {
-    "decode": decode(128, 1, 4, 64, 3, "bfloat16", PLAIN, longest=330),
+    # items of one row and of several
+    "decode": decode(128, 1, 4, 64, 3, "bfloat16", PLAIN, longest=330, counts=(1, 3, 1, 1, 1, 2, 1)),
     "prefill": prefill(128, 1, 2, 64, 64, "bfloat16", PLAIN),
     "product": inputs_split("int8", 3, 64, 256, 1),
     "scaled product": eight_bits(E4M3, 8, 64, 1280, by_group=True),  # more stages than there is memory for
+    "MXFP4 product": int4(64, 64, 1408, 32, False, "e2m1", "bfloat16"),  # here, too
     "Ampere": ampere_decode(128, 1, 9, 64, 2, "bfloat16", PLAIN),
     "Ampere, int8 cache": ampere_decode(128, 1, 4, 64, 2, "bfloat16", PLAIN, kind="int8"),
     "Ampere product": mma(9, 64, 1280, INT4, "bfloat16"),
@@ -176,6 +179,9 @@ FAULTS = (
     Fault("scales of other inputs", "scaled product", SCALES, r"\1\2,\2}", "other results", at=1),
     Fault("arrivals of scales not counted", "scaled product", ARRIVALS, r"\1, 256;", "fault"),
     Fault("scales released early", "scaled product", RELEASED, r"\2\3\1", "race"),
+    Fault("tiles not awaited", "MXFP4 product", WAIT, "\n\n", "race", at=None),
+    Fault("arrivals of a tile's scales not counted", "MXFP4 product", ARRIVALS, r"\1, 256;", "fault"),
+    Fault("factor of another nibble", "MXFP4 product", r"\{f0, f0\}", r"{f1, f1}", "other results", at=None),
     Fault("copies not awaited", "Ampere", r"(cp\.async\.wait_group) \t0", r"\1 \t1", "race"),
     Fault("a tile too few awaited", "Ampere product", r"(cp\.async\.wait_group) \t2", r"\1 \t4", "race"),
     Fault(

@@ -43,6 +43,7 @@ Cases = dict[str, dict[str, Check]]  # kernel, name of the case, check: called w
 WIDE = {"scale": 0.3, "window": 400, "soft_cap": 20.0}
 ALONE = {"scale": 0.3, "sinks": True}
 FEW_ROWS, MANY_ROWS = (1, 3, 1, 1, 1, 8, 2), (1, 2, 1, 3, 5, 8, 9)  # of sequences
+ONE_PAIR = (1, 1, 1, 1, 1, 1, 2)  # items of one row and of two have loops of their own, for up to eight heads
 
 # functions of a check's arguments
 decode = partial(partial, test_attention_decode.check)
@@ -68,14 +69,18 @@ COVERED = 0.75  # kv_write has code for each token of a block, and some of these
 # Names of kernels are those in `plgpu.kernel`.
 CASES: Cases = {
     "paged_attention_decode": {  # an odd number of blocks: one pair of warpgroups in each
-        "head dim 128, group 4": decode(128, 2, 4, 64, 6, "bfloat16", PLAIN),
-        "head dim 128, group 8, window, cap": decode(128, 1, 8, 64, 3, "bfloat16", WIDE),
-        "head dim 64, group 1, pages of 16, float16": decode(64, 1, 1, 16, 2, "float16", PLAIN, longest=330),
+        "head dim 128, group 4": decode(128, 2, 4, 64, 6, "bfloat16", PLAIN, counts=ONE_PAIR),
+        "head dim 128, group 8, window, cap": decode(128, 1, 8, 64, 3, "bfloat16", WIDE, counts=ONE_PAIR),
+        "head dim 64, group 1, pages of 16, float16": decode(
+            64, 1, 1, 16, 2, "float16", PLAIN, longest=330, counts=ONE_PAIR
+        ),
         "head dim 64, group 16, pages of 16, sinks, fixed cuts": decode(64, 1, 16, 16, -4, "bfloat16", ALONE),
-        "head dim 256, group 7, cap": decode(256, 1, 7, 64, 3, "bfloat16", CAP, longest=330),
-        "head dim 128, group 4, int8": decode(128, 1, 4, 64, 3, "bfloat16", PLAIN, "int8", longest=330),
+        "head dim 256, group 7, cap": decode(256, 1, 7, 64, 3, "bfloat16", CAP, longest=330, counts=ONE_PAIR),
+        "head dim 128, group 4, int8": decode(
+            128, 1, 4, 64, 3, "bfloat16", PLAIN, "int8", longest=330, counts=ONE_PAIR
+        ),
         "head dim 64, group 4, pages of 16, window, cap, fp8": decode(
-            64, 1, 4, 16, 4, "bfloat16", WIDE, E4M3
+            64, 1, 4, 16, 4, "bfloat16", WIDE, E4M3, counts=ONE_PAIR
         ),
         "head dim 128, group 4, several rows": decode(
             128, 1, 4, 64, 4, "bfloat16", PLAIN, longest=400, counts=FEW_ROWS
@@ -136,6 +141,7 @@ CASES: Cases = {
         "9 rows, offsets": int4(9, 128, 640, 128, True, "int4", "bfloat16"),
         "33 rows, groups of 32": int4(33, 64, 1152, 32, True, "int4", "bfloat16"),
         "MXFP4, inputs split": int4(3, 64, 96, 32, False, "e2m1", "bfloat16"),
+        "MXFP4, 64 rows, an odd number of tiles": int4(64, 64, 1408, 32, False, "e2m1", "bfloat16"),
         "experts, MXFP4": int4_groups((3, 0, 9), 64, 160, 32, False, "e2m1", "bfloat16"),
     },
 }
@@ -213,6 +219,9 @@ MORE: Cases = {
         "20 rows, inputs split": int4(20, 64, 2304, 128, False, "int4", "float16"),
         "130 rows, groups of 64": int4(130, 128, 320, 64, True, "int4", "bfloat16"),
         "64 rows": int4(64, 192, 576, 64, False, "int4", "bfloat16"),
+        "MXFP4, 130 rows": int4(130, 128, 1152, 32, False, "e2m1", "bfloat16"),
+        "MXFP4, 8 rows, inputs split": int4(8, 192, 4224, 32, False, "e2m1", "bfloat16"),
+        "MXFP4, float16": int4(9, 128, 640, 32, False, "e2m1", "float16"),
         "experts, offsets": int4_groups((0, 70, 0, 1), 64, 640, 128, True, "int4", "bfloat16"),
     },
     "kv_write": {

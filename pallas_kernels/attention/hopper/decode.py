@@ -11,19 +11,21 @@ no memory bandwidth, which limits decoding.
 If the work list splits a pair, each part's result and the logarithm of its softmax sum are stored, and the
 block with the last part joins them (Flash-Decoding; Dao et al., 2023; `attention_join`). That block waits for
 blocks with smaller indices, which the hardware starts first; so the kernel ends even if not all blocks run at
-the same time. Scales of an eight-bit cache multiply scores and weights in float32.
+the same time. Scales of an eight-bit cache multiply scores and weights in float32. Its keys, and queries, are
+multiplied in float16.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import targets
-from pallas_kernels.attention.hopper.decode_feed import ring_of
+from pallas_kernels.attention.hopper.decode_feed import QUERY_UNIT, product_dtype, ring_of
 from pallas_kernels.attention.hopper.decode_kernel import Form, Inputs, Outputs, Scratch, run
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.support import GPU_OPTIONS
@@ -54,6 +56,7 @@ def paged_attention_decode(
 
     Args:
         q: bfloat16 or float16 [rows, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).
+            With an eight-bit cache, numbers of bfloat16 must be below 4e6.
         k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim] in q's dtype, or Quantized to int8 or to
             the bits of float8_e4m3fn. Contents for tokens that no query sees do not affect results, even if
             they are NaN.
@@ -97,18 +100,21 @@ def paged_attention_decode(
     if len(queries) < lines:
         queries = jnp.pad(queries, ((0, lines - len(queries)), (0, 0)))
     signals = jax.new_ref(work.signals) if isinstance(work.signals, jax.Array) else work.signals
+    in_product, static = product_dtype(q.dtype, k_pages), options.static
+    if in_product != q.dtype:
+        static = replace(static, scale=static.scale / QUERY_UNIT)
     lists = work.first, work.items, work.joins, signals
     scratch = Scratch(
         o=tiled((*of_pairs, parts, ROWS, COLUMNS), q.dtype, rows=math.gcd(group, 8)),
         p=None if operand_in_registers else tiled((*of_pairs, ROWS, TILE), q.dtype),
         part=plgpu.SMEM((*of_pairs, ROWS, COLUMNS), jnp.float32),
         q_full=plgpu.Barrier(num_arrivals=parts, num_barriers=pairs * work.most_rows),
-        q=tiled((*of_pairs, ROWS, head_dim), q.dtype),
+        q=tiled((*of_pairs, ROWS, head_dim), in_product),
         ring=ring_of(q.dtype, k_pages, pairs),
     )
 
     out, *_ = plgpu.kernel(
-        body(run, Outputs, Form(rows, work.most_rows, group, lines, options.static)),
+        body(run, Outputs, Form(rows, work.most_rows, group, lines, static)),
         out_type=(
             jax.ShapeDtypeStruct((rows * heads, head_dim), q.dtype),
             jax.ShapeDtypeStruct((work.slots, lines, head_dim), jnp.float32),

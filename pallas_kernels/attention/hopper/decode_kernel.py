@@ -7,7 +7,7 @@ The memory warpgroup of a pair is in `decode_feed`, the end of pairs that the wo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +17,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.hopper.decode_feed import Feed, PagesInFlight, Side, WorkItem, seen, tokens_of
+from pallas_kernels.attention.hopper import few_lines
+from pallas_kernels.attention.hopper.decode_feed import (
+    QUERY_UNIT,
+    Feed,
+    PagesInFlight,
+    Side,
+    WorkItem,
+    seen,
+    tokens_of,
+)
 from pallas_kernels.attention.hopper.join import Join, await_parts, join
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.softmax import LOG2_E, MASKED, SMALLEST, scores
@@ -89,7 +98,7 @@ class Scratch(NamedTuple):
         p: [ROWS, TILE], weights, if the second product reads them from shared memory; else None.
         part: float32 [ROWS, COLUMNS], a part's result on its way.
         q_full: barriers of queries, one for each row of an item and pair of warpgroups.
-        q: [ROWS, head_dim].
+        q: [ROWS, head_dim], in units of QUERY_UNIT if it has another dtype than o.
         ring: keys and values in flight.
     """
 
@@ -138,7 +147,8 @@ def run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
     k, v = (
         Side.of(pages, slots, pair) for pages, slots in ((inputs.k, part.ring.k), (inputs.v, part.ring.v))
     )
-    feed = Feed(k, v, inputs.items, inputs.tables, form.options.window, part.ring.arrived, pair)
+    in_registers = scratch.p is None
+    feed = Feed(k, v, inputs.items, inputs.tables, form.options.window, part.ring.arrived, pair, in_registers)
     compute = Compute(inputs, refs.outputs, part, form, feed)
 
     @pl.when(lax.rem(warpgroup, 2) == 0)
@@ -160,7 +170,7 @@ def run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
 @dataclass(frozen=True)
 class Compute:
     """The compute warpgroup of a pair: folds the tiles of its items into online softmaxes, and writes
-    results.
+    results; few: half of each thread's lines is padding, see `few_lines`.
     """
 
     inputs: Inputs
@@ -168,6 +178,7 @@ class Compute:
     scratch: Scratch
     form: Form
     feed: Feed
+    few: bool = False
 
     @property
     def _columns(self) -> list[Any]:
@@ -178,18 +189,48 @@ class Compute:
         heads: int = self.outputs.out.shape[0] // self.form.rows
         return heads
 
+    @property
+    def _layout(self) -> Any:
+        """The layout of scores."""
+        return few_lines.LAYOUT if self.few else plgpu.Layout.WGMMA
+
+    def _rescaled(self, acc: jax.Array, alpha: jax.Array) -> jax.Array:
+        used = few_lines.first_lines(acc) if self.few else acc
+        used *= lax.broadcast_in_dim(alpha, used.shape, [0])
+        return few_lines.all_lines(used, acc) if self.few else used
+
+    def _along_columns(self, x: Any) -> jax.Array:
+        """x [TILE] in the layout that is broadcast to the lines of scores."""
+        loaded: jax.Array = plgpu.load(x, layout=self._layout.reduce(0))
+        return loaded
+
     def attend(self, index: jax.Array, done: jax.Array) -> jax.Array:
         """Processes an item, given the number of tiles before it in the block, and returns that after it."""
         item = WorkItem.read(self.inputs.items, index)
         self._load_queries(item)
-        zeros = plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
-        start = per_row(MASKED), per_row(0.0), [zeros for _ in self._columns]
-        m, total, accs = lax.fori_loop(0, item.tiles, partial(self._fold, item, done), start)
+        folded = partial(self._folded, item, done)
+        if self.scratch.p is None and self.form.lines <= few_lines.USED:
+            few = partial(replace(self, few=True)._folded, item, done)
+            m, total, accs = lax.cond(item.rows == 1, few, folded) if self.form.most_rows > 1 else few()
+        else:
+            m, total, accs = folded()
         # read again: keeping it during the loop would take registers
         item = WorkItem.read(self.inputs.items, index)
         pl.when(item.slot < 0)(partial(self._put, item, m, total, accs))
         pl.when(item.slot >= 0)(partial(self._put_part, item, m, total, accs))
         return done + item.tiles
+
+    def _folded(self, item: WorkItem, done: jax.Array) -> tuple[jax.Array, jax.Array, Accumulators]:
+        """Folds all tiles of an item, see `_fold`."""
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS, COLUMNS), jnp.float32), plgpu.Layout.WGMMA)
+        lines = few_lines.LINES if self.few else ROWS
+        m, total = (
+            plgpu.layout_cast(jnp.full((lines,), value, jnp.float32), self._layout.reduce(1))
+            for value in (MASKED, 0.0)
+        )
+        start = m, total, [zeros for _ in self._columns]
+        m, total, accs = lax.fori_loop(0, item.tiles, partial(self._fold, item, done), start)
+        return (few_lines.per_line(m), few_lines.per_line(total), accs) if self.few else (m, total, accs)
 
     def _fold(self, item: WorkItem, done: jax.Array, tile: jax.Array, carry: Any) -> Any:
         """Folds a tile into the softmax: the rows' maxima, their sums, and the sums of weighted values."""
@@ -199,9 +240,11 @@ class Compute:
         slot, stage = lax.rem(number, k.smem.shape[0]), self.feed.stage(number)
         plgpu.barrier_wait(k.full.at[stage])
         s = product(q, k.smem.at[slot].transpose((1, 0)))
+        if self.few:
+            s = few_lines.first_lines(s)
         if k.scale is not None:
             s *= lax.broadcast_in_dim(
-                _along_columns(k.scale.at[lax.rem(number, k.scale.shape[0])]), s.shape, [1]
+                self._along_columns(k.scale.at[lax.rem(number, k.scale.shape[0])]), s.shape, [1]
             )
         plgpu.barrier_arrive(k.free.at[stage])
         s, factor = scores(s, options)
@@ -212,13 +255,13 @@ class Compute:
         p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [0]))
         total = total * alpha + p.sum(axis=1)
         if v.scale is not None:
-            scales = _along_columns(v.scale.at[lax.rem(number, v.scale.shape[0])])
+            scales = self._along_columns(v.scale.at[lax.rem(number, v.scale.shape[0])])
             scales = lax.cond(whole, lambda x: x, partial(self._used, item, tile), scales)
             p *= lax.broadcast_in_dim(scales, p.shape, [1])
-        weights = self._operand(p.astype(q.dtype))
+        weights = self._operand(p.astype(v.smem.dtype))
         plgpu.barrier_wait(v.full.at[stage])
         accs = [
-            accumulate(acc * lax.broadcast_in_dim(alpha, acc.shape, [0]), weights, v.smem.at[slot, :, part])
+            accumulate(self._rescaled(acc, alpha), weights, v.smem.at[slot, :, part])
             for acc, part in zip(accs, self._columns, strict=True)
         ]
         plgpu.barrier_arrive(v.free.at[stage])
@@ -232,18 +275,18 @@ class Compute:
 
     def _masked(self, item: WorkItem, tile: jax.Array, s: jax.Array) -> jax.Array:
         """Scores without those of tokens that a row does not see."""
-        tokens, lengths = tokens_of(item, tile, s.shape, 1, plgpu.Layout.WGMMA), self._lengths(item, s.shape)
+        tokens, lengths = tokens_of(item, tile, s.shape, 1, self._layout), self._lengths(item, s.shape)
         return jnp.where(seen(tokens, lengths, lengths, self.form.options.window), s, -jnp.inf)
 
     def _used(self, item: WorkItem, tile: jax.Array, scales: jax.Array) -> jax.Array:
         """Scales without those of tokens that no row sees, which may be NaN."""
-        used = self.feed.used(item, tile, (TILE,), plgpu.Layout.WGMMA.reduce(0))
+        used = self.feed.used(item, tile, (TILE,), self._layout.reduce(0))
         return jnp.where(used, scales, jnp.zeros_like(scales))
 
     def _operand(self, weights: jax.Array) -> Any:
         """The left operand of the second product."""
         if self.scratch.p is None:
-            return weights
+            return few_lines.all_lines(weights) if self.few else weights
         self.scratch.p[...] = weights
         plgpu.commit_smem()
         return self.scratch.p
@@ -257,7 +300,7 @@ class Compute:
 
     def _lengths(self, item: WorkItem, shape: tuple[int, ...]) -> jax.Array:
         """The length of each line's row, or that of all lines if items have one row."""
-        if self.form.most_rows == 1:
+        if self.few or self.form.most_rows == 1:
             return item.length
         line = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=plgpu.Layout.WGMMA.reduce(1))
         return lax.broadcast_in_dim(item.length + lax.div(line, self.form.lines), shape, [0])
@@ -291,7 +334,10 @@ class Compute:
             plgpu.barrier_wait(self._full(row))
             span = self._lines(row, lines)
             for i, part in enumerate(self._columns):
-                store(q.at[span, part], plgpu.load(o.at[i, span], layout=rows_by_warp()))
+                queries = plgpu.load(o.at[i, span], layout=rows_by_warp())
+                if q.dtype != o.dtype:
+                    queries = (queries.astype(jnp.float32) * QUERY_UNIT).astype(q.dtype)
+                store(q.at[span, part], queries)
 
         self._for_rows(item, fetch)
         self._for_rows(item, take)
@@ -380,9 +426,3 @@ def _by_line(values: list[jax.Array], lines: int) -> jax.Array:
     for i, value in enumerate(values):
         result = jnp.where(head == i, value, result)
     return result
-
-
-def _along_columns(x: Any) -> jax.Array:
-    """x [TILE] in the layout that is broadcast to the rows of scores."""
-    loaded: jax.Array = plgpu.load(x, layout=plgpu.Layout.WGMMA.reduce(0))
-    return loaded

@@ -57,18 +57,19 @@ class Outputs(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """In shared memory. A stage holds a tile, a place a chunk of scales.
+    """In shared memory. A stage holds a tile, a place a chunk of scales. If weights are scaled before the
+    product, a stage holds a chunk and its scales, and `scale_free` and `scale_full` are None.
 
     Attributes:
         a: [warpgroups, ROWS, TILE], unpacked weights, if products do not read them from registers; else None.
         free, full: barriers of stages.
-        offset, scale: float32 [places, outs, SCALES]; offset may be None.
+        offset, scale: float32 [places, outs, SCALES * tiles of a stage]; offset may be None.
         ones: [warpgroups, ROWS, COLUMNS], with `a`; else None.
         out: [warpgroups, block, ROWS], results on their way.
         scale_free, scale_full: barriers of places.
         sums: float32 [places, SCALES, block], or None.
-        w: int32 [stages, outs, WORDS].
-        x: [stages, block, TILE].
+        w: int32 [stages, outs, WORDS * tiles of a stage].
+        x: [stages, block, TILE * tiles of a stage].
     """
 
     a: Any
@@ -91,12 +92,14 @@ class Form:
 
     Attributes:
         each: chunks of each split.
+        chunk: tiles of a chunk.
         group: inputs with a common scale.
         kind: of four-bit numbers.
         scaled: weights are multiplied by their scales before the product, see `scaled`.
     """
 
     each: int
+    chunk: int
     group: int
     kind: str
     scaled: bool
@@ -107,7 +110,7 @@ def run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
     index, part, split, warpgroup = (lax.axis_index(name) for name in ("block", "part", "split", "warpgroup"))
     group, start, length = inputs.group[index], inputs.start[index], inputs.length[index]
     first_out, first = part * warpgroups * ROWS, split * form.each
-    chunks = jnp.minimum(form.each, inputs.x.shape[1] // (SCALES * form.group) - first)
+    chunks = jnp.minimum(form.each, inputs.x.shape[1] // (form.chunk * TILE) - first)
     outputs = pl.ds(warpgroup * ROWS, ROWS)
     place = WarpgroupPlace(group, start, length, first_out, first, chunks, split, warpgroup)
     block = ThreadBlock(refs, form, place, outputs)
@@ -157,11 +160,6 @@ class ThreadBlock:
         return warpgroups
 
     @property
-    def _chunk(self) -> int:
-        """Tiles of a chunk."""
-        return SCALES * self.form.group // TILE
-
-    @property
     def _in_tile(self) -> int:
         """Groups of inputs in a tile."""
         return TILE // self.form.group
@@ -179,11 +177,11 @@ class ThreadBlock:
         scratch, place, block = self.refs.scratch, self.place, self._rows
         if block >= COLUMNS and self._warpgroups == 2:
             plgpu.set_max_registers(REGISTERS[0], action="increase")
-        tiles = place.chunks * self._chunk
         if self.form.scaled:
             accumulator = plgpu.WGMMAAccumulatorRef((ROWS, block), jnp.float32)
-            y = pl.run_scoped(partial(self._in_one_sum, tiles), accumulator) * SCALED
+            y = pl.run_scoped(self._in_one_sum, accumulator) * SCALED
         else:
+            tiles = place.chunks * self.form.chunk
             zeros = plgpu.layout_cast(jnp.zeros((ROWS, block), jnp.float32), plgpu.Layout.WGMMA)
             y = lax.fori_loop(0, tiles, partial(self._fold, self._ones()), zeros)
         mine = scratch.out.at[place.warpgroup]
@@ -199,25 +197,25 @@ class ThreadBlock:
             at, size = at + taken, size // 2
         plgpu.wait_smem_to_gmem(0)
 
-    def _in_one_sum(self, tiles: jax.Array, acc: Any) -> jax.Array:
-        """The sum of tiles of weights that are scaled first; a chunk of scales is a tile's."""
+    def _in_one_sum(self, acc: Any) -> jax.Array:
+        """The sum of chunks of weights that are scaled first."""
         scratch = self.refs.scratch
-        stages, places = scratch.x.shape[0], scratch.scale.shape[0]
 
-        @pl.loop(0, tiles)
+        @pl.loop(0, self.place.chunks)
         def _(step: jax.Array) -> None:
-            slot, place = lax.rem(step, stages), lax.rem(step, places)
-            plgpu.barrier_wait(scratch.scale_full.at[place])
-            scale = plgpu.load(scratch.scale.at[place, self.outputs], layout=SCALE_LAYOUT, optimized=False)
+            slot = lax.rem(step, scratch.x.shape[0])
+            w, scales = (ref.at[slot, self.outputs] for ref in (scratch.w, scratch.scale))
             plgpu.barrier_wait(scratch.full.at[slot])
-            words = plgpu.load(scratch.w.at[slot, self.outputs], layout=WORD_LAYOUT)
-            for first in range(0, TILE, COLUMNS):  # the next are unpacked while the tensor cores work
-                steps = range(first // STEP, (first + COLUMNS) // STEP)
-                columns = scratch.x.at[slot, :, pl.ds(first, COLUMNS)]
-                plgpu.wgmma(acc, scaled(words, scale, steps), columns.transpose((1, 0)))
-            plgpu.wgmma_wait(0)
+            for tile in range(self.form.chunk):
+                of_tile = pl.ds(tile * SCALES, SCALES)
+                scale = plgpu.load(scales.at[:, of_tile], layout=SCALE_LAYOUT, optimized=False)
+                words = plgpu.load(w.at[:, pl.ds(tile * WORDS, WORDS)], layout=WORD_LAYOUT)
+                for first in range(0, TILE, COLUMNS):  # the next are unpacked while the tensor cores work
+                    steps = range(first // STEP, (first + COLUMNS) // STEP)
+                    columns = scratch.x.at[slot, :, pl.ds(tile * TILE + first, COLUMNS)]
+                    plgpu.wgmma(acc, scaled(words, scale, steps), columns.transpose((1, 0)))
+                plgpu.wgmma_wait(0)  # with more weights in registers, fewer blocks fit
             plgpu.barrier_arrive(scratch.free.at[slot])
-            plgpu.barrier_arrive(scratch.scale_free.at[place])
 
         total: jax.Array = acc[...]
         return total
@@ -234,7 +232,7 @@ class ThreadBlock:
 
     def _fold(self, ones: Any, step: jax.Array, total: jax.Array) -> jax.Array:
         """Adds a tile's products, scaled."""
-        scratch, chunk, in_tile, kind = self.refs.scratch, self._chunk, self._in_tile, self.form.kind
+        scratch, chunk, in_tile, kind = self.refs.scratch, self.form.chunk, self._in_tile, self.form.kind
         stages, places = scratch.x.shape[0], scratch.scale.shape[0]
         slot, place, inside = (
             lax.rem(step, stages),
@@ -292,7 +290,7 @@ class ThreadBlock:
         loaded = plgpu.load(ref.at[place, self.outputs], layout=SCALE_LAYOUT, optimized=False)
         lines = columns_of(loaded, self._in_registers)[group :: self._in_tile]
         line = lines[0]
-        for tile in range(1, self._chunk):
+        for tile in range(1, self.form.chunk):
             line = jnp.where(jnp.broadcast_to(inside == tile, line.shape), lines[tile], line)
         return lax.broadcast_in_dim(line, (ROWS, self._rows), [0])
 
@@ -306,32 +304,38 @@ class ThreadBlock:
 
     def memory(self) -> None:
         """Copies tiles and chunks, as far ahead of the compute warpgroups as shared memory allows."""
-        inputs, scratch, at, chunk = self.refs.inputs, self.refs.scratch, self.place, self._chunk
-        stages, places = scratch.x.shape[0], scratch.scale.shape[0]
+        inputs, scratch, at, chunk = self.refs.inputs, self.refs.scratch, self.place, self.form.chunk
+        stages, places, size = scratch.x.shape[0], scratch.scale.shape[0], scratch.x.shape[2]
+        together, tiles = scratch.scale_full is None, size // TILE  # a stage's
         if self._rows >= COLUMNS and self._warpgroups == 2:
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
         outs, rows = pl.ds(at.first_out, self._warpgroups * ROWS), pl.ds(at.start * GRID, self._rows)
+        count = at.chunks * (chunk // tiles)
 
-        @pl.loop(0, at.chunks * chunk)
+        @pl.loop(0, count)
         def _(i: jax.Array) -> None:
-            slot, tile = lax.rem(i, stages), at.first * chunk + i
-            # inputs beyond the last tile are zeros
-            stored = jnp.minimum(tile, inputs.w.shape[-1] // WORDS - 1)
-            pl.when(lax.rem(i, chunk) == 0)(partial(self._copy_scales, outs, rows, lax.div(i, chunk)))
+            slot, number = lax.rem(i, stages), at.first * (chunk // tiles) + i
+            # inputs beyond the last tile are zeros, and so are copies of them
+            stored = number if together else jnp.minimum(number, inputs.w.shape[-1] // WORDS - 1)
+            if not together:
+                pl.when(lax.rem(i, chunk) == 0)(partial(self._copy_scales, outs, rows, lax.div(i, chunk)))
             pl.when(i >= stages)(partial(plgpu.barrier_wait, scratch.free.at[slot]))
-            words = inputs.w.at[at.group, outs, pl.ds(stored * WORDS, WORDS)]
-            plgpu.copy_gmem_to_smem(words, scratch.w.at[slot], scratch.full.at[slot])
-            plgpu.copy_gmem_to_smem(
-                inputs.x.at[rows, pl.ds(tile * TILE, TILE)], scratch.x.at[slot], scratch.full.at[slot]
-            )
+            copies = [
+                (inputs.w.at[at.group, outs], scratch.w, stored),
+                (inputs.x.at[rows], scratch.x, number),
+            ]
+            if together:
+                copies.append((inputs.scale.at[at.group, outs], scratch.scale, number))
+            for source, target, piece in copies:
+                columns = pl.ds(piece * target.shape[2], target.shape[2])
+                plgpu.copy_gmem_to_smem(source.at[:, columns], target.at[slot], scratch.full.at[slot])
 
         # Wait for each slot's last release: every barrier phase must be observed.
-        pl.loop(0, jnp.minimum(at.chunks * chunk, stages))(
-            lambda slot: plgpu.barrier_wait(scratch.free.at[slot])
-        )
-        pl.loop(0, jnp.minimum(at.chunks, places))(
-            lambda place: plgpu.barrier_wait(scratch.scale_free.at[place])
-        )
+        pl.loop(0, jnp.minimum(count, stages))(lambda slot: plgpu.barrier_wait(scratch.free.at[slot]))
+        if not together:
+            pl.loop(0, jnp.minimum(at.chunks, places))(
+                lambda place: plgpu.barrier_wait(scratch.scale_free.at[place])
+            )
 
     def _copy_scales(self, outs: Any, rows: Any, number: Any) -> None:
         """Copies a chunk's scales, offsets and sums."""

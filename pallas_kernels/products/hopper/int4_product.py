@@ -9,8 +9,8 @@ the offset by the sum of these inputs, so no weight is rounded. In blocks of few
 compute these sums, too, as a product with ones. They would take as long as the product itself, so for more
 rows XLA computes them. Scales of MXFP4 are powers of two: they multiply the weights, which stays exact.
 
-Words and inputs are copied tile by tile. Scales, offsets and XLA's sums of inputs are copied in chunks of
-four groups, which may span several tiles.
+Words and inputs are copied tile by tile, those of MXFP4 in pairs of tiles with their scales. Other scales,
+offsets and XLA's sums of inputs are copied in chunks of four groups, which may span several tiles.
 """
 
 from __future__ import annotations
@@ -112,40 +112,45 @@ def _products(
 ) -> jax.Array:
     """The partial sums of each split of the inputs: [splits, places, out]."""
     _, out, size = weight.shape
-    # tiles per chunk; a chunk has SCALES groups
-    warpgroups, chunk = _warpgroups(out), SCALES * weight.group // TILE
+    offsets = weight.offset is not None
+    scaled = (weight.kind, weight.group, offsets) == ("e2m1", 32, False) and x.dtype == jnp.bfloat16
+    scaled &= operand_in_registers  # Pallas interprets neither this nor subnormal numbers
+    tiles = 2 if scaled and block <= COLUMNS else 1  # per stage
+    # tiles per chunk; a chunk has SCALES groups, or is a stage
+    warpgroups, chunk = _warpgroups(out), tiles if scaled else SCALES * weight.group // TILE
     outs, chunks = warpgroups * ROWS, -(-size // (chunk * TILE))
     x = jnp.pad(x, ((0, 0), (0, chunks * chunk * TILE - size)))
     each = -(-chunks // splits)
     splits = -(-chunks // each)
-    offsets, given_sums = weight.offset is not None, weight.offset is not None and block > TWO_BLOCKS
-    by_chunk = 4 * SCALES * (outs + offsets * outs + given_sums * block)  # bytes of scales, offsets and sums
-    by_tile = outs * WORDS * 4 + block * TILE * x.dtype.itemsize + by_chunk // chunk
+    given_sums = offsets and block > TWO_BLOCKS
+    # bytes of scales, offsets and sums
+    by_chunk = 4 * SCALES * (tiles * outs + offsets * outs + given_sums * block)
+    by_stage = tiles * (outs * WORDS * 4 + block * TILE * x.dtype.itemsize) + by_chunk // (chunk // tiles)
     shared = SHARED[block > TWO_BLOCKS] - by_chunk - outs * block * jnp.dtype(dtype).itemsize
-    stages = min(STAGES, shared // by_tile)
-    places = stages // chunk + 1  # chunks in flight
+    stages = min(STAGES, shared // by_stage)
+    places = stages if scaled else stages // chunk + 1  # chunks in flight
     line = partial(plgpu.SMEM, dtype=jnp.float32)
     tile, ones = (warpgroups, ROWS, TILE), (warpgroups, ROWS, COLUMNS)
-    scaled = (weight.kind, weight.group, offsets) == ("e2m1", 32, False) and x.dtype == jnp.bfloat16
-    scaled &= operand_in_registers  # Pallas interprets neither this nor subnormal numbers
     operand = partial(tiled, dtype=x.dtype, columns=COLUMNS if scaled else min(weight.group, COLUMNS))
     scratch = Scratch(
         a=None if operand_in_registers else operand(tile),
         free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-        full=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        full=plgpu.Barrier(num_arrivals=2 + scaled, num_barriers=stages),
         offset=line((places, outs, SCALES)) if offsets else None,
         ones=None if operand_in_registers else operand(ones),
         out=plgpu.SMEM((warpgroups, block, ROWS), jnp.dtype(dtype)),
-        scale_free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=places),
-        scale_full=plgpu.Barrier(num_arrivals=1 + offsets + given_sums, num_barriers=places),
-        scale=line((places, outs, SCALES)),
+        scale_free=None if scaled else plgpu.Barrier(num_arrivals=warpgroups, num_barriers=places),
+        scale_full=None
+        if scaled
+        else plgpu.Barrier(num_arrivals=1 + offsets + given_sums, num_barriers=places),
+        scale=line((places, outs, SCALES * tiles)),
         sums=line((places, SCALES, block)) if given_sums else None,
-        w=tiled((stages, outs, WORDS), jnp.dtype("int32"), WORDS),
-        x=operand((stages, block, TILE)),
+        w=tiled((stages, outs, WORDS * tiles), jnp.dtype("int32"), WORDS),
+        x=operand((stages, block, TILE * tiles)),
     )
     sums = x.astype(jnp.float32).reshape(len(x), -1, weight.group).sum(-1).T if given_sums else None
     y: jax.Array = plgpu.kernel(
-        body(run, Outputs, Form(each, weight.group, weight.kind, scaled)),
+        body(run, Outputs, Form(each, chunk, weight.group, weight.kind, scaled)),
         out_type=jax.ShapeDtypeStruct((splits, -(-len(x) // GRID) * GRID, out), dtype),
         scratch_types=[scratch],
         # blocks of a group run together, while its matrix is in the L2 cache

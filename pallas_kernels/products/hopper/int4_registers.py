@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from pallas_kernels.mosaic.hopper import ROWS
-from pallas_kernels.mosaic.words import MANTISSA, asm, bits_of, both, constant, shifted
+from pallas_kernels.mosaic.words import MANTISSA, asm, bits_of, both, constant, rotated
 from pallas_kernels.quantization.int4 import WORDS
 
 STEP = 2 * WORDS  # columns in the same nibble of all words
@@ -79,29 +79,33 @@ def numbers(
 
 
 def scaled(words: jax.Array, scale: jax.Array, nibbles: Sequence[int]) -> jax.Array:
-    """Unpacks some nibbles of words int32 [64, 16] of e2m1 and multiplies them by their scales.
+    """Unpacks two nibbles of words int32 [64, 16] of e2m1 and multiplies them by their scales.
 
     The three bits of a magnitude become the lowest exponent bits and the highest mantissa bit of a number,
-    which is the magnitude times 2^-127, also if it is subnormal. So its factor is the scale times 2^127.
+    which is the magnitude times 2^-127, also if it is subnormal. So its factor is the scale times 2^127. The
+    signs of two nibbles are moved away from their magnitudes first, so that a rotation brings both to their
+    places.
 
     Args:
         scale: float32 [64, 4], powers of two.
+        nibbles: 0 and 1, or 2 and 3.
 
     Returns:
-        An operand of the tensor cores, bfloat16 [64, 32 * len(nibbles)], in units of SCALED.
+        An operand of the tensor cores, bfloat16 [64, 64], in units of SCALED.
     """
 
     def multiply(_: Any, words: Any, scale: Any) -> Any:
         i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
-        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((ROWS, STEP * len(nibbles))), object)
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), object)
+        signs, count = constant(0x88 << 4 * nibbles[0]), words.registers.shape[1]
         for half, of_row in enumerate(scale.registers.flat):
-            for step, nibble in enumerate(nibbles):
-                factor = asm(SCALE_OF_PAIR, mgpu.utils.vector_slice(of_row, slice(nibble, nibble + 1)))
-                for word in range(words.registers.shape[1]):
-                    register = mgpu.utils.bitcast(words.registers[0, word, 0, 0, half].item(), i32)
-                    fields = [shifted(register, 4 * nibble - by) for by in (6, 12)]
-                    number = mgpu.utils.bitcast(asm(SCALED_PAIR, *fields, factor), pair)
-                    registers[0, word + step * words.registers.shape[1], 0, 0, half] = number
+            factors = asm(FACTORS, *(mgpu.utils.vector_slice(of_row, slice(n, n + 1)) for n in nibbles))
+            for word in range(count):
+                register = mgpu.utils.bitcast(words.registers[0, word, 0, 0, half].item(), i32)
+                apart = asm("lop3.b32 $0, $1, $2, $3, 0xe4;", register, rotated(register, 6), signs)
+                for step, nibble in enumerate(nibbles):
+                    number = asm(SCALED_PAIR[step], rotated(apart, 4 * nibble - 12), factors)
+                    registers[0, word + step * count, 0, 0, half] = mgpu.utils.bitcast(number, pair)
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     shape, dtype = (ROWS, STEP * len(nibbles)), jnp.dtype("bfloat16")
@@ -112,14 +116,27 @@ def scaled(words: jax.Array, scale: jax.Array, nibbles: Sequence[int]) -> jax.Ar
     return result
 
 
-# The factor of two numbers, 2^127 / SCALED times a scale. A pair: magnitudes, signs, times the factor.
-SCALE_OF_PAIR = "{ .reg .f32 s; mov.b32 s, $1; mul.rn.f32 s, s, 0f5F000000; cvt.rn.bf16x2.f32 $0, s, s; }"
-SCALED_PAIR = """{
-    .reg .b32 n;
-    and.b32 n, $1, 0x01c001c0;
-    lop3.b32 n, $2, 0x80008000, n, 0xea;
-    mul.rn.bf16x2 $0, n, $3;
+# The factors of two nibbles, 2^127 / SCALED times their scales; signs and magnitudes, times one of these.
+FACTORS = """{
+    .reg .f32 s<2>;
+    .reg .b32 f, unit;
+    mov.b32 s0, $1;
+    mov.b32 s1, $2;
+    cvt.rn.bf16x2.f32 f, s1, s0;
+    mov.b32 unit, 0x5f005f00;
+    mul.rn.bf16x2 $0, f, unit;
 }"""
+SCALED_PAIR = [
+    f"""{{
+    .reg .b16 f<2>;
+    .reg .b32 n, factor;
+    mov.b32 {{f0, f1}}, $2;
+    mov.b32 factor, {{f{nibble}, f{nibble}}};
+    and.b32 n, $1, 0x81c081c0;
+    mul.rn.bf16x2 $0, n, factor;
+}}"""
+    for nibble in range(2)
+]
 
 
 def _right(words: jax.Array, bits: int) -> jax.Array:
