@@ -8,27 +8,34 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import jax
+import pytest
 
 from jengine.execution.programs import CompilerOptions
 from tests.execution.thunks import Thunk, dumped, dumping
 
-# compiles in 60 % of the time; not for comparisons of bits
-QUICK: CompilerOptions = {"xla_backend_optimization_level": "0"}
-# the same for a process: variables of its environment
-QUICK_PROCESS = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+# With 1, XLA optimizes little: a compilation takes 60 % of the time and has the same operations, fusions and
+# buffers, but slower code. conftest.py sets it for the run and the processes that tests start.
+FEW_OPTIMIZATIONS = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+# of a program whose optimized code matters, as where bits are compared across programs
+OPTIMIZED: CompilerOptions = {
+    "xla_backend_optimization_level": "3",
+    "xla_llvm_disable_expensive_passes": False,
+}
 
 
 @contextmanager
-def quickly_compiled(quickly: bool = True) -> Iterator[None]:
-    """XLA compiles with few optimizations here, or with all: the same operations, fusions and buffers, but
-    slower code.
-    """
+def optimized() -> Iterator[None]:
+    """XLA compiles with its usual optimizations here and in processes that start here."""
     before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", quickly)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FEW_OPTIMIZATIONS, "0")
+        jax.config.update("jax_disable_most_optimizations", False)
+        jax.clear_caches()
+        try:
+            yield
+        finally:
+            jax.config.update("jax_disable_most_optimizations", before)
+            jax.clear_caches()
 
 
 def compiled_with_thunks(
