@@ -223,11 +223,9 @@ class _States:
         self._params: Any = None
 
     def errors(self, tokens: np.ndarray, expected: Sequence[Any]) -> list[float]:
-        """The relative difference of the embeddings, and of each layer's output."""
-        if self._params is None:
-            self._params = self._forward.load()
-        room = self._forward.max_model_len - len(tokens)
-        padded = np.pad(tokens, (0, min(-len(tokens) % 128, room)))  # JAX compiles for fewer lengths
+        """The relative difference of the embeddings, and of each layer's output. JAX compiles by length."""
+        self._params = self._params or self._forward.load()
+        padded = np.pad(tokens, (0, min(-len(tokens) % 128, self._forward.max_model_len - len(tokens))))
         states = self._forward.hidden_states(self._params, jnp.asarray(padded[None]))
         ours = [np.asarray(state, np.float32)[0, : len(tokens)] for state in states]
         theirs = [np.asarray(state, np.float32) for state in expected]
