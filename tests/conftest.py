@@ -21,6 +21,8 @@ from hypothesis import settings
 os.environ.setdefault("JENGINE_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jengine"))
 # With the extra aot, JAX would look for the rest of CUDA too, and print that it is not there.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Compiling takes most of the time, and few tests depend on optimized code: see tests/compiling.py.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Threads of XLA on a CPU. Each warpgroup of an interpreted kernel that waits holds one: two cores' two would
 # be a deadlock. Set before the first use of JAX, which may be the import of a test.
 os.environ.setdefault("NPROC", str(max(4, os.cpu_count() or 1)))
@@ -101,6 +103,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
+def pytest_collection_finish() -> None:
+    if "jax" in sys.modules:
+        from tests.compiling import save_compilations
+
+        save_compilations(Path(os.environ["JENGINE_CACHE_DIR"]) / "jax")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
     """Lets JAX forget what it has compiled before this process has too many memory maps. A program takes up
@@ -135,15 +144,12 @@ def families() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def quickly() -> Iterator[None]:
-    """For a module whose programs need not be fast. Later modules compile their own."""
-    import jax
+def optimized() -> Iterator[None]:
+    """For a module whose subject is the code that users' programs have."""
+    from tests.compiling import optimized
 
-    from tests.compiling import quickly_compiled
-
-    with quickly_compiled():
+    with optimized():
         yield
-    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -24,7 +23,6 @@ from jengine import LLM, EngineDead, InvalidArgument, JengineError, SamplingPara
 from jengine.commands import batch
 from jengine.commands.batch_lines import OutputFile
 from jengine.core.request import CompletionOutput, RequestOutput
-from tests.compiling import QUICK_PROCESS
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 
@@ -59,8 +57,7 @@ def test_killed_and_restarted(text_model: Path, files: tuple[Path, Path]) -> Non
     flags = [*FEW_PROGRAMS, "--max-tokens=100", "--temperature=0", "--ignore-eos"]
     arguments = [sys.executable, "-m", "jengine.cli", *command(text_model, files, *flags)]
 
-    environment = {**os.environ, **QUICK_PROCESS}
-    with subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE) as process:
         deadline = time.monotonic() + 120
         while not target.exists() or target.read_bytes().count(b"\n") < 20:
             assert process.poll() is None and time.monotonic() < deadline
@@ -71,7 +68,7 @@ def test_killed_and_restarted(text_model: Path, files: tuple[Path, Path]) -> Non
     before = target.read_bytes().count(b"\n")
     assert 15 < before < 120, "it had answered everything before it was killed"
 
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert "the last line was incomplete and is answered again" in done.stderr
     assert f"\n{120 - before} of 120 lines answered; " in done.stderr and "tokens/s" in done.stderr
     answers = records(target)
@@ -81,7 +78,7 @@ def test_killed_and_restarted(text_model: Path, files: tuple[Path, Path]) -> Non
     assert all(len(answer["outputs"][0]["token_ids"]) == 100 for answer in answers)
 
     content = target.read_bytes()
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert done.stderr == "nothing to do: 120 lines answered before\n" and target.read_bytes() == content
 
 

@@ -23,7 +23,6 @@ from jengine.commands.chat import Conversation, LocalModel, chat_params
 from jengine.core.request import CompletionOutput, RequestOutput
 from jengine.text.chat_template import ChatTemplate
 from jengine.text.tokenizer import Tokenizer
-from tests.compiling import QUICK_PROCESS
 from tests.test_batch import FEW_PROGRAMS
 from tests.text.conftest import byte_level
 
@@ -208,8 +207,7 @@ def test_messages_through_a_pipe(text_model: Path) -> None:
         "--temperature=0",
         "--stop=\n",
     ]
-    environment = {**os.environ, **QUICK_PROCESS}
-    done = subprocess.run(command, input=messages, capture_output=True, check=True, env=environment)
+    done = subprocess.run(command, input=messages, capture_output=True, check=True)
     told = done.stderr.decode()
     assert (
         "The model has no chat template: it continues the text that you begin." in told

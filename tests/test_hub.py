@@ -20,7 +20,6 @@ from jengine.base.errors import ModelError
 from jengine.hub.files import HubName, bytes_on_disk, choose_gguf, is_cached, model_files, quantization_of
 from jengine.hub.repository import Repository
 from tests.checkpoints.gguf_models import write_gguf
-from tests.compiling import QUICK_PROCESS
 from tests.hub_server import COMMIT, Hub, serve_hub
 from tests.serving.test_serve_demo import FLAGS
 from tests.text.conftest import byte_level
@@ -78,7 +77,7 @@ def run(hub: Hub, tmp_path: Path) -> Run:
             capture_output=True,
             text=True,
             timeout=300,
-            env={**os.environ, **QUICK_PROCESS, "HF_TOKEN": "", **home, **more},
+            env={**os.environ, "HF_TOKEN": "", **home, **more},
         )
         answers = [*zip(done.stdout.split("$\n")[1:], done.stderr.split("$\n")[1:], strict=True)]
         assert len(answers) == len(commands), done.stderr

@@ -446,10 +446,12 @@ def test_a_start_imports_no_more_than_it_needs() -> None:
 
 def test_a_command_with_saved_programs_imports_no_more_than_it_needs() -> None:
     """llvmlite links the saved kernels of a CPU."""
-    code = "import os, sys; from jengine import cli; cli.main(['generate', 'demo', 'go', '--max-tokens=2'])"
+    code = "import os, sys; from jengine import cli; cli.main(sys.argv[1:])"
     code += "; print(*sys.modules, flush=True); os._exit(0)"
+    few = "--max-num-seqs=1", "--tile-size=16", "--max-num-batched-tokens=17", "--max-model-len=64"
+    command = [sys.executable, "-c", code, "generate", "demo", "go", "--max-tokens=2", *few]
     for _ in range(2):  # the first may compile
-        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert "programs: 0 compiled, " in done.stderr
     modules = {*done.stdout.splitlines()[-1].split()}
     others = {"pydantic", "starlette", "tqdm", "uvicorn", "jengine.serving.app"}

@@ -16,7 +16,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests.compiling import QUICK_PROCESS
+from tests.compiling import FEW_OPTIMIZATIONS
 from tests.extras import of_extra
 from tests.golden.families.smolvlm import VARIANTS
 from tests.golden.images import write_image_model
@@ -51,7 +51,7 @@ def run(
     """
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": str(path.parent)}})
-    client.execute(env={**os.environ, **({} if optimized else QUICK_PROCESS), **variables})
+    client.execute(env={**os.environ, FEW_OPTIMIZATIONS: "0" if optimized else "1", **variables})
     return {cell["id"]: cell["outputs"] for cell in notebook.cells if cell["cell_type"] == "code"}
 
 

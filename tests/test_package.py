@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compiling import QUICK_PROCESS
+from tests.compiling import FEW_OPTIMIZATIONS
 
 ROOT = Path(__file__).parent.parent
 PYTHONS = "3.14", "3.13", "3.12"  # in order of preference
@@ -177,7 +177,7 @@ def test_the_wheel_has_the_gpu_suite(bin: Path, home: Path) -> None:
 
 
 def test_the_command_generates(bin: Path, home: Path) -> None:
-    variables = {"JENGINE_CACHE_DIR": str(home / "cache"), **QUICK_PROCESS}
+    variables = {"JENGINE_CACHE_DIR": str(home / "cache"), FEW_OPTIMIZATIONS: "1"}
     done = run(bin / "jengine", "generate", "demo", "def f(", "--max-tokens=8", *TABLE, cwd=home, **variables)
     assert done.stdout.strip()
     line, *more = done.stderr.splitlines()  # the statistics; no warning, no bar

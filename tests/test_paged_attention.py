@@ -19,7 +19,6 @@ from pallas_kernels.quantization.quantized import Quantized, dequantize, movable
 from tests.kernels import reference
 from tests.kernels.interpreted import more_scales, options_of
 
-pytestmark = pytest.mark.usefixtures("quickly")
 NUM_PAGES, WIDTH = 40, 7
 WAYS = [
     {},

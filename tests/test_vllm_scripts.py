@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import runpy
 import subprocess
@@ -18,7 +17,6 @@ import pytest
 from jengine.api.metrics import Counter, Gauge, Vector, get_metrics
 from jengine.core.updates import Load
 from jengine.insight.recording.records import StepTotals
-from tests.compiling import QUICK_PROCESS
 from tests.engine.on_demand import on_demand
 from tests.golden.loras import Lora, write_lora
 
@@ -79,9 +77,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_a_script_of_vllm_runs() -> None:
     """In a separate process, with a start as users have it."""
     command = [sys.executable, "-W", "error::UserWarning", str(SCRIPTS / "offline.py")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **QUICK_PROCESS}, timeout=900
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(PRINTED["offline"].replace("(n)", r"\(n\)"), done.stdout), done.stdout
 

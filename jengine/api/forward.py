@@ -48,8 +48,8 @@ class Forward:
     ) -> None:
         self._folder = resolve(str(model))
         config = read_config(self._folder)
-        self._length = max_model_len or config.max_position
-        self._model = build(config, dtype, self._length)
+        self.max_model_len = max_model_len or config.max_position
+        self._model = build(config, dtype, self.max_model_len)
         reason = (
             "its layers have a recurrent state"
             if any(group.kind == "state" for group in self._model.groups)
@@ -128,9 +128,9 @@ class Forward:
         return [state.reshape(rows, length, -1) for state in states]
 
     def _check(self, tokens: jax.Array) -> None:
-        if tokens.ndim != 2 or tokens.shape[1] > self._length:
+        if tokens.ndim != 2 or tokens.shape[1] > self.max_model_len:
             raise InvalidArgument(
-                "tokens", tokens.shape, f"must be [rows, length], at most {self._length} long"
+                "tokens", tokens.shape, f"must be [rows, length], at most {self.max_model_len} long"
             )
 
     def _params(self, params: Mapping[str, Any]) -> Any:

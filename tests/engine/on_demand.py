@@ -38,7 +38,7 @@ from jengine.execution.programs import (
 from jengine.execution.spec import ExecutionSpec
 from jengine.scheduling.costs.step_costs import StepCosts, SwapCosts
 from jengine.table.program_table import ProgramTable
-from tests.compiling import QUICK
+from tests.compiling import OPTIMIZED
 from tests.engine.running import Estimates
 
 NAME = "program"  # in its folder
@@ -147,10 +147,10 @@ def _store(digest: str) -> ProgramStore:
     return ProgramStore(cache_root() / "programs" / f"{digest}-0")
 
 
-class Quick(OnDemand):
-    """The same, compiled with few optimizations."""
+class Optimized(OnDemand):
+    """The same, compiled with XLA's usual optimizations."""
 
-    options: ClassVar[CompilerOptions] = QUICK
+    options: ClassVar[CompilerOptions] = OPTIMIZED
     ready: ClassVar[dict[tuple[str, int, Key], Any]] = {}
 
 
@@ -176,6 +176,6 @@ class GuessedCosts:
 def on_demand(*, optimized: bool = False) -> Iterator[None]:
     """Engines that start in this context compile on demand, with XLA's usual optimizations if `optimized`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program_set, "Programs", OnDemand if optimized else Quick)
+        patch.setattr(program_set, "Programs", Optimized if optimized else OnDemand)
         patch.setattr(program_set, "CostsFile", GuessedCosts)
         yield

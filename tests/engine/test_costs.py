@@ -27,7 +27,6 @@ from jengine.execution.runner import InFlight, StepResult
 from jengine.insight.recording.cost_report import CostReport
 from jengine.scheduling.costs.step_costs import FIRST, StepCosts
 from jengine.table.program_table import TrunkKey
-from tests.compiling import quickly_compiled
 from tests.engine.running import SMALL, prompts, run
 from tests.test_display import Visible
 
@@ -42,8 +41,7 @@ def start(model: Path, **options: Any) -> Engine:
 def saved(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache with the programs of all tests and measured costs."""
     cache: Path = tmp_path_factory.mktemp("costs")
-    with quickly_compiled():
-        start(text_model, cache_dir=cache).close()
+    start(text_model, cache_dir=cache).close()
     return cache
 
 

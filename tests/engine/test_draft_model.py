@@ -21,7 +21,6 @@ from jengine.engine.setup.shapes import describe_engine
 from jengine.engine.start import start_engine
 from jengine.scheduling.costs.draft_costs import all_of_them
 from jengine.table.program_table import DraftKey
-from tests.compiling import quickly_compiled
 from tests.engine.running import SMALL, Work, limit_pages, requests_of, run
 from tests.engine.test_speculation import OPTIONS, check_equal, work
 from tests.golden.weights import write_model
@@ -156,8 +155,7 @@ def test_a_whole_start(tmp_path: Path, folder: Any, make_engine: Callable[..., E
     options = {**SMALL, "max_num_seqs": 4, "max_num_batched_tokens": 68, "max_model_len": 96}
     options |= {"dtype": "float32", "cache_dir": str(tmp_path)}
     config = EngineConfig.of(folder("llama_gqa"), {**options, **drafts_of(folder("llama_gqa"), 3)})
-    with quickly_compiled():
-        engine, started = start_engine(config, progress=False)
+    engine, started = start_engine(config, progress=False)
     costs = engine.scheduler.predictor.costs
     keys = engine.scheduler.table.draft_keys()
     assert [*keys] == [DraftKey(rows, 3) for rows in engine.scheduler.table.row_buckets]

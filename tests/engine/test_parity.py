@@ -36,14 +36,15 @@ def folder_of(path: Path, variant: str) -> Path:
 
 
 def reference_of(folder: Path, dtype: str = "float32") -> Reference:
-    """The folder's model in `Forward`."""
+    """The folder's model in `Forward`, which JAX compiles for one length."""
     forward = Forward(folder, dtype=dtype)
     params = forward.load()
 
     def reference(tokens: np.ndarray) -> ReferenceOutput:
-        batch = jnp.asarray(tokens[None])
-        hidden = [state[0] for state in forward.hidden_states(params, batch)]
-        return ReferenceOutput(forward.logits(params, batch)[0], hidden)
+        length = len(tokens)
+        batch = jnp.asarray(np.pad(tokens, (0, 128 - length))[None])
+        hidden = [np.asarray(state[0])[:length] for state in forward.hidden_states(params, batch)]
+        return ReferenceOutput(np.asarray(forward.logits(params, batch)[0])[:length], hidden)
 
     return reference
 

@@ -35,9 +35,6 @@ OPTIONS = {**SMALL, "max_num_seqs": 16, "max_num_batched_tokens": 80, "max_model
 PATIENCE = 300.0  # seconds, of a busy machine
 
 
-pytestmark = pytest.mark.usefixtures("quickly")
-
-
 class Gate:
     """Lets a given number of background compilations proceed."""
 

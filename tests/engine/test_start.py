@@ -5,7 +5,6 @@ overlap.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from jengine.core.request import Request, SamplingParams
 from jengine.engine import start
 from jengine.engine.loop.engine import Engine
 from jengine.table.program_table import VARIANTS
-from tests.compiling import QUICK_PROCESS
 from tests.engine.running import SMALL, limit_pages, overlapped_steps, prompts, run
 from tests.golden.weights import write_model
 
@@ -53,8 +51,7 @@ def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
 
     def start() -> tuple[int, int, int, list[int]]:
         command = [sys.executable, "-W", "error", "-c", SECOND_START, str(tmp_path / "model"), options]
-        environment = {**os.environ, **QUICK_PROCESS}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         compiled, loaded, compilations, tokens = json.loads(done.stdout.splitlines()[-1])
         return compiled, loaded, compilations, tokens

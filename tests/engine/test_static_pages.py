@@ -15,7 +15,6 @@ from jengine.execution.programs import Programs, lower
 from jengine.execution.runner import Runner
 from jengine.scheduling.scheduler import Scheduler
 from jengine.table.program_table import TrunkKey
-from tests.compiling import QUICK
 from tests.engine.running import SMALL, run
 from tests.golden.weights import Golden
 
@@ -64,7 +63,7 @@ def test_no_loop_of_unknown_length(
     static = dataclasses.replace(spec, table=dataclasses.replace(spec.table, page_buckets=(4, 12)))
 
     def loops(of: object, key: TrunkKey) -> tuple[int, int]:
-        text = lower(of, key).compile(QUICK).as_text()  # type: ignore[arg-type]
+        text = lower(of, key).compile().as_text()  # type: ignore[arg-type]
         whiles = [line for line in text.splitlines() if " while(" in line]
         return len(whiles), sum("known_trip_count" in line for line in whiles)
 

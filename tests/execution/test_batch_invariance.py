@@ -35,6 +35,7 @@ from pallas_kernels.products import choice
 from tests.execution.test_sampler import GREEDY_ROW, Row, stacked
 from tests.golden.weights import VARIANTS
 
+pytestmark = pytest.mark.usefixtures("optimized")
 ROWS, VOCAB = 8, 301
 
 

@@ -38,6 +38,8 @@ from tests.golden.weights import VARIANTS
 
 compiler_for_gpus()
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 LAYERS = 2
 STATEFUL = {**VARIANTS["qwen3_next"], "head_dim": 64, "hidden_size": 128, "dtype": "bfloat16"}
 MODEL = {

@@ -24,6 +24,8 @@ from tests.extras import compiler_for_gpus
 
 compiler_for_gpus()
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 ROWS, VOCAB = 8, 128256
 LAUNCHES = 12  # of a sampler; a command buffer is one
 # in command buffers and beside them; with `truncated`, one is for rows of NaN, which sample an allowed token

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from tests.compiling import quickly_compiled
 from tests.kernels.executed import Executed, as_bytes, is_wrong
 from tests.kernels.shipped import (
     E4M3,
@@ -127,8 +126,7 @@ class Victim:
 
     def __init__(self, name: str, target: str = "h200") -> None:
         executed = Executed(SCHEDULES[:1], target)
-        with quickly_compiled():
-            VICTIMS[name](runner=executed.runner)
+        VICTIMS[name](runner=executed.runner)
         self.emulation, self.args, self.right = executed.calls[0]
         self.kernel = self.emulation.kernels[0]
 

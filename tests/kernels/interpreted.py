@@ -20,7 +20,6 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.quantization.quantized import Quantized
-from tests.compiling import quickly_compiled
 from tests.kernels import semaphores_model
 
 RACES = plgpu.InterpretGPUParams(detect_races=True)  # fresh memory is NaN
@@ -34,7 +33,7 @@ def interpret(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
     races.
     """
     interpret_pallas_call.reset_gpu_interpret_mode_state()  # an earlier failure leaves some
-    with jax.sharding.use_abstract_mesh(HOPPER), semaphores_model.interpreted(), quickly_compiled():
+    with jax.sharding.use_abstract_mesh(HOPPER), semaphores_model.interpreted():
         out = jax.block_until_ready(function(*args, **how))
     assert not interpret_pallas_call.get_races().races_found, "races_found"
     return out

@@ -44,6 +44,8 @@ from tests.extras import compiler_for_gpus
 
 compiler_for_gpus()
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 
 def some(cases: dict[str, Case], *names: str) -> list[Any]:
     """The others are long tests, since each compiles for seconds."""

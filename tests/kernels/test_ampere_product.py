@@ -23,6 +23,7 @@ from pallas_kernels.products.weights import stored
 from pallas_kernels.quantization.formats import FP8, WeightFormat
 from pallas_kernels.quantization.int4 import KINDS, Int4
 from pallas_kernels.quantization.quantized import Quantized, dequantize, quantize
+from tests.compiling import optimized
 from tests.extras import compiler_for_gpus
 from tests.kernels.interpreted import Runner, largest_error
 from tests.kernels.test_int4 import packed
@@ -111,7 +112,8 @@ FEW = ("int4, groups of 128, 8 rows", "NVFP4, 64 rows", "int8, 8 rows", "experts
 
 def check_compiled(target: str, names: Sequence[str]) -> None:
     compiler_for_gpus()
-    every = facts_elsewhere(target, [AMPERE_PRODUCTS[name] for name in names])
+    with optimized():
+        every = facts_elsewhere(target, [AMPERE_PRODUCTS[name] for name in names])
     for name, facts in zip(names, every, strict=True):
         assert facts.name.startswith("product") and facts.spilled == 0 and not facts.misaligned, name
         wide = "bfloat16" in name  # shared memory for one block, on GPUs that have 100 KiB

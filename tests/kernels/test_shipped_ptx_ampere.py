@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests.compiling import quickly_compiled
 from tests.extras import compiler_for_gpus
 from tests.kernels.executed import Executed
 from tests.kernels.shipped import AMPERE, MORE_AMPERE, Cases, Check, parameters
@@ -39,8 +38,7 @@ def blackwell() -> Iterator[ProcessPoolExecutor]:
 
 def least_covered(check: Check, schedules: Any, target: str) -> float:
     executed = Executed(schedules, target)
-    with quickly_compiled():
-        check(runner=executed.runner)
+    check(runner=executed.runner)
     return executed.least_covered()
 
 

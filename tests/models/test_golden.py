@@ -19,13 +19,12 @@ from jengine.models import FAMILIES, Params, build
 from jengine.parallel.collectives import TENSOR
 from jengine.parallel.layout import Layout
 from jengine.parallel.mesh import shard_mapped, stage_meshes
-from tests.compiling import QUICK
+from tests.compiling import OPTIMIZED
 from tests.golden.weights import VARIANTS, Golden, max_model_len, write_model
 from tests.models.dense import DenseCausal
 
 ROOT = Path(__file__).parent.parent.parent
 TOLERANCE = 1e-4
-SHIPPED: CompilerOptions = {}  # XLA's defaults, as in execution/programs.py for CPUs
 
 
 def differences(
@@ -33,7 +32,7 @@ def differences(
     folder: Path,
     tensor_parallel_size: int = 1,
     *,
-    options: CompilerOptions = QUICK,
+    options: CompilerOptions | None = None,
     expert_parallel: bool = False,
 ) -> list[float]:
     """Maximum difference of logits from the recorded ones, for each prompt. Also checks the greedy tokens."""
@@ -131,7 +130,7 @@ CASES = [pytest.param(variant, marks=[] if variant in IN_CI else [pytest.mark.fu
 
 @pytest.mark.parametrize("variant", CASES)
 def test_logits_match_transformers(variant: str, tmp_path: Path) -> None:
-    options = SHIPPED if variant in FIRST.values() else QUICK
+    options = OPTIMIZED if variant in FIRST.values() else None
     assert max(differences(variant, tmp_path, options=options)) < TOLERANCE
 
 

@@ -19,7 +19,6 @@ from jengine.parallel.mesh import make_mesh
 from pallas_kernels.quantization.quantized import Quantized
 from tests.checkpoints.quantized_models import LINEAR, int8, write_safetensors
 from tests.checkpoints.test_quantized_formats import compressed
-from tests.compiling import QUICK
 from tests.golden.heads import MTP, mtp_weights, write_eagle3, write_folder, write_mtp
 from tests.golden.heads import mtp_config as mtp_config_of
 from tests.golden.weights import write_model
@@ -72,7 +71,7 @@ def test_logits_are_those_recorded(name: str, tmp_path: Path) -> None:
         attention = DenseCausal(jnp.zeros(len(tokens)), positions)
         return bound.logits(bound.ahead(tokens, positions, attention, before)[0])
 
-    compiled = jax.jit(run, compiler_options=QUICK)
+    compiled = jax.jit(run)
     with np.load(GOLDEN / f"head_{name}.npz") as file:
         golden = dict(file)
     assert golden["smallest_margin"] > 1e-3

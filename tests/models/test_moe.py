@@ -15,7 +15,6 @@ from flax import nnx
 from jengine.checkpoints.hugging_face import model_config
 from jengine.models.moe import Experts, MixtureOfExperts
 from pallas_kernels.products.weights import weight_of
-from tests.compiling import QUICK
 from tests.golden.weights import VARIANTS
 
 HIDDEN, FFN = 16, 24
@@ -33,7 +32,7 @@ def compiled(form: str, count: int) -> Callable[..., jax.Array]:
         y: jax.Array = getattr(experts(count), form)(x, chosen, weight_of(gate_up), weight_of(down))
         return y
 
-    return jax.jit(run, compiler_options=QUICK)
+    return jax.jit(run)
 
 
 @pytest.mark.parametrize("form", ["by_block", "by_group"])

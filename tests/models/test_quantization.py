@@ -16,7 +16,6 @@ from jengine.parallel.mesh import make_mesh
 from pallas_kernels.products.weights import is_weight
 from pallas_kernels.quantization.int4 import Int4
 from pallas_kernels.quantization.quantized import Quantized, dequantize
-from tests.compiling import QUICK
 from tests.golden.weights import Golden, max_model_len, write_model
 from tests.models.test_golden import DenseCausal
 
@@ -34,7 +33,7 @@ def logits(model: Model, params: Params, tokens: np.ndarray) -> np.ndarray:
         module = model.bind(params)
         return module.logits(module.hidden(tokens, positions, DenseCausal(jnp.zeros_like(tokens), positions)))
 
-    return np.asarray(jax.jit(run, compiler_options=QUICK)(params, tokens))
+    return np.asarray(jax.jit(run)(params, tokens))
 
 
 def models(
@@ -49,9 +48,7 @@ def models(
     def plain(leaf: Any) -> Any:
         return dequantize(leaf) if is_weight(leaf) else leaf
 
-    widened = jax.jit(lambda params: jax.tree.map(plain, params, is_leaf=is_weight), compiler_options=QUICK)(
-        params
-    )
+    widened = jax.jit(lambda params: jax.tree.map(plain, params, is_leaf=is_weight))(params)
     return (model, params), (build(config, "float32", max_model_len(variant)), widened)
 
 

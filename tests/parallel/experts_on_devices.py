@@ -102,7 +102,9 @@ def test_batch_invariance(variant: str, devices: int, tmp_path: Path) -> None:
     write_model(tmp_path, variant)
     options = {**SMALL, **OPTIONS, **PARALLEL, "max_model_len": 192, "dtype": "bfloat16"}
     options["tensor_parallel_size"] = devices
-    check_invariance(start_engine(EngineConfig.of(str(tmp_path), options), progress=False)[0], 50, seed=3)
+    with on_demand(optimized=True):
+        engine, _ = start_engine(EngineConfig.of(str(tmp_path), options), progress=False)
+    check_invariance(engine, 50, seed=3)
 
 
 @pytest.mark.parametrize(

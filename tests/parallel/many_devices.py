@@ -43,7 +43,6 @@ from jengine.scheduling.costs.step_costs import SwapCosts
 from jengine.table.program_table import SamplerKey
 from pallas_kernels.quantization.quantized import dequantize
 from tests.checkpoints.quantized_models import gptq, write_quantized
-from tests.compiling import quickly_compiled
 from tests.engine.invariance import OPTIONS, check_invariance
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, Answer, requests_of, run
@@ -281,7 +280,9 @@ def test_batch_invariance(variant: str, devices: int, dtype: str, count: int, tm
     """Engines on as many devices are compared: alone and in company."""
     write_model(tmp_path, variant)
     options = {**SMALL, **OPTIONS, "max_model_len": 192, "tensor_parallel_size": devices, "dtype": dtype}
-    check_invariance(start_engine(EngineConfig.of(str(tmp_path), options), progress=False)[0], count, seed=3)
+    with on_demand(optimized=True):
+        engine, _ = start_engine(EngineConfig.of(str(tmp_path), options), progress=False)
+    check_invariance(engine, count, seed=3)
 
 
 def text_of(program: Any) -> str:
@@ -412,8 +413,7 @@ def test_saved_programs_are_for_their_devices(tmp_path: Path) -> None:
     compiled = {}
     for start, number in enumerate((0, 3, 3, 0)):
         mesh = Mesh(np.array(jax.devices()[number : number + 1]), ("x",))
-        with quickly_compiled():
-            engine, started = start_engine(config, mesh=mesh, progress=False)
+        engine, started = start_engine(config, mesh=mesh, progress=False)
         compiled[start] = started.programs_compiled
         run(engine, [([5, 6, 7], SamplingParams(max_tokens=3))])
         engine.close()

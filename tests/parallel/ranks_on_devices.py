@@ -154,7 +154,8 @@ def test_bits_do_not_depend_on_other_ranks(
     variant: str, data: int, tensor: int, stages: int, tmp_path: Path
 ) -> None:
     options = {**OPTIONS, "max_model_len": 192, "dtype": "bfloat16", "pipeline_parallel_size": stages}
-    engine = started(tmp_path, variant, data, tensor, **options)
+    with on_demand(optimized=True):
+        engine = started(tmp_path, variant, data, tensor, **options)
     work = [
         (prompt, how)
         for prompt, how in random_work(40, vocab=engine.ranks[0].model.vocab_size, seed=3)

@@ -16,7 +16,6 @@ import pytest
 
 from jengine import LLM, EngineConfig, InvalidArgument, follow
 from jengine.spi import start_engine
-from tests.compiling import QUICK_PROCESS
 from tests.engine.on_demand import on_demand
 from tests.golden.weights import Golden, write_model
 from tests.parallel.processes import OPTIONS, PROMPTS, answers
@@ -36,7 +35,6 @@ def processes_of(
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices // count),
-        **QUICK_PROCESS,
     }
     more = json.dumps({**options, "num_processes": count})
     commands = [

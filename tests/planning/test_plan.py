@@ -36,7 +36,6 @@ from tests.golden.weights import VARIANTS, write_model
 
 compiler_for_gpus()
 
-pytestmark = pytest.mark.usefixtures("quickly")
 DATA = Path(__file__).parent.parent / "data"
 GIB = 1 << 30
 TINY: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 68, "max_model_len": 64}

@@ -27,7 +27,6 @@ from jengine.serving.config import ServerConfig
 from jengine.serving.processes.engine_fleet import EngineFleet, maker
 from jengine.serving.processes.engine_process import EngineProcess
 from jengine.spi import BackOff
-from tests.compiling import quickly_compiled
 from tests.engine.running import SMALL
 from tests.serving.children import LONG, MOCK
 from tests.serving.leaks import nothing_leaks, wait_until
@@ -82,9 +81,8 @@ def engine_of(text_model: Path) -> Any:
 
 
 def test_tokens_are_those_of_one_engine_also_if_the_other_is_killed(text_model: Path, engine_of: Any) -> None:
-    with quickly_compiled():
-        llm = LLM(text_model, progress=False, num_scheduler_steps=1, **OPTIONS)  # programs as in a server
-        assert llm.wait_until_compiled()
+    llm = LLM(text_model, progress=False, num_scheduler_steps=1, **OPTIONS)  # programs as in a server
+    assert llm.wait_until_compiled()
     work = [(prompt, params) for prompt in PROMPTS for params in WORK]
     expected = [shown(llm.generate(*one, use_tqdm=False)[0]) for one in work]
     tokenizer = Tokenizer.load(text_model)

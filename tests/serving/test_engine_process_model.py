@@ -10,7 +10,6 @@ from pathlib import Path
 from jengine import LLM, EngineConfig, RequestOutput, SamplingParams, StructuredOutputs
 from jengine.serving.processes.engine_process import EngineProcess
 from jengine.serving.processes.supervisor import Supervisor
-from tests.compiling import quickly_compiled
 from tests.engine.running import SMALL
 from tests.serving.leaks import nothing_leaks
 
@@ -34,9 +33,8 @@ def shown(output: RequestOutput) -> list[object]:
 def test_answers_are_those_of_llm(text_model: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(text_model, tmp_path / "model")
     (folder / "generation_config.json").write_text('{"temperature": 0.0, "max_new_tokens": 7}')
-    with quickly_compiled():
-        llm = LLM(folder, progress=False, num_scheduler_steps=1, **OPTIONS)  # programs as in a server
-        assert llm.wait_until_compiled()
+    llm = LLM(folder, progress=False, num_scheduler_steps=1, **OPTIONS)  # programs as in a server
+    assert llm.wait_until_compiled()
     expected = [llm.generate(PROMPT, params, use_tqdm=False)[0] for params in WORK]
     config = EngineConfig(model=str(folder), **OPTIONS)
     supervisor = Supervisor("tiny", lambda on_end: EngineProcess.of(config, on_end))

@@ -15,7 +15,6 @@ import pytest
 
 from jengine import LLM, LoRARequest, SamplingParams
 from jengine.serving.grpc.client import Client
-from tests.compiling import quickly_compiled
 from tests.golden.loras import lora, write_lora
 from tests.serving.processes import ServerProcess, process
 
@@ -61,9 +60,8 @@ def folder(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(folder: Path) -> Tokens:
     """This engine also compiles the programs that the server will load."""
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    with quickly_compiled():
-        llm = LLM(folder / "model", progress=False, enable_lora=True, **OPTIONS)
-        assert llm.wait_until_compiled()
+    llm = LLM(folder / "model", progress=False, enable_lora=True, **OPTIONS)
+    assert llm.wait_until_compiled()
     found = Tokens()
     with llm:
         for name in (None, "sql", "haiku"):

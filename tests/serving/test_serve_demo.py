@@ -21,7 +21,6 @@ from pydantic import BaseModel
 
 from jengine import LLM, SamplingParams
 from jengine.serving.grpc.client import Client, Retries, ServerError
-from tests.compiling import quickly_compiled
 from tests.extras import of_extra
 from tests.serving.leaks import wait_until
 from tests.serving.processes import HealthWatch, ServerProcess, process
@@ -38,9 +37,8 @@ FLAGS = ["--batch-invariant", *(f"--{name.replace('_', '-')}={value}" for name, 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     """This engine also compiles the programs that the server will load."""
-    with quickly_compiled():
-        llm = LLM("demo", progress=False, **OPTIONS)
-        assert llm.wait_until_compiled()
+    llm = LLM("demo", progress=False, **OPTIONS)
+    assert llm.wait_until_compiled()
     return llm
 
 

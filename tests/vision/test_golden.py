@@ -29,7 +29,6 @@ from jengine.scheduling.requests.images import mrope
 from jengine.vision.declared import Encoder
 from jengine.vision.family import VISUAL, Patches, Vision
 from jengine.vision.folder import vision_of
-from tests.compiling import QUICK
 from tests.golden.images import last_seen
 from tests.golden.pictures import PICTURES, pictures, text
 from tests.golden.weights import VARIANTS, weights, write_model
@@ -94,7 +93,7 @@ def encoded(found: Vision, module: Any, images: list[Patches], size: int, gap: i
         end = start + len(image.pixels)
         pixels[start:end], places[start:end], segments[start:end] = image.pixels, image.places, number
         where.append(slice(start // each, start // each + image.rows))
-    run = jax.jit(found.encode, compiler_options=QUICK)
+    run = jax.jit(found.encode)
     rows = np.asarray(run(module, pixels, places, segments))
     return [rows[at] for at in where]
 
@@ -158,7 +157,7 @@ def whole(
             attend.visual = visual
         return jax.nn.log_softmax(module.logits(module.hidden(tokens, positions, attend)))
 
-    forward = jax.jit(run, compiler_options=QUICK)
+    forward = jax.jit(run)
     return np.asarray(forward(params, np.where(here, 10**6, ids), positions, Visual(here, spread)))
 
 

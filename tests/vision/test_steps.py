@@ -24,7 +24,6 @@ from jengine.scheduling.requests.images import mrope
 from jengine.scheduling.step_plan import Sample, Span, StepPlan
 from jengine.table.program_table import TrunkKey
 from jengine.vision.family import VISUAL
-from tests.compiling import QUICK
 from tests.golden.images import last_seen
 from tests.golden.weights import write_model
 
@@ -57,7 +56,7 @@ def test_steps_give_what_whole_sequences_do(variant: str, cuts: tuple[int, ...],
         kinds = {"turns": until is None, "ahead": until is not None}
         layout = BatchLayout.of(key, spec.table, page_size=PAGE, groups=groups, **kinds)
         device = mesh.devices.flat[0]
-        return layout, jax.jit(make_trunk(spec.model, layout, PAGE, device), compiler_options=QUICK)
+        return layout, jax.jit(make_trunk(spec.model, layout, PAGE, device))
 
     state: Any = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), (spec.cache, spec.slots))
     found = []
@@ -77,7 +76,7 @@ def test_steps_give_what_whole_sequences_do(variant: str, cuts: tuple[int, ...],
         *state, sampled, hidden = run(params, *state, jnp.asarray(layout.pack(plan)))
         found.append(np.asarray(hidden[: end - start] if tiles else sampled.hidden[:1]))
     module: Any = spec.model.bind(params)
-    whole = jax.jit(module.hidden, static_argnums=2, compiler_options=QUICK)
+    whole = jax.jit(module.hidden, static_argnums=2)
     want = whole(jnp.asarray(tokens), jnp.asarray(turned), WholeSequences(1, until))
     np.testing.assert_allclose(np.concatenate(found), want, atol=2e-5)
     plain = whole(jnp.asarray(tokens), jnp.asarray(at), WholeSequences(1))
