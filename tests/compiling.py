@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import jax
 import pytest
-from jax._src import compilation_cache
 
 from jengine.execution.programs import CompilerOptions
 from tests.execution.thunks import Thunk, dumped, dumping
@@ -39,30 +36,6 @@ def optimized() -> Iterator[None]:
         finally:
             jax.config.update("jax_disable_most_optimizations", before)
             jax.clear_caches()
-
-
-def save_compilations(folder: Path) -> None:
-    """From now on, what this process compiles outside of `Lowered.compile` is saved in the folder, from which
-    later processes load it.
-
-    Programs that are compiled ahead are not: tests read what XLA says of these and save them themselves.
-    """
-    ahead = ContextVar("ahead", default=False)
-    compile_ahead, is_used = jax.stages.Lowered.compile, compilation_cache.is_cache_used
-
-    def compile_without(*args: Any, **how: Any) -> jax.stages.Compiled:
-        token = ahead.set(True)
-        try:
-            return compile_ahead(*args, **how)
-        finally:
-            ahead.reset(token)
-
-    compilation_cache.reset_cache()  # collection may have asked for one
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    setattr(jax.stages.Lowered, "compile", compile_without)  # noqa: B010
-    setattr(compilation_cache, "is_cache_used", lambda backend: not ahead.get() and is_used(backend))  # noqa: B010
 
 
 def compiled_with_thunks(

@@ -103,13 +103,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
-def pytest_collection_finish() -> None:
-    if "jax" in sys.modules:
-        from tests.compiling import save_compilations
-
-        save_compilations(Path(os.environ["JENGINE_CACHE_DIR"]) / "jax")
-
-
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
     """Lets JAX forget what it has compiled before this process has too many memory maps. A program takes up
