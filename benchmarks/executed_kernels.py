@@ -21,12 +21,12 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "4")  # threads of XLA: a kernel that it calls takes one
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # references need not be fast
 
 from benchmarks.machine import RESULTS, ROOT, save
 
 sys.path.append(str(ROOT / "tools"))  # as pytest does
 
-from tests.compiling import quickly_compiled
 from tests.kernels import shipped
 from tests.kernels.executed import FEW, Executed
 from tests.kernels.faults import FAULTS, Report, reports_of
@@ -45,8 +45,7 @@ TARGETS: dict[str, tuple[shipped.Cases, tuple[str, ...]]] = {
 def executed(kernel: str, name: str, target: str) -> dict[str, Any]:
     cases, _ = TARGETS[target]
     runs = Executed(FEW, target)
-    with quickly_compiled():
-        error = cases[kernel][name](runner=runs.runner)
+    error = cases[kernel][name](runner=runs.runner)
     first = runs.runs[0]
     [(_, covered, lines)] = {(kernel, covered, lines) for kernel, covered, lines in runs.covered()}
     return {
