@@ -140,8 +140,8 @@ def shape_of_block(queries: int, head_dim: int, eight_bits: bool) -> tuple[int, 
     """Tokens of a tile, and queries of a block, that fit into registers and an L4's shared memory."""
     if queries <= 16 and (eight_bits or head_dim <= 128):
         return 64, -(-queries // 8) * 8
-    most = 64 if head_dim <= (64 if eight_bits else 128) else 32
-    return ROWS if eight_bits else 32, min(-(-queries // 16) * 16, most)
+    limit = 64 if head_dim <= (64 if eight_bits else 128) else 32
+    return ROWS if eight_bits else 32, min(-(-queries // 16) * 16, limit)
 
 
 def paged_attention_decode(

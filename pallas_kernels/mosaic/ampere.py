@@ -197,9 +197,9 @@ def transposed(ref: Any, size: int, kind: str, dtype: Any) -> jax.Array:
         shape[-1] //= 2
         view = ir.MemRefType.get(shape, i16, ir.StridedLayoutAttr.get(0, strides), stored.memory_space)
         words = mgpu.utils.ptr_as_memref(mgpu.utils.memref_ptr(ref), view)
-        how: dict[str, Any] = {"is_signed": True, "layout": PAIRS.to_mgpu(), "optimized": False}
+        ways: dict[str, Any] = {"is_signed": True, "layout": PAIRS.to_mgpu(), "optimized": False}
         by_pair = mgpu.utils.memref_transpose(words, (1, 0, 3, 2))
-        pairs = mgpu.FragmentedArray.load_tiled(by_pair, size, **how)
+        pairs = mgpu.FragmentedArray.load_tiled(by_pair, size, **ways)
         registers, layout = _left_registers(rows, dtype)
         for tile in range(rows // ROWS):
             for half in range(2):
