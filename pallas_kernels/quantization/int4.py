@@ -174,24 +174,26 @@ def quantize_int4(
     missing = -size % group
     apart = _parts(transform(x.astype(jnp.float32), hadamard) / gain(hadamard), parts)
     rows = jnp.pad(apart, _last(x, missing), mode="edge").reshape(*apart.shape[:-1], -1, group)
-    numbers, scale = fit(rows)
+    numbers, scale = fit(rows, by_magnitude=hadamard == 1)
     numbers = numbers.astype(jnp.int8).reshape(*apart.shape[:-1], -1)[..., :size].reshape(x.shape)
     options: Any = {"group": group, "parts": parts, "hadamard": hadamard, "inputs": inputs}
     return pack(numbers, scale.reshape(*x.shape[:-1], -1), None, dtype=str(x.dtype), **options)
 
 
-def fit(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantizes groups float32 [..., group]: tries several scales and takes the least squared error, weighted
-    by magnitudes. Unweighted, it would be less, but a model's perplexity higher: the largest weights matter
-    most.
+def fit(rows: jax.Array, *, by_magnitude: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Quantizes groups float32 [..., group]: tries several scales and takes the least squared error.
+
+    Args:
+        by_magnitude: squared errors are weighted by magnitudes. Of weights that are not transformed, the
+            largest matter most: their error is larger, but a model's perplexity lower.
 
     Returns:
         Numbers as floats, [..., group], and scale, [..., 1].
     """
     low, high = rows.min(-1, keepdims=True), rows.max(-1, keepdims=True)
     largest = jnp.where(high > -low, jnp.maximum(high, SMALLEST), jnp.minimum(low, -SMALLEST))
-    parts = jnp.abs(rows / largest)
-    weight = parts + jnp.sqrt((parts**2).mean(-1, keepdims=True))
+    part = jnp.abs(rows / largest)
+    weight = part + jnp.sqrt((part**2).mean(-1, keepdims=True)) if by_magnitude else jnp.ones_like(rows)
 
     def tried(shrunk: jax.Array) -> Try:
         scale = shrunk * largest / LOWEST  # numbers reach further below zero than above
