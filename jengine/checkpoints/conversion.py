@@ -118,12 +118,11 @@ def _convert_quantized(
             "quantization", options.quantization, f"must be {', '.join(get_args(Quantization))}"
         )
     calibrated, target = options.calibration_data is not None, cast(Any, options.quantization or "stored")
-    revision = REVISION if target in REVISED else 1
     done = Converted(
         quantization=target,
         group_size=options.quantization_group_size,
         calibrated=calibrated,
-        revision=revision,
+        revision=REVISION if target in REVISED else 1,
     )
     declared = build(
         config,

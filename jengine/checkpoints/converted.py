@@ -70,10 +70,7 @@ def stored_config(fields: dict[str, Any], file: object = MARK) -> ModelConfig:
         check(config)
     done = config.converted
     if done is not None and done.quantization in REVISED and done.revision != REVISION:
-        reason = (
-            f"was converted with {done.quantization} by another version, which stored it in another format;"
-            " convert the model again"
-        )
+        reason = f"was converted with {done.quantization} by another version; convert the model again"
         raise ModelError(reason, file=file)
     return config
 

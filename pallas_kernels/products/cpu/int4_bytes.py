@@ -34,6 +34,7 @@ CONSECUTIVE = [
     4 * (2 * (n % HALF) + i // 2) + 2 * (i % 2) + n // HALF for n in range(LANES) for i in range(4)
 ]
 FEW = 48  # maximum rows for which reading weights dominates
+Codes = dict[tuple[int, ...], list[tuple[int, int, Value]]]  # see _codes
 # results of the call
 OUT, BYTES, ROW_SCALES, ARRANGED, SUMS, TRANSFORMED = range(6)
 
@@ -175,14 +176,12 @@ def _pieces(code: Code, at: Processor, place: Value) -> list[Value]:
     return [code.load(vector(I8, 4 * at.lanes), place + n) for n in range(0, 64, 4 * at.lanes)]
 
 
-def _codes(
-    code: Code, at: Processor, word: Value, group: int
-) -> dict[tuple[int, ...], list[tuple[int, int, Value]]]:
+def _codes(code: Code, at: Processor, word: Value, group: int) -> Codes:
     """For each group of a tile, or for both groups whose codes a vector holds: the codes, from 0 to 15, and
     by which half and piece of a row's arranged bytes they are multiplied.
     """
     ordered = (word ^ SIGNS).bits(vector(I8, 4 * LANES)).pick(CONSECUTIVE).bits(vector(I32))
-    out = dict[tuple[int, ...], list[tuple[int, int, Value]]]()
+    out = Codes()
     for half, codes in enumerate((ordered & LOW, (ordered >> 4) & LOW)):
         for piece, first in enumerate(range(0, LANES, at.lanes)):
             last = first + at.lanes - 1
@@ -194,9 +193,9 @@ def _codes(
 
 def _scale(code: Code, at: Processor, place: Value, groups: tuple[int, ...]) -> Value:
     """A vector of one group's scale, or half of one's and half of the other's."""
-    scales = [code.load(F32, place + 4 * group, 4).splat(at.lanes) for group in groups]
+    first, *other = (code.load(F32, place + 4 * group, 4).splat(at.lanes) for group in groups)
     lanes = [lane + at.lanes * (lane >= at.lanes // 2) for lane in range(at.lanes)]
-    return scales[0] if len(scales) == 1 else scales[0].shuffled(scales[1], lanes)
+    return first.shuffled(other[0], lanes) if other else first
 
 
 def _of_offsets(
