@@ -41,7 +41,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32", **PLAIN},
     "as stored": {},
     "int4": {"quantization": "int4"},
-    "int4, groups of 32": {"quantization": "int4", "quantization_group_size": 32},
+    "int4, groups of 128": {"quantization": "int4", "quantization_group_size": 128},
     "int8 weights": {"quantization": "int8"},
     "w8a8": {"quantization": "w8a8"},
     "fp8": {"quantization": "fp8"},
@@ -51,16 +51,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "w4a8": {"quantization": "w4a8"},
     "w4a8, calibrated": {"quantization": "w4a8", "calibration_data": CALIBRATION},
     "int4, calibrated": {"quantization": "int4", "calibration_data": CALIBRATION},
-    "int4, groups of 64, calibrated": {
-        "quantization": "int4",
-        "quantization_group_size": 64,
-        "calibration_data": CALIBRATION,
-    },
-    "int4, groups of 32, calibrated": {
-        "quantization": "int4",
-        "quantization_group_size": 32,
-        "calibration_data": CALIBRATION,
-    },
     "int4_mixed, calibrated": {"quantization": "int4_mixed", "calibration_data": CALIBRATION},
 }
 # Few programs, since every arm compiles its own: one tile bucket, three row buckets.

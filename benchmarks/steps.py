@@ -21,6 +21,7 @@ from jengine.models import build
 from jengine.parallel.mesh import make_mesh
 from jengine.scheduling.step_plan import Sample, Span, StepPlan
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
+from pallas_kernels.quantization.formats import INT4
 
 PAGE_SIZE = 16
 
@@ -39,7 +40,7 @@ class Model:
         dtype: str,
         quantization: str | None = None,
         *,
-        group_size: int = 128,
+        group_size: int = INT4.group,
         calibrated: bool = False,
     ) -> None:
         self.config, self.mesh, self.quantization = read_config(folder), make_mesh(1), quantization

@@ -51,7 +51,7 @@ KINDS: dict[str, Callable[[jax.Array], Any]] = {
     "int8": partial(quantize, dtype="int8"),
     "fp8 by fp8": partial(quantize, dtype=FP8, inputs=True),
     "fp8 by fp8, both in groups of 128": partial(quantize, dtype=FP8, inputs=True, by_group=True),
-    "int4": quantize_int4,
+    "int4": partial(quantize_int4, group=128),
     "int4 in groups of 64": partial(quantize_int4, group=64),
     "int4 in groups of 32": partial(quantize_int4, group=32),
     "MXFP4": _mxfp4,

@@ -130,9 +130,9 @@ class Calibrated:
         """
         block, group = self.target.hadamard, self.target.group
         weight = transform(flat.astype(jnp.float32), block) / gain(block)
-        parts = (part.reshape(*shape[:-1], -1) for part in gptq(weight, moments, group, cross))
+        numbers, scale = (part.reshape(*shape[:-1], -1) for part in gptq(weight, moments, group, cross))
         options: Any = {"group": group, "dtype": self.target.dtype, "inputs": self.target.inputs}
-        return pack(*parts, hadamard=block, **options)
+        return pack(numbers, scale, None, hadamard=block, **options)
 
     def _keep(self, made: Int4) -> None:
         self.made = jax.device_put(made, jax.tree.map(lambda leaf: leaf.sharding, self.target))

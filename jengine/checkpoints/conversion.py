@@ -21,7 +21,7 @@ from jengine.base.gguf_file import is_gguf
 from jengine.base.progress import progress_bar
 from jengine.checkpoints import orbax
 from jengine.checkpoints.calibration import check_stateless, check_unconverted, load_calibrated, read_text
-from jengine.checkpoints.converted import PARAMS, REVISION, has_orbax, is_converted, write_config
+from jengine.checkpoints.converted import PARAMS, REVISED, REVISION, has_orbax, is_converted, write_config
 from jengine.checkpoints.folder import read_config, resolve
 from jengine.checkpoints.stored import Tensor
 from jengine.checkpoints.weights import assemble, load, parts_by_name, read
@@ -34,6 +34,7 @@ from jengine.models.config import Converted, ModelConfig
 from jengine.parallel.mesh import make_mesh
 from jengine.text.gguf_tokenizer import write_tokenizer
 from jengine.text.tokenizer import Tokenizer
+from pallas_kernels.quantization.formats import INT4
 
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", *IN_FOLDERS)
 
@@ -45,7 +46,7 @@ def convert(
     revision: str | None = None,
     dtype: Dtype = "auto",
     quantization: Quantization | None = None,
-    quantization_group_size: int = 128,
+    quantization_group_size: int = INT4.group,
     calibration_data: str | Path | None = None,
     progress: bool = True,
 ) -> Path:
@@ -117,12 +118,11 @@ def _convert_quantized(
             "quantization", options.quantization, f"must be {', '.join(get_args(Quantization))}"
         )
     calibrated, target = options.calibration_data is not None, cast(Any, options.quantization or "stored")
-    revision = REVISION if target == "fp8" else 1
     done = Converted(
         quantization=target,
         group_size=options.quantization_group_size,
         calibrated=calibrated,
-        revision=revision,
+        revision=REVISION if target in REVISED else 1,
     )
     declared = build(
         config,

@@ -15,6 +15,7 @@ from typing import Any
 
 from jengine.base.errors import ModelError, shown
 from jengine.base.model_files import malformed
+from jengine.core.quantization import FOUR_BITS
 from jengine.models.config import ModelConfig
 from jengine.models.hf_config import MAX_SIZE, check
 from jengine.models.registry import family_of
@@ -24,7 +25,8 @@ PARAMS = "params"
 # Changes if ModelConfig's fields are renamed, or if parameters with the same names and shapes get another
 # meaning.
 FORMAT = 2
-REVISION = 2  # of fp8: see Converted
+# of these values of quantization: see Converted
+REVISION, REVISED = 2, ("fp8", *FOUR_BITS)
 ORBAX_MARKS = ("_CHECKPOINT_METADATA", "_METADATA", "orbax.checkpoint")
 
 
@@ -66,11 +68,9 @@ def stored_config(fields: dict[str, Any], file: object = MARK) -> ModelConfig:
         stored = {name: value for name, value in model.items() if name != "parts"}
         config: ModelConfig = dataclasses.replace(_record(ModelConfig, stored, "model"), parts=_parts(model))
         check(config)
-    if (done := config.converted) is not None and done.quantization == "fp8" and done.revision != REVISION:
-        reason = (
-            "was converted with fp8 by another version, which stored embeddings in another format; convert"
-            " the model again"
-        )
+    done = config.converted
+    if done is not None and done.quantization in REVISED and done.revision != REVISION:
+        reason = f"was converted with {done.quantization} by another version; convert the model again"
         raise ModelError(reason, file=file)
     return config
 

@@ -146,8 +146,8 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--quantization-group-size",
         type=int,
         choices=(32, 64, 128),
-        default=128,
-        help="for int4, int4_mixed and w4a8: inputs that share a scale (default: 128)",
+        default=32,
+        help="for int4, int4_mixed and w4a8: inputs that share a scale (default: 32)",
     )
     parser.add_argument(
         "--calibration-data",

@@ -12,6 +12,7 @@ from jengine.base.options import is_a, parse_object, read_as, readable, whole
 from jengine.core.quantization import FOUR_BITS, Quantization
 from jengine.core.request import SamplingParams
 from jengine.vllm.translate import HINTS, value_of
+from pallas_kernels.quantization.formats import INT4
 
 DTYPES = ("float32", "bfloat16", "float16")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -76,14 +77,14 @@ class ModelOptions:
         quantization: quantizes weights on load. By default they stay as the checkpoint has them. int8:
             weights in eight bits, with a scale for each output channel; w8a8: activations too, with a scale
             for each row; fp8: both as e4m3, but embeddings and output heads in int8, emulated on devices
-            older than Hopper and Ada; int4: weights in four bits, with a scale and an offset for each group
-            of inputs, embeddings in int8; int4_mixed: the same, but queries, keys and values, and an MLP's
+            older than Hopper and Ada; int4: weights in four bits, with a scale for each group of inputs,
+            embeddings in int8; int4_mixed: the same, but queries, keys and values, and an MLP's
             last matrix, which lose most, in int8; w4a8: weights as int4, activations as w8a8, embeddings
             as w8a8; none: converts the weights of a quantized checkpoint to
             dtype; awq, gptq, compressed-tensors, modelopt, mxfp4, gguf: keeps them, and requires that the
             checkpoint has this format.
-        quantization_group_size: inputs that share a scale and an offset in four bits: 32, 64 or 128. Smaller
-            groups lose less.
+        quantization_group_size: inputs that share a scale in four bits: 32, 64 or 128. Smaller groups lose
+            less.
         calibration_data: for four bits, a file of text: the model reads it at the start, and weights are
             rounded so that errors cancel on such text (GPTQ). Takes longer, and the memory of unquantized
             weights; on one device only.
@@ -105,7 +106,7 @@ class ModelOptions:
     override_generation_config: Annotated[dict[str, Any] | str | None, readable(sampling_overrides)] = None
     dtype: Annotated[Dtype, as_dtype] = "auto"
     quantization: Annotated[Quantization | CheckpointFormat | None, known_quantization] = None
-    quantization_group_size: Annotated[int, group_size] = 128
+    quantization_group_size: Annotated[int, group_size] = INT4.group
     calibration_data: str | Path | None = None
     embeddings: bool | None = None
     weight_updates: bool = False
@@ -115,7 +116,7 @@ class ModelOptions:
 
 def check_model(options: ModelOptions) -> None:
     """Raises InvalidArgument if options of four-bit weights are set for others."""
-    for name, default in (("quantization_group_size", 128), ("calibration_data", None)):
+    for name, default in (("quantization_group_size", INT4.group), ("calibration_data", None)):
         if getattr(options, name) != default and options.quantization not in FOUR_BITS:
             needed = f"needs quantization={', '.join(FOUR_BITS[:-1])} or {FOUR_BITS[-1]}"
             raise InvalidArgument(name, getattr(options, name), needed)

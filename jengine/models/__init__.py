@@ -35,8 +35,7 @@ from jengine.models.stages import Stage, completed
 from jengine.parallel.mesh import rules_of, with_shardings
 from pallas_kernels.products.weight import Forms
 from pallas_kernels.products.weights import is_weight, stored
-from pallas_kernels.quantization.formats import WeightFormat
-from pallas_kernels.quantization.int4 import TILE
+from pallas_kernels.quantization.formats import INT4, WeightFormat
 
 Params = Any  # nested dicts of arrays, as `Model.params` describes them
 
@@ -207,7 +206,7 @@ def build(
     shards: int = 1,
     *,
     expert_shards: int = 1,
-    group_size: int = TILE,
+    group_size: int = INT4.group,
     calibrated: bool = False,
 ) -> Model:
     """Declares the model of a family; allocates nothing.

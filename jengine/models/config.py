@@ -97,11 +97,12 @@ class Converted:
         quantization, group_size: the options quantization and quantization_group_size; stored: the form in
             which the checkpoint's file had them, see StoredWeights.
         calibrated: with calibration_data.
-        revision: of the formats of parameters. With 1, fp8 included embeddings and output heads.
+        revision: of the formats of parameters. With 1, fp8 included embeddings and output heads, and groups
+            of four bits had offsets.
     """
 
     quantization: Literal["int4", "int4_mixed", "w4a8", "int8", "w8a8", "fp8", "stored"]
-    group_size: int = 128
+    group_size: int = 32
     calibrated: bool = False
     revision: int = 1
 

@@ -42,5 +42,5 @@ class WeightFormat:
 
 INT8, INT8_BY_INT8 = WeightFormat("int8", 8), WeightFormat("int8", 8, inputs="int8")
 FP8_BY_FP8 = WeightFormat(FP8, 8, inputs=FP8)
-INT4 = WeightFormat("int4", 4, group=128, offset=True)
-INT4_BY_INT8 = WeightFormat("int4", 4, group=128, offset=True, inputs="int8")
+INT4 = WeightFormat("int4", 4, group=32)
+INT4_BY_INT8 = WeightFormat("int4", 4, group=32, inputs="int8")

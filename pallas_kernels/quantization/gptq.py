@@ -19,12 +19,12 @@ from pallas_kernels.quantization.int4 import HIGHEST, LOWEST, fit
 # the given inputs slightly better, but other inputs of the same kind worse.
 DAMPING = 0.1, 1.0
 TOGETHER = 32  # columns that are rounded before one product updates the others; divides all sizes of groups
-Numbers = tuple[jax.Array, jax.Array, jax.Array]
+Numbers = tuple[jax.Array, jax.Array]
 Column = tuple[jax.Array, jax.Array]
 
 
 def gptq(weight: jax.Array, moments: jax.Array, group: int, cross: jax.Array | None = None) -> Numbers:
-    """Numbers int8 [out, in], scale and offset float32 [out, ceil(in / group)] for weights [out, in].
+    """Numbers int8 [out, in] and scale float32 [out, ceil(in / group)] for weights [out, in].
 
     Args:
         moments: float32 [in, in]: the sum over inputs x of x^T x.
@@ -44,8 +44,8 @@ def gptq(weight: jax.Array, moments: jax.Array, group: int, cross: jax.Array | N
         raise ValueError("the inputs are not finite")
     if cross is not None:
         weight = _compensating(weight, moments, cross, upper)
-    numbers, scale, offset = _rounded(weight, upper, group)
-    return numbers[:, : weight.shape[1] - missing], scale, offset
+    numbers, scale = _rounded(weight, upper, group)
+    return numbers[:, : weight.shape[1] - missing], scale
 
 
 @jax.jit
@@ -81,13 +81,13 @@ def _rounded(weight: jax.Array, upper: jax.Array, group: int) -> Numbers:
 
     def one_group(columns: jax.Array, start: jax.Array) -> tuple[jax.Array, Numbers]:
         block = lax.dynamic_slice(columns, (start, 0), (group, outs))
-        _, scale, offset = (part.T for part in fit(block.T))
+        scale = fit(block.T)[1].T[0]
         root = lax.dynamic_slice(upper, (start, 0), (group, size))
         corner = lax.dynamic_slice(root, (0, start), (group, group))
         numbers, errors = [], []
         for first in range(0, group, TOGETHER):
             after = first + TOGETHER
-            step = partial(_column, scale=scale[0], offset=offset[0])
+            step = partial(_column, scale=scale)
             _, (rounded, wrong) = lax.scan(
                 step, block[first:after], (jnp.arange(TOGETHER), corner[first:after, first:after])
             )
@@ -95,17 +95,13 @@ def _rounded(weight: jax.Array, upper: jax.Array, group: int) -> Numbers:
             numbers.append(rounded)
             errors.append(wrong)
         # The columns that are done are not read again.
-        return columns - _product(root.T, jnp.concatenate(errors)), (
-            jnp.concatenate(numbers),
-            scale[0],
-            offset[0],
-        )
+        return columns - _product(root.T, jnp.concatenate(errors)), (jnp.concatenate(numbers), scale)
 
-    _, (numbers, scale, offset) = lax.scan(one_group, weight.T, jnp.arange(0, size, group))
-    return numbers.reshape(size, outs).T.astype(jnp.int8), scale.T, offset.T
+    _, (numbers, scale) = lax.scan(one_group, weight.T, jnp.arange(0, size, group))
+    return numbers.reshape(size, outs).T.astype(jnp.int8), scale.T
 
 
-def _column(block: jax.Array, at: Column, scale: jax.Array, offset: jax.Array) -> tuple[jax.Array, Column]:
+def _column(block: jax.Array, at: Column, scale: jax.Array) -> tuple[jax.Array, Column]:
     """Rounds a column of block [columns, outs], and subtracts the error's share from later columns.
 
     Args:
@@ -115,8 +111,8 @@ def _column(block: jax.Array, at: Column, scale: jax.Array, offset: jax.Array) -
         The block, and the column's numbers and errors [outs].
     """
     i, root = at
-    number = jnp.clip(jnp.round((block[i] - offset) / scale), LOWEST, HIGHEST)
-    error = (block[i] - (number * scale + offset)) / root[i]
+    number = jnp.clip(jnp.round(block[i] / scale), LOWEST, HIGHEST)
+    error = (block[i] - number * scale) / root[i]
     return block - root[:, None] * error, (number, error)
 
 

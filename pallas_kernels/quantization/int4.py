@@ -19,18 +19,18 @@ from pallas_kernels.quantization.hadamard import gain, transform
 from pallas_kernels.quantization.host_memory import zeros
 
 TILE, WORDS = 128, 16  # inputs that are packed together, and the words that they fill
-GROUPS = 32, 64, 128  # supported numbers of inputs per scale
+GROUPS = 32, 64, 128  # supported numbers of inputs per scale; the first loses least
 LOWEST, HIGHEST = -8, 7
 E2M1 = 0, 1, 2, 3, 4, 6, 8, 12  # twice the magnitudes of the e2m1 format, by code; the fourth bit is the sign
 KINDS = "int4", "e2m1"
-SHRUNK = 1.0, 0.95, 0.9, 0.85, 0.8, 0.7  # shares of a group's range that quantization tries to cover
+SHRUNK = 1.0, 0.95, 0.9, 0.85, 0.8, 0.7  # shares of a group's largest magnitude that quantization tries
 _E2M1_CODES = np.zeros(2 * E2M1[-1] + 1, np.int8)  # by value, from the lowest
 _E2M1_CODES[np.add(E2M1, E2M1[-1])] = range(8)
 _E2M1_CODES[np.subtract(E2M1[-1], E2M1[1:])] = range(9, 16)
-SMALLEST = 1e-30  # lower bound of a group's range, which is 0 if all values are equal
+SMALLEST = 1e-30  # lower bound of a group's largest magnitude, which may be 0
 SCALES = 4  # the number of scales per row is a multiple of this
 
-Try = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # squared errors, numbers, scales, offsets
+Try = tuple[jax.Array, jax.Array, jax.Array]  # squared errors, numbers, scales
 
 
 @partial(
@@ -165,51 +165,54 @@ def _held(values: Any, scale: Any, offset: Any, size: int, parts: int, group: in
 
 
 def quantize_int4(
-    x: jax.Array, *, group: int = TILE, parts: int = 1, hadamard: int = 1, inputs: bool = False
+    x: jax.Array, *, group: int = GROUPS[0], parts: int = 1, hadamard: int = 1, inputs: bool = False
 ) -> Int4:
-    """Quantizes floats x [..., in], rounding each group to nearest."""
+    """Quantizes floats x [..., in], rounding each group to nearest. There are no offsets: groups of half the
+    size lose less and take the same memory.
+    """
     size = x.shape[-1] // parts
     missing = -size % group
     apart = _parts(transform(x.astype(jnp.float32), hadamard) / gain(hadamard), parts)
     rows = jnp.pad(apart, _last(x, missing), mode="edge").reshape(*apart.shape[:-1], -1, group)
-    numbers, scale, offset = fit(rows)
+    numbers, scale = fit(rows, by_magnitude=hadamard == 1)
     numbers = numbers.astype(jnp.int8).reshape(*apart.shape[:-1], -1)[..., :size].reshape(x.shape)
-    scale, offset = (by_group.reshape(*x.shape[:-1], -1) for by_group in (scale, offset))
     options: Any = {"group": group, "parts": parts, "hadamard": hadamard, "inputs": inputs}
-    return pack(numbers, scale, offset, dtype=str(x.dtype), **options)
+    return pack(numbers, scale.reshape(*x.shape[:-1], -1), None, dtype=str(x.dtype), **options)
 
 
-def fit(rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantizes groups float32 [..., group]: tries several ranges and takes the least squared error.
+def fit(rows: jax.Array, *, by_magnitude: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Quantizes groups float32 [..., group]: tries several scales and takes the least squared error.
+
+    Args:
+        by_magnitude: squared errors are weighted by magnitudes. Of weights that are not transformed, the
+            largest matter most: their error is larger, but a model's perplexity lower.
 
     Returns:
-        Numbers as floats, [..., group], and scale and offset, [..., 1].
+        Numbers as floats, [..., group], and scale, [..., 1].
     """
     low, high = rows.min(-1, keepdims=True), rows.max(-1, keepdims=True)
+    largest = jnp.where(high > -low, jnp.maximum(high, SMALLEST), jnp.minimum(low, -SMALLEST))
+    part = jnp.abs(rows / largest)
+    weight = part + jnp.sqrt((part**2).mean(-1, keepdims=True)) if by_magnitude else jnp.ones_like(rows)
 
     def tried(shrunk: jax.Array) -> Try:
-        scale = jnp.maximum(shrunk * (high - low), SMALLEST) / (HIGHEST - LOWEST)
-        offset = shrunk * low - LOWEST * scale
-        numbers = jnp.clip(jnp.round((rows - offset) / scale), LOWEST, HIGHEST)
-        # The scale and offset that fit these numbers best.
-        mean, center = numbers.mean(-1, keepdims=True), rows.mean(-1, keepdims=True)
-        spread = ((numbers - mean) ** 2).sum(-1, keepdims=True)
-        scale = jnp.where(
-            spread > 0,
-            ((numbers - mean) * (rows - center)).sum(-1, keepdims=True) / jnp.maximum(spread, SMALLEST),
-            scale,
-        )
-        offset = center - scale * mean
-        return ((numbers * scale + offset - rows) ** 2).sum(-1, keepdims=True), numbers, scale, offset
+        scale = shrunk * largest / LOWEST  # numbers reach further below zero than above
+        numbers = jnp.clip(jnp.round(rows / scale), LOWEST, HIGHEST)
+        # The scale that fits these numbers best.
+        weighted = weight * numbers
+        square = (weighted * numbers).sum(-1, keepdims=True)
+        best = (weighted * rows).sum(-1, keepdims=True) / jnp.maximum(square, SMALLEST)
+        scale = jnp.where(square > 0, best, scale)
+        return (weight * (numbers * scale - rows) ** 2).sum(-1, keepdims=True), numbers, scale
 
     def better(best: Try, shrunk: jax.Array) -> tuple[Try, None]:
         error = tried(shrunk)
         return jax.tree.map(lambda new, old: jnp.where(error[0] < best[0], new, old), error, best), None
 
-    (_, numbers, scale, offset), _ = jax.lax.scan(
+    (_, numbers, scale), _ = jax.lax.scan(
         better, tried(jnp.float32(SHRUNK[0])), jnp.array(SHRUNK[1:], jnp.float32)
     )
-    return numbers, scale, offset
+    return numbers, scale
 
 
 def wide(x: Int4) -> jax.Array:

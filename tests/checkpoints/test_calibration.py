@@ -50,10 +50,9 @@ def inputs(rows: int, size: int) -> jax.Array:
 @pytest.mark.parametrize(("size", "group"), [(200, 128), (192, 32)])
 def test_products_with_such_inputs_are_nearer(size: int, group: int) -> None:
     x, weight = inputs(512, size), jax.random.normal(jax.random.key(3), (48, size))
-    numbers, scale, offset = gptq(weight, x.T @ x, group)
-    assert numbers.shape == weight.shape and scale.shape == offset.shape == (48, -(-size // group))
-    wide = [np.repeat(np.asarray(part), group, 1)[:, :size] for part in (scale, offset)]
-    made = np.asarray(numbers) * wide[0] + wide[1]
+    numbers, scale = gptq(weight, x.T @ x, group)
+    assert numbers.shape == weight.shape and scale.shape == (48, -(-size // group))
+    made = np.asarray(numbers) * np.repeat(np.asarray(scale), group, 1)[:, :size]
     nearest = dequantize(quantize_int4(weight, group=group))
     errors = [float(jnp.abs(x @ (weight - other).T).mean()) for other in (made, nearest)]
     assert errors[0] < 0.6 * errors[1]
@@ -68,17 +67,15 @@ def test_columns_are_rounded_one_after_the_other() -> None:
         np.random.default_rng(0).normal(size=(16, 96)).astype(np.float32),
     )
     moments = x.T @ x
-    numbers, scale, offset = (
-        np.asarray(part) for part in gptq(jnp.asarray(weight), jnp.asarray(moments, jnp.float32), 64)
-    )
+    numbers, scale = map(np.asarray, gptq(jnp.asarray(weight), jnp.asarray(moments, jnp.float32), 64))
     # the mean over the padded columns, too
     damped = moments + DAMPING[0] * np.diagonal(moments).sum() / 128 * np.eye(96)
     upper = np.linalg.cholesky(np.linalg.inv(damped)).T
     rest, want = weight.astype(np.float64), np.zeros((16, 96))
     for i in range(96):
-        by_group = scale[:, i // 64], offset[:, i // 64]
-        want[:, i] = np.clip(np.round((rest[:, i] - by_group[1]) / by_group[0]), -8, 7)
-        rest -= np.outer((rest[:, i] - want[:, i] * by_group[0] - by_group[1]) / upper[i, i], upper[i])
+        by_group = scale[:, i // 64]
+        want[:, i] = np.clip(np.round(rest[:, i] / by_group), -8, 7)
+        rest -= np.outer((rest[:, i] - want[:, i] * by_group) / upper[i, i], upper[i])
     assert (numbers != want).mean() < 0.005  # numbers half way between two
 
 
@@ -87,11 +84,9 @@ def test_few_inputs_mislead_little() -> None:
     x = jax.random.normal(jax.random.key(0), (1130, 128)) + jax.random.normal(jax.random.key(1), (1130, 1))
     weight = jax.random.normal(jax.random.key(2), (48, 128))
     seen, unseen = x[:130], x[130:]
-    numbers, scale, offset = gptq(weight, seen.T @ seen, 128)
+    numbers, scale = gptq(weight, seen.T @ seen, 128)
     nearest = dequantize(quantize_int4(weight, group=128))
-    errors = [
-        float(jnp.square(unseen @ (weight - made).T).mean()) for made in (numbers * scale + offset, nearest)
-    ]
+    errors = [float(jnp.square(unseen @ (weight - made).T).mean()) for made in (numbers * scale, nearest)]
     assert errors[0] < 1.7 * errors[1]  # 2.1 with a tenth of the damping
 
 
@@ -106,7 +101,7 @@ def test_moments_of_transformed_inputs() -> None:
 def test_moments_without_an_inverse() -> None:
     """Some inputs are always zero, or there are fewer inputs than columns."""
     x = jnp.zeros((2, 64)).at[:, :3].set(1.0)
-    numbers, scale, _ = gptq(jnp.ones((4, 64)), x.T @ x, 32)
+    numbers, scale = gptq(jnp.ones((4, 64)), x.T @ x, 32)
     assert np.isfinite(np.asarray(scale)).all() and numbers.dtype == jnp.int8
 
 
@@ -126,8 +121,8 @@ def test_outputs_are_nearer_to_those_of_the_unquantized_model() -> None:
     moments, cross = x[seen].T @ x[seen], reference[seen].T @ x[seen]
     errors = []
     for known in (cross, None):
-        numbers, scale, offset = gptq(weight, moments, 32, known)
-        made = numbers * jnp.repeat(scale, 32, 1) + jnp.repeat(offset, 32, 1)
+        numbers, scale = gptq(weight, moments, 32, known)
+        made = numbers * jnp.repeat(scale, 32, 1)
         errors.append(float(jnp.square(reference[unseen] @ weight.T - x[unseen] @ made.T).mean()))
     assert errors[0] < 0.8 * errors[1]
 
@@ -355,7 +350,7 @@ def test_calibrated_parameters_are_as_calibrated_at_the_start(
     assert (loaded.weights, loaded.params) == (
         direct.weights,
         direct.params,
-    ) and loaded.weights == "int4, groups of 128, calibrated"
+    ) and loaded.weights == "int4, groups of 32, calibrated"
 
 
 def test_transformed_weights_stand_for_what_they_did() -> None:

@@ -14,6 +14,7 @@ from jengine.base.errors import InvalidArgument, ModelError
 from jengine.checkpoints import convert, load, read_config
 from jengine.checkpoints.orbax import by_name
 from jengine.core.config import EngineConfig
+from jengine.core.quantization import Quantization
 from jengine.engine.setup.shapes import describe
 from jengine.models import Model, Params, build
 from jengine.models.config import Converted, ModelConfig, StoredWeights
@@ -149,15 +150,19 @@ def test_options_that_convert_rejects(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_fp8_of_an_earlier_version_is_refused(folder: Path, tmp_path: Path) -> None:
-    """Its embeddings are e4m3, and would be read as int8."""
-    out = convert(str(folder), tmp_path / "out", quantization="fp8", progress=False)
-    assert read_config(out).converted == Converted(quantization="fp8", revision=2)
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+def test_what_an_earlier_version_stored_otherwise_is_refused(
+    kind: Quantization, folder: Path, tmp_path: Path
+) -> None:
+    """Embeddings of its fp8 are e4m3, and would be read as int8; its groups of four bits have offsets."""
+    out = convert(str(folder), tmp_path / "out", quantization=kind, progress=False)
+    assert read_config(out).converted == Converted(quantization=kind, revision=2)
     mark = json.loads((out / "jengine.json").read_text())
     del mark["model"]["converted"]["revision"]
     (out / "jengine.json").write_text(json.dumps(mark))
     with pytest.raises(
-        ModelError, match=r"jengine\.json: was converted with fp8 by another version.*convert the model again"
+        ModelError,
+        match=rf"jengine\.json: was converted with {kind} by another version.*convert the model again",
     ):
         read_config(out)
     mark["model"]["converted"]["quantization"] = "w8a8"  # has not changed

@@ -18,6 +18,7 @@ from jengine.engine.setup import model_source
 from jengine.engine.setup.model_source import ModelSource
 from jengine.engine.setup.shapes import describe
 from jengine.execution.cache_folders import quantized_files
+from jengine.execution.sources import PACKAGES, source_files
 from jengine.models import Params
 from jengine.parallel.mesh import make_mesh
 from tests.golden.weights import write_model
@@ -81,6 +82,23 @@ def test_other_weights_have_another_file(folder: Path, tmp_path: Path) -> None:
     for tokens in (np.ones((1, 8), np.int32), np.zeros((1, 8), np.int32)):
         loaded(folder, tmp_path, "int4", tokens=tokens)
     assert len(quantized_files(tmp_path)) == 5
+
+
+def test_another_method_has_another_file(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With other code that rounds or calibrates."""
+    names = {file.relative_to(PACKAGES).as_posix() for file in source_files()}
+    assert {f"pallas_kernels/quantization/{name}.py" for name in ("int4", "gptq", "hadamard")} <= names
+    loaded(folder, tmp_path, "int4")
+    changed = tmp_path / "packages" / "jengine" / "checkpoints" / "calibrated.py"
+    changed.parent.mkdir(parents=True)
+    changed.write_text("PRIOR = 1")
+    monkeypatch.setattr(model_source, "PACKAGES", tmp_path / "packages")
+    loaded(folder, tmp_path, "int4")
+    changed.write_text("PRIOR = 2")
+    loaded(folder, tmp_path, "int4")
+    assert len(quantized_files(tmp_path)) == 3
 
 
 @pytest.mark.parametrize("size", [4, 4000, -10])

@@ -149,7 +149,7 @@ def test_no_instruction_is_compiled_that_a_processor_lacks(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["avx2", *(pytest.param(name, marks=pytest.mark.full) for name in ("sse2", "avx512"))]
 )
-@pytest.mark.parametrize("group", [128, pytest.param(64, marks=pytest.mark.full)])
+@pytest.mark.parametrize("group", [32, *(pytest.param(group, marks=pytest.mark.full) for group in (64, 128))])
 def test_results_without_features(name: str, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     triple, features, *_ = SETS[name]
     target = native.Target(triple, features=features)

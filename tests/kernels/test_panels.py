@@ -101,7 +101,7 @@ def test_the_largest_sums_of_bytes_are_exact() -> None:
 def four_bits(outs: int, size: int, group: int, *, offset: bool, inputs: bool, hadamard: int = 1) -> Int4:
     how: dict[str, Any] = {"group": group, "hadamard": hadamard, "inputs": inputs}
     made = quantizing(normal((outs, size), outs), **how)
-    return made if offset else dataclasses.replace(made, offset=None)
+    return dataclasses.replace(made, offset=2 * jnp.abs(made.scale)) if offset else made
 
 
 @needs_bytes

@@ -136,7 +136,6 @@ def test_quantized_experts(quantization: str, tmp_path: Path) -> None:
     """All weights are those of one device."""
     work = [(case.prompt.tolist(), GREEDY) for case in Golden.read("qwen3_moe").cases]
     how = {"quantization": quantization, "dtype": "float32", **SMALL}
-    how |= {"quantization_group_size": 32} if quantization == "int4" else {}
     write_model(tmp_path, "qwen3_moe")
     with on_demand():
         one, _ = start_engine(EngineConfig.of(str(tmp_path), {**how, "max_model_len": 192}), progress=False)

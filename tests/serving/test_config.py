@@ -36,7 +36,7 @@ OTHER: dict[str, Any] = {
     "default_chat_template_kwargs": '{"enable_thinking": false}',
     "override_generation_config": '{"temperature": 0.5}',
     "chat_template": "chat.jinja", "generation_config": "vllm",
-    "dtype": "bfloat16", "quantization": "int4", "quantization_group_size": 32,
+    "dtype": "bfloat16", "quantization": "int4", "quantization_group_size": 64,
     "calibration_data": "text.txt", "kv_cache_dtype": "fp8",
     "embeddings": True, "max_model_len": 99, "max_num_seqs": 4,
     "max_num_batched_tokens": 100, "page_size": 8, "tile_size": 32, "kv_cache_memory": "64MiB",

@@ -49,7 +49,7 @@ from jengine.core.speculation import NAME, Speculation
 from jengine.engine.page_events import files_digest
 from jengine.execution.cache_folders import DAY, quantized_files
 from jengine.execution.program_folder import UntrustedProgram, make_private, must_be_private, touch
-from jengine.execution.sources import source_digest
+from jengine.execution.sources import PACKAGES, source_digest
 from jengine.execution.spec import ExecutionSpec
 from jengine.hub.files import HUB_FILES, WITHOUT_WEIGHTS
 from jengine.models import DRAFT_HEADS, Model, Params, build
@@ -327,7 +327,7 @@ def _digest(folder: Path, model: Model, calibration: np.ndarray | None) -> str:
     identity = (
         files_digest(folder),
         [file.stat().st_mtime_ns for file in files],
-        (source_digest(), jax.__version__),
+        (source_digest(), files_digest(PACKAGES / "jengine" / "checkpoints"), jax.__version__),
         (model.config.plain(), model.quantization, model.group_size, str(model.dtype), tokens),
         forms,
     )

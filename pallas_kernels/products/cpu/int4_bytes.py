@@ -5,7 +5,8 @@ integer. It is multiplied by the group's scale in float32. What the codes and th
 same for all codes of a group: it is multiplied by the sum of the group's bytes, which is known before.
 
 In the layout of `int4.py`, the low halves of word j's bytes hold the inputs 2 j, 64 + 2 j, 2 j + 1 and
-65 + 2 j of a tile, and the high halves those 32 further. `arrange` brings rows of x into this order.
+65 + 2 j of a tile, and the high halves those 32 further. CONSECUTIVE brings them into an order in which each
+half of the words belongs to one group. `arrange` brings rows of x into this order.
 """
 
 from __future__ import annotations
@@ -24,8 +25,16 @@ from pallas_kernels.products.cpu.multiply import PANEL, blocks_of, heights, quan
 from pallas_kernels.quantization.int4 import SCALES, TILE
 
 SIGNS = 0x88888888 - (1 << 32)  # makes signed four-bit numbers codes that are larger by 8
-LOW, FIRST, SECOND = 0x0F0F0F0F, 0x000F000F, 0x0F000F00  # all bytes of a word; inputs below 64 and the others
+LOW = 0x0F0F0F0F  # of all bytes of a word
+QUARTER = 32  # inputs of a tile
+HALF = QUARTER // 4  # words of a quarter
+# Order of a tile's bytes in which low halves of a word are four consecutive inputs, and high halves those 32
+# further. Words of the first half hold inputs below 64.
+CONSECUTIVE = [
+    4 * (2 * (n % HALF) + i // 2) + 2 * (i % 2) + n // HALF for n in range(LANES) for i in range(4)
+]
 FEW = 48  # maximum rows for which reading weights dominates
+Codes = dict[tuple[int, ...], list[tuple[int, int, Value]]]  # see _codes
 # results of the call
 OUT, BYTES, ROW_SCALES, ARRANGED, SUMS, TRANSFORMED = range(6)
 
@@ -95,15 +104,13 @@ def _arrange(code: Code, group: int) -> None:
     the number of bytes, and that of sums.
     """
     source, into, sums, size, width = code.function("arrange", (PTR, PTR, PTR, I64, I64))
-    each = group // 32  # quarters of a tile
+    each = group // QUARTER
 
     def tile(place: Value, index: Value) -> None:
-        quarters = [code.load(vector(I8, 32), place + 32 * n) for n in range(4)]
-        turns = [n // 2 + 32 * (n % 2) for n in range(64)]
-        for half in range(2):
-            both = quarters[half].shuffled(quarters[half + 2], turns)
-            code.store(both, into + (index * TILE + 64 * half))
-        wide = [quarter.to(vector(I32, 32)) for quarter in quarters]
+        quarters = [code.load(vector(I8, QUARTER), place + QUARTER * n) for n in range(4)]
+        for n, quarter in enumerate(quarters):
+            code.store(quarter, into + (index * TILE + QUARTER * (n // 2 + 2 * (n % 2))))
+        wide = [quarter.to(vector(I32, QUARTER)) for quarter in quarters]
         for first in range(0, 4, each):
             added = wide[first]
             for other in wide[first + 1 : first + each]:
@@ -144,14 +151,13 @@ def _block(
             place = each.words + tile * 64
             if fetch:
                 code.prefetch(place + AHEAD)
-            for index, parts in enumerate(_codes(code, at, code.load(vector(I32), place), group)):
-                by_group = each.scale + (tile * (TILE // group) + index) * 4
-                scale = code.load(F32, by_group, 4).splat(at.lanes)
+            by_groups = _codes(code, at, code.load(vector(I32), place), group)
+            for groups, parts in by_groups.items():
+                scale = _scale(code, at, each.scale + tile * (TILE // group * 4), groups)
                 for row, halves in enumerate(bytes_of):
                     dot = code.constant(vector(I32, at.lanes), 0)
-                    for half, codes in parts:
-                        for x, weights in zip(halves[half], codes, strict=True):
-                            dot = dot_small(code, at, dot, x, weights)
+                    for half, piece, codes in parts:
+                        dot = dot_small(code, at, dot, halves[half][piece], codes)
                     total = sums[row * outs + n]
                     total.set(code.fma(dot.to(vector(F32, at.lanes)), scale, total.get()))
     added = _of_offsets(code, call, lines, rows, offset)
@@ -170,25 +176,26 @@ def _pieces(code: Code, at: Processor, place: Value) -> list[Value]:
     return [code.load(vector(I8, 4 * at.lanes), place + n) for n in range(0, 64, 4 * at.lanes)]
 
 
-def _codes(code: Code, at: Processor, word: Value, group: int) -> list[list[tuple[int, list[Value]]]]:
-    """For each group of a tile: which halves of a row's arranged bytes it is multiplied by, and the codes,
-    from 0 to 15; 0 where the bytes belong to another group.
+def _codes(code: Code, at: Processor, word: Value, group: int) -> Codes:
+    """For each group of a tile, or for both groups whose codes a vector holds: the codes, from 0 to 15, and
+    by which half and piece of a row's arranged bytes they are multiplied.
     """
-    codes = word ^ SIGNS
-    halves = codes, codes >> 4
+    ordered = (word ^ SIGNS).bits(vector(I8, 4 * LANES)).pick(CONSECUTIVE).bits(vector(I32))
+    out = Codes()
+    for half, codes in enumerate((ordered & LOW, (ordered >> 4) & LOW)):
+        for piece, first in enumerate(range(0, LANES, at.lanes)):
+            last = first + at.lanes - 1
+            groups = {(half + 2 * (word // HALF)) * QUARTER // group for word in (first, last)}
+            some = codes.pick(range(first, last + 1)) if at.lanes < LANES else codes
+            out.setdefault((*sorted(groups),), []).append((half, piece, some.bits(vector(I8, 4 * at.lanes))))
+    return out
 
-    def part(half: int, mask: int) -> tuple[int, list[Value]]:
-        masked, count = halves[half] & mask, at.lanes
-        pieces = (
-            [masked.pick(range(n, n + count)) for n in range(0, LANES, count)] if count < LANES else [masked]
-        )
-        return half, [piece.bits(vector(I8, 4 * count)) for piece in pieces]
 
-    if group == TILE:
-        return [[part(0, LOW), part(1, LOW)]]
-    if group == TILE // 2:
-        return [[part(half, mask) for half in (0, 1)] for mask in (FIRST, SECOND)]
-    return [[part(half, mask)] for mask in (FIRST, SECOND) for half in (0, 1)]
+def _scale(code: Code, at: Processor, place: Value, groups: tuple[int, ...]) -> Value:
+    """A vector of one group's scale, or half of one's and half of the other's."""
+    first, *other = (code.load(F32, place + 4 * group, 4).splat(at.lanes) for group in groups)
+    lanes = [lane + at.lanes * (lane >= at.lanes // 2) for lane in range(at.lanes)]
+    return first.shuffled(other[0], lanes) if other else first
 
 
 def _of_offsets(
@@ -200,9 +207,11 @@ def _of_offsets(
     eight = code.constant(kind, -8.0)
     with code.loop(0, call.scale_row, 4 * SCALES) as at:
         sums = [code.load(kind, call.sums + (call.scale_row * row + at), 4) for row in range(rows)]
+        sums = sums if offset else [of_row * eight for of_row in sums]
         for n, each in enumerate(lines):
-            scale = code.load(kind, each.scale + at, 4)
-            by = code.fma(scale, eight, code.load(kind, each.offset + at, 4)) if offset else scale * eight
+            by = scale = code.load(kind, each.scale + at, 4)
+            if offset:
+                by = code.fma(scale, eight, code.load(kind, each.offset + at, 4))
             for row, of_row in enumerate(sums):
                 total = added[row * len(lines) + n]
                 total.set(code.fma(by, of_row, total.get()))

@@ -13,18 +13,12 @@ from pallas_kernels.llvm.formats import SIZES, Format, byte_format, plain_format
 from pallas_kernels.llvm.types import F32, I8, I32, I64, LANES, PTR, VOID, vector
 from pallas_kernels.llvm.values import Value
 from pallas_kernels.products.cpu.int4 import KINDS, Int4Format, Packed, weights_of
-from pallas_kernels.products.cpu.int4_bytes import LOW, SIGNS
+from pallas_kernels.products.cpu.int4_bytes import CONSECUTIVE, HALF, LOW, SIGNS
 from pallas_kernels.products.cpu.multiply import quantize
 from pallas_kernels.products.cpu.panels import LINE, VECTOR, VECTORS, WORD, WORDS, Pack, write
 from pallas_kernels.quantization.int4 import GROUPS, TILE
 
 PIECE = GROUPS[0]  # bytes that are added to a sum at once
-HALF = 8  # words of a quarter of a tile
-# Order of a tile's bytes in which low halves of a word are four consecutive inputs, and high halves those 32
-# further.
-CONSECUTIVE = [
-    4 * (2 * (n % HALF) + i // 2) + 2 * (i % 2) + n // HALF for n in range(LANES) for i in range(WORD)
-]
 
 
 def int4_panels_module(target: native.Target, group: int, offset: bool, kind: str = "int4") -> str:
@@ -52,11 +46,11 @@ def int4_bytes_panels_module(
     """The functions `quantize`, `quantize_parts`, `multiply` and `parts` of x, values, scale and, if weights
     have offsets, offset.
 
-    Results: out, bytes of x, their scales, their sums by group, float32 [rows, groups]; with a hadamard block
-    above 1, also x transformed, float32.
+    Results: out, bytes of x, their scales, their sums by group, float32 [rows, groups], without offsets
+    int32 and times -8; with a hadamard block above 1, also x transformed, float32.
     """
     at, code = processor(target), Code()
-    _sums(code, group)
+    _sums(code, group, offset)
 
     def add(frame: Value, row: Value, size: Value) -> None:
         (source, _), (sums, shape) = code.result(frame, 1), code.result(frame, 3)
@@ -78,7 +72,7 @@ def int4_bytes_panels_module(
                 code.store(codes & LOW, to + (word * LINE + n * VECTOR), VECTOR)
     _pack_scales(code, weight, to + WORDS * LINE, group, offset)
     fmt = byte_format(at)
-    write(code, at, fmt, _pack(code, fmt, group, offset), group)
+    write(code, at, fmt, _pack(code, fmt, group, offset), group, offset)
     return code.text()
 
 
@@ -105,22 +99,21 @@ def _pack(code: Code, fmt: Format, group: int, offset: bool) -> Pack:
 
 
 def _pack_scales(code: Code, weight: Packed, to: Value, group: int, offset: bool) -> None:
-    """For each group, stores the scales of a panel's outputs, and what a row's sum of bytes is multiplied by:
-    codes are larger by 8 than numbers.
+    """For each group, stores the scales of a panel's outputs and, with offsets, what a row's sum of bytes is
+    multiplied by: codes are larger by 8 than numbers.
     """
     kind, eight = vector(F32), code.constant(vector(F32), -8.0)
     outs = code.constant(vector(I64), [*range(LANES)]) * (weight.scale_row // 4).splat()
     with code.loop(0, (weight.size + (group - 1)) // group) as index, code.loop(0, VECTORS) as n:
         packed, line = weight.at(n * LANES), to + (index * (2 * LINE) + n * VECTOR)
         scale = code.gather(kind, packed.scale + index * 4, outs)
-        by_sum = scale * eight
+        code.store(scale, line, VECTOR)
         if offset:
             by_sum = code.fma(scale, eight, code.gather(kind, packed.offset + index * 4, outs))
-        code.store(scale, line, VECTOR)
-        code.store(by_sum, line + LINE, VECTOR)
+            code.store(by_sum, line + LINE, VECTOR)
 
 
-def _sums(code: Code, group: int) -> None:
+def _sums(code: Code, group: int, offset: bool) -> None:
     """Writes the function `sums` of a row's bytes, the address of sums by group, and the number of bytes."""
     source, into, size = code.function("sums", (PTR, PTR, I64))
     kind = vector(I32, PIECE)
@@ -128,4 +121,5 @@ def _sums(code: Code, group: int) -> None:
         added = code.variable(code.constant(kind, 0))
         with code.loop(first, (first + group).least(size), PIECE) as at:
             added.set(added.get() + code.load(vector(I8, PIECE), source + at).to(kind))
-        code.store(code.reduced("add", added.get()).to(F32), into + first // group * 4, 4)
+        total = code.reduced("add", added.get())
+        code.store(total.to(F32) if offset else total * -8, into + first // group * 4, 4)

@@ -9,7 +9,9 @@ rows of a block are multiplied by them (Goto and van de Geijn, 2008).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 from pallas_kernels.llvm import native
@@ -75,9 +77,9 @@ class StripOperands(NamedTuple):
         before, after: whether there are words before, and after, these.
         result: of the first row's first output; result_row: bytes from one row to the next.
         out_size: bytes of a number of the result.
-        row_scale, row_sum, out_scale: for bytes, see `blocks.Operands`. By groups, row_sum has float32 sums
-            of the row's bytes, and out_scale float32 [groups, 2, OUTS]: scales, and what the sums are
-            multiplied by.
+        row_scale, row_sum, out_scale: for bytes, see `blocks.Operands`. By groups, out_scale is float32
+            [groups, 2, OUTS]: scales and, with offsets, what the sums of the row's bytes are multiplied by,
+            which row_sum has as float32. Without offsets it has int32, to which products are added.
         row_sums: bytes from one row's sums to the next.
     """
 
@@ -119,15 +121,18 @@ def bytes_module(target: native.Target, x: str, hadamard: int = 1) -> str:
     return code.text()
 
 
-def write(code: Code, at: Processor, fmt: Format, pack: Pack, group: int | None = None) -> None:
+def write(
+    code: Code, at: Processor, fmt: Format, pack: Pack, group: int | None = None, offset: bool = False
+) -> None:
     """Writes the functions `multiply` and `parts`. If x is quantized, its bytes, scales and sums are results
     1 to 3.
 
     Args:
-        group: inputs whose sums have a scale of their own, see `StripOperands`. `pack` writes these scales
-            behind WORDS words.
+        group, offset: inputs whose sums have a scale, and maybe an offset, of their own, see `StripOperands`.
+            `pack` writes these behind WORDS words.
     """
-    _strip(code, at, fmt, group)
+    at = replace(at, rows=3) if group else at  # so that sums of a group and of all groups stay in registers
+    _strip(code, at, fmt, group, offset)
     frame, many = code.function("parts", (PTR, I64), internal=False, result=I64)
     rows, count = _shape(code, frame)
     panels = _panels(count)
@@ -214,11 +219,11 @@ def _pack(code: Code, fmt: Format) -> None:
             code.store(values, to + ((word + line) * LINE + n * VECTOR), VECTOR)
 
 
-def _strip(code: Code, at: Processor, fmt: Format, group: int | None) -> None:
+def _strip(code: Code, at: Processor, fmt: Format, group: int | None, offset: bool) -> None:
     """Writes the function `strip` of StripOperands and the number of rows, one of `heights`."""
     for height in heights(at):
         if group:
-            _strip_by_group(code, fmt, height, group)
+            _strip_by_group(code, fmt, height, group, offset)
         else:
             _strip_of(code, fmt, height)
     *call, rows = code.function("strip", (*KINDS, I64))
@@ -230,48 +235,58 @@ def _strip(code: Code, at: Processor, fmt: Format, group: int | None) -> None:
 
 def _strip_of(code: Code, fmt: Format, rows: int) -> None:
     call = StripOperands(*code.function(f"strip_{rows}", KINDS))
-    places = _places(call, rows)
-    sums = zeros(code, fmt, len(places))
-    with code.when(call.before > 0):
-        for total, place in zip(sums, places, strict=True):
-            total.set(code.load(fmt.sums, place, VECTOR))
+    sums = zeros(code, fmt, rows * VECTORS)
+    _resume(code, call, sums, rows)
     _add(code, fmt, call, sums, code.whole(0), call.words)
-    with code.if_else(call.after > 0) as (more, end):
-        with more:
-            for total, place in zip(sums, places, strict=True):
-                code.store(total.get(), place, VECTOR)
-        with end:
-            values = [total.get() for total in sums]
-            _store(code, call, _scaled(code, call, values) if fmt.offset else values)
+    with _end(code, call, sums, rows):
+        values = [total.get() for total in sums]
+        _store(code, call, _scaled(code, call, values) if fmt.offset else values)
 
 
-def _strip_by_group(code: Code, fmt: Format, rows: int, group: int) -> None:
-    """Sums of a group's bytes stay in registers. Those of all groups, float32, do not fit there too."""
+def _strip_by_group(code: Code, fmt: Format, rows: int, group: int, offset: bool) -> None:
     call = StripOperands(*code.function(f"strip_{rows}", KINDS))
-    places, kind, each = _places(call, rows), vector(F32), group // WORD
-    sums = zeros(code, fmt, len(places))
-    with code.when(call.before.equals(0)):
-        for place in places:
-            code.store(code.constant(kind, 0.0), place, VECTOR)
+    kind, each = vector(F32), group // WORD
+    of_group = zeros(code, fmt, rows * VECTORS)
+    sums = [code.variable(code.constant(kind, 0.0)) for _ in of_group]
+    _resume(code, call, sums, rows)
     with code.loop(0, call.words, each) as first:
-        for total in sums:
-            total.set(code.constant(fmt.sums, 0))
-        _add(code, fmt, call, sums, first, (first + each).least(call.words))
         index = first // each
-        lines = [call.out_scale + (index * 2 + line) * LINE for line in range(2)]
-        scales, by_sum = (
+        of_rows = [call.row_sum + (call.row_sums * row + index * 4) for row in range(rows)]
+        for n, total in enumerate(of_group):
+            begin = code.constant(fmt.sums, 0) if offset else code.load(I32, of_rows[n // VECTORS], 4).splat()
+            total.set(begin)
+        _add(code, fmt, call, of_group, first, (first + each).least(call.words))
+        lines = [call.out_scale + (index * 2 + line) * LINE for line in range(1 + offset)]
+        scales, *by_sum = (
             [code.load(kind, line + n * VECTOR, VECTOR) for n in range(VECTORS)] for line in lines
         )
-        for row in range(rows):
-            of_row = code.load(F32, call.row_sum + (call.row_sums * row + index * 4), 4).splat()
-            for n in range(VECTORS):
-                place, group_sum = places[row * VECTORS + n], sums[row * VECTORS + n].get().to(kind)
-                before = code.fma(by_sum[n], of_row, code.load(kind, place, VECTOR))
-                code.store(code.fma(group_sum, scales[n], before), place, VECTOR)
-    with code.when(call.after.equals(0)):
+        for n, (total, known) in enumerate(zip(of_group, sums, strict=True)):
+            row, out = divmod(n, VECTORS)
+            before = known.get()
+            for factor in by_sum:
+                before = code.fma(factor[out], code.load(F32, of_rows[row], 4).splat(), before)
+            known.set(code.fma(total.get().to(kind), scales[out], before))
+    with _end(code, call, sums, rows):
         of_rows = [code.load(F32, call.row_scale + row * 4, 4).splat() for row in range(rows)]
-        values = [code.load(kind, place, VECTOR) * of_rows[n // VECTORS] for n, place in enumerate(places)]
-        _store(code, call, values)
+        _store(code, call, [total.get() * of_rows[n // VECTORS] for n, total in enumerate(sums)])
+
+
+def _resume(code: Code, call: StripOperands, sums: list[Variable], rows: int) -> None:
+    """Loads the sums of the words before, if there are any."""
+    with code.when(call.before > 0):
+        for total, place in zip(sums, _places(call, rows), strict=True):
+            total.set(code.load(total.kind, place, VECTOR))
+
+
+@contextmanager
+def _end(code: Code, call: StripOperands, sums: list[Variable], rows: int) -> Iterator[None]:
+    """Stores the sums if words follow; else what is written within."""
+    with code.if_else(call.after > 0) as (more, end):
+        with more:
+            for total, place in zip(sums, _places(call, rows), strict=True):
+                code.store(total.get(), place, VECTOR)
+        with end:
+            yield
 
 
 def _places(call: StripOperands, rows: int) -> list[Value]:
