@@ -1,4 +1,4 @@
-"""Print the compiler's facts about every kernel, compiled for GPUs that this machine need not have.
+"""Print the compiler's facts about each kernel for Hopper, compiled for a GPU that need not be here.
 
 JAX_PLATFORMS=cpu python tools/kernel_facts.py  # with the extra `aot`
 """
@@ -433,14 +433,10 @@ def row(name: str, facts: KernelFacts, threads: int = THREADS) -> str:
     return f"| {name} | " + " | ".join(map(str, figures)) + " |"
 
 
-def table(title: str, cases: dict[str, Case], threads: int = THREADS, target: str = "h200") -> None:
-    print(
-        f"| {title} on {target} | registers | bytes spilled | shared memory | blocks a multiprocessor |"
-        " products |"
-    )
+def table(title: str, cases: dict[str, Case], threads: int = THREADS) -> None:
+    print(f"| {title} | registers | bytes spilled | shared memory | blocks a multiprocessor | products |")
     print("|---|---|---|---|---|---|")
-    of = facts_of if target == "h200" else facts_elsewhere
-    for name, facts in zip(cases, of(target, list(cases.values())), strict=True):
+    for name, facts in zip(cases, facts_of("h200", list(cases.values())), strict=True):
         print(row(name, facts, threads), flush=True)
     print()
 
@@ -450,8 +446,6 @@ def in_memory(cases: dict[str, Case]) -> dict[str, Case]:
 
 
 def main() -> None:
-    from ampere_attention import AMPERE_CASES  # which imports this module
-
     table("decode attention", CASES | in_memory(INTERPRETED))
     table("decode attention, eight-bit caches", EIGHT_BITS | in_memory(EIGHT_BITS_INTERPRETED))
     table("latent decode attention", LATENT, LATENT_THREADS)
@@ -462,8 +456,6 @@ def main() -> None:
     table("quantized rows", ROWS, threads=128)
     table("cache writes", WRITES, threads=128)
     table("page copies", COPIES, threads=128)
-    for target in AMPERE:
-        table("attention", AMPERE_CASES, AMPERE_THREADS, target)
 
 
 if __name__ == "__main__":
