@@ -138,8 +138,8 @@ def verify(
     if not 0 <= rollout <= longest:
         raise InvalidArgument("rollout", rollout, f"must be from 0 to {longest}, two less than max_model_len")
     prompts = _random_texts(vocab, longest + 2 - rollout) if texts is None else [[*text] for text in texts]
-    if short := [len(text) for text in prompts if len(text) < 2]:
-        raise InvalidArgument("texts", f"{short[0]} tokens", "must have at least 2")
+    if (shortest := min(map(len, prompts), default=0)) < 2:
+        raise InvalidArgument("texts", f"{shortest} tokens", "there must be texts, each with at least 2")
     params = [
         SamplingParams(max_tokens=max(rollout, 1), seed=i, ignore_eos=True, logprobs=1, prompt_logprobs=1)
         for i in range(len(prompts))

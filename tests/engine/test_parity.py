@@ -134,8 +134,9 @@ def test_references_of_another_form_are_refused(tmp_path: Path) -> None:
         wrong = [np.zeros((2, 5))] * 2
         with pytest.raises(ModelError, match=r"hidden states are \[\(2, 5\), \(2, 5\)\], not 3 of \(2, 64\)"):
             verify(llm, lambda tokens: ReferenceOutput(np.zeros((len(tokens), 96)), wrong), rollout=0)
-        with pytest.raises(InvalidArgument, match="texts='1 tokens': must have at least 2"):
-            verify(llm, reference_of(folder), texts=[[1]])
+        for texts, count in (([[1]], 1), ([], 0)):
+            with pytest.raises(InvalidArgument, match=f"texts='{count} tokens': there must be texts"):
+                verify(llm, reference_of(folder), texts=texts)
         with pytest.raises(InvalidArgument, match="rollout=127: must be from 0 to 126"):
             verify(llm, reference_of(folder), rollout=127)
         nan = verify(llm, lambda tokens: np.full((len(tokens), 96), np.nan), texts=[[1, 2, 3]], rollout=0)
