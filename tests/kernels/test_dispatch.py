@@ -117,22 +117,22 @@ def test_a_cpu_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         run(impl="llvm")
 
 
-@pytest.mark.parametrize("impl", ["auto", "xla"])
-def test_xla_takes_what_it_was_given(impl: Any) -> None:
+@pytest.mark.parametrize("ways", [{"impl": "auto", "device": VOLTA}, {"impl": "xla"}], ids=["auto", "xla"])
+def test_xla_takes_what_it_was_given(ways: Any) -> None:
     q, k, v = arrays()
     new = Qkv(q, jnp.ones((2, 2, 64)), -jnp.ones((2, 2, 64))), jnp.array([3, 1]), jnp.array([2, 15])
     rotation = jnp.full((2, 32), 0.5), jnp.full((2, 32), 0.1)
     prefill: Any = (q[:, None], k, v, jnp.asarray(TABLES), jnp.array([4, 0]), jnp.array([1, 1]))
-    ways: Any = {"options": replace(OPTIONS, soft_cap=4.0), "pages": 2}
+    masked: Any = {"options": replace(OPTIONS, soft_cap=4.0), "pages": 2}
     written = {"rows": 1, "rotation": rotation}
     calls: list[tuple[Any, Any, Any, Any]] = [
-        (dispatch.paged_attention_prefill, xla.paged_attention_prefill, prefill, ways),
+        (dispatch.paged_attention_prefill, xla.paged_attention_prefill, prefill, masked),
         (cache_dispatch.kv_write, cache_xla.kv_write, (k, v, *new), written),
         (cache_dispatch.copy_pages, cache_xla.copy_pages, (k, v, jnp.array([1]), jnp.array([4])), {}),
     ]
     for chosen, by_xla, args, options in calls:
         want = by_xla(*args, **options)
-        jax.tree.map(np.testing.assert_array_equal, chosen(*args, **options, impl=impl), want)
+        jax.tree.map(np.testing.assert_array_equal, chosen(*args, **options, **ways), want)
 
 
 def test_a_choice_that_cannot_be_met_is_an_error() -> None:
