@@ -108,6 +108,16 @@ def test_redux(op: str, scalar) -> None:
     assert per_lane(f"redux.sync.{op} %r4, %r3, -1;", values) == [scalar(values) % (1 << 32)] * 32
 
 
+@pytest.mark.parametrize(
+    ("op", "wanted"), [("max", 9.0), ("min", -30.0), ("max.abs", 30.0), ("max.NaN", np.nan), ("min.abs", 0.5)]
+)
+def test_redux_of_floats(op: str, wanted: float) -> None:
+    values = np.full(32, 0.5, np.float32)
+    values[[3, 7, 20]] = 9.0, -30.0, np.nan
+    [got] = {*per_lane(f"redux.sync.{op}.f32 %r4, %r3, -1;", values.view(np.uint32).tolist())}
+    assert got == (0x7FFFFFFF if np.isnan(wanted) else np.float32(wanted).view(np.uint32))
+
+
 @settings(deadline=None, max_examples=20)
 @given(few)
 def test_match(values: list[int]) -> None:

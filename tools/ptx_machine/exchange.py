@@ -11,6 +11,7 @@ from functools import cache
 import numpy as np
 
 from tools.ptx_machine.clocks import Lanes
+from tools.ptx_machine.numbers import NAN
 from tools.ptx_machine.operands import Imm, Pair
 from tools.ptx_machine.syntax import Instruction
 from tools.ptx_machine.warp import LANE, Operation, Wait, Warp
@@ -90,13 +91,20 @@ def active_mask(warp: Warp, ins: Instruction, lanes: Lanes) -> None:
 
 
 def reduce(warp: Warp, ins: Instruction, lanes: Lanes) -> Wait | None:
-    """PTX ISA, "redux.sync", on 32-bit integers."""
+    """PTX ISA, "redux.sync"."""
     if wait := warp.together(lanes, warp.members(ins.args[2], lanes)):
         return wait
     op, t = ins.parts[2], ins.parts[-1]
-    if t not in ("u32", "s32", "b32"):
+    if t not in ("u32", "s32", "b32", "f32"):
         raise NotImplementedError(str(ins))
     x = warp.get(ins.args[1])[lanes.index]
+    if t == "f32":
+        x = np.abs(x.view(np.float32)) if "abs" in ins.parts else x.view(np.float32)
+        of_numbers = {"min": np.fmin, "max": np.fmax}
+        extreme = ({"min": np.minimum, "max": np.maximum} if "NaN" in ins.parts else of_numbers)[op].reduce(x)
+        extreme = np.float32(NAN[4] if np.isnan(extreme) else extreme)
+        warp.set(ins.args[0], np.full(32, extreme.view(np.uint32)), lanes)
+        return None
     x = x.view(np.int32) if t == "s32" else x
     function = {
         "add": np.add,
