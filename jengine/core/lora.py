@@ -21,8 +21,8 @@ class LoRARequest:
 
     Args:
         lora_name: a name of your choice, at most MAX_LORA_NAME characters.
-        lora_int_id: a whole number of at least 1, as in vLLM. Adapters are told apart by name. If one of this
-            name is loaded with another number, or from another path, the request is an error.
+        lora_int_id: an integer of at least 1, as in vLLM. The name identifies an adapter: a request is an
+            error if the loaded adapter of its name has another number or path.
         lora_path: a folder in PEFT's layout, or a hub id. Empty: an adapter that is loaded already.
 
     Raises:

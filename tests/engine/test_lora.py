@@ -321,8 +321,9 @@ def test_adapters_of_one_call_do_not_make_room_for_each_other(tmp_path: Path) ->
 
 
 def test_threads_that_need_more_adapters_than_may_be_loaded(tmp_path: Path) -> None:
-    """Several may load the same one first; one may be unloaded before its request is queued. Nobody else's
-    requests fail."""
+    """Threads load one adapter at the same time, and one is unloaded before its request is queued: only that
+    request fails.
+    """
     arrays = lora("llama_gqa", "plain", config=json.loads((DEMO / "config.json").read_text()))
     paths = [str(write_lora(tmp_path / str(i), arrays)) for i in range(3)]
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)

@@ -31,7 +31,7 @@ from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import MOST_DRAFTS, TrunkKey
 
-# Tokens of a sequence in the step that is planned and in the one that is not read yet.
+# Maximum tokens of a sequence in two steps: the one being planned, and the one whose results are unread.
 AHEAD = 2 * (1 + MOST_DRAFTS)
 
 
