@@ -1,9 +1,10 @@
-"""Compiles Ampere's products for the cards that they serve, none of which need be here.
+"""Compiles Ampere's kernels for the cards that they serve, none of which need be here.
 
     python -m benchmarks.compiled_kernels [TARGET ...]
 
-Needs the extra `aot`. A row has what the compiler says of a kernel, and for products the bytes of a tile of
-64 outputs and 128 inputs, and the instructions of a warp for it, counted in the machine code.
+Needs the extra `aot`. A row has what the compiler says of a kernel, and the instructions of a warp, counted
+in the machine code: of a product for a tile of 64 outputs and 128 inputs, and of attention for a tile of
+tokens, with the tile's bytes; of cache writes and page copies, which have no loop, all of the kernel's.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from benchmarks.machine import RESULTS, ROOT, save
 
 sys.path.append(str(ROOT / "tools"))
 
+from ampere_attention import AMPERE_CASES
 from ampere_products import AMPERE_FORMATS, AMPERE_PRODUCTS
-from kernel_counts import count, tile_of_mma
+from kernel_counts import INSTRUCTION, count, tile_of_attention, tile_of_mma
 from kernel_facts import AMPERE, AMPERE_THREADS, facts_elsewhere
+
+CASES = AMPERE_PRODUCTS | AMPERE_CASES
 
 
 def row(name: str, facts: Any) -> dict[str, Any]:
@@ -34,10 +38,16 @@ def row(name: str, facts: Any) -> dict[str, Any]:
         "shared": facts.shared,
         "blocks": facts.blocks(AMPERE_THREADS),
     }
-    if form in AMPERE_FORMATS:
+    if name.startswith(("write", "copy")):
+        return found | {"instructions": len(INSTRUCTION.findall(facts.code))}
+    if name in AMPERE_CASES:
+        tile = tile_of_attention(*AMPERE_CASES[name])
+        found["tile"] = tile.name
+    elif form in AMPERE_FORMATS:
         tile = tile_of_mma(int(rows.split()[0]), AMPERE_FORMATS[form])
-        found |= {"instructions": round(count(facts, tile).products), "bytes": tile.bytes}
-    return found
+    else:
+        return found
+    return found | {"instructions": round(count(facts, tile).products), "bytes": tile.bytes}
 
 
 def main() -> None:
@@ -46,8 +56,8 @@ def main() -> None:
     targets, file = parser.parse_args().targets or AMPERE, RESULTS / "compiled_kernels.json"
     found = json.loads(file.read_text())["targets"] if file.exists() else {}
     for target in targets:
-        every = facts_elsewhere(target, [*AMPERE_PRODUCTS.values()])
-        found[target] = [row(name, facts) for name, facts in zip(AMPERE_PRODUCTS, every, strict=True)]
+        every = facts_elsewhere(target, [*CASES.values()])
+        found[target] = [row(name, facts) for name, facts in zip(CASES, every, strict=True)]
         print(target, len(every), flush=True)
         save("compiled_kernels", {"targets": found})
 

@@ -4,18 +4,20 @@
 
 Needs the extra `aot`. A kernel's row has its largest error against the reference, in parts of the largest
 number of the result; instructions of warps that a run executes; lines of its PTX and how many of them any run
-executed; and seconds of a run, with the machine's load.
+executed; and seconds of a run, with the machine's load. Where a kernel's PTX for a card is that for another
+one but for the card's name, it is not executed again: its row names the other one.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -28,30 +30,50 @@ from benchmarks.machine import RESULTS, ROOT, save
 sys.path.append(str(ROOT / "tools"))  # as pytest does
 
 from tests.kernels import shipped
-from tests.kernels.executed import FEW, Executed
-from tests.kernels.faults import FAULTS, Report, reports_of
+from tests.kernels.executed import FEW, Executed, anonymous
+from tests.kernels.faults import FAULTS, ON_AMPERE, Report, reports_of
+from tools.ptx_machine.capture import Compiled
 
-NVFP4 = {name: check for name, check in shipped.AMPERE["product"].items() if "NVFP4" in name}
+# every operation and format that the kernels for Ampere serve
+AMPERE: shipped.Cases = {
+    kernel: cases
+    | {
+        name: check
+        for name, check in shipped.MORE_AMPERE.get(kernel, {}).items()
+        if re.match("experts|prefill, int8|fp8 by fp8", name)
+    }
+    for kernel, cases in shipped.AMPERE.items()
+}
+NVFP4 = {name: check for name, check in AMPERE["product"].items() if "NVFP4" in name}
 TARGETS: dict[str, tuple[shipped.Cases, tuple[str, ...]]] = {
     "h200": (
         shipped.CASES | {"product": NVFP4},
         ("decode", "prefill", "product", "scaled product", "MXFP4 product"),
     ),
-    "a100": (shipped.AMPERE, ("Ampere", "Ampere, int8 cache", "Ampere product")),
-    "rtx5090": (shipped.AMPERE, ()),
+    "a100": (AMPERE, ON_AMPERE),
+    "rtx5090": (AMPERE, ()),
+    "rtx3090": (AMPERE, ()),
+    "l4": (AMPERE, ()),
+    "b200": (AMPERE, ()),
 }
+ALIKE = {"rtx3090": "a100", "l4": "a100", "b200": "rtx5090"}  # whose PTX may be the same
 
 
-def executed(kernel: str, name: str, target: str) -> dict[str, Any]:
-    cases, _ = TARGETS[target]
+def digest(kernels: Sequence[Compiled]) -> str:
+    return hashlib.sha256(anonymous(kernels).encode()).hexdigest()[:16]
+
+
+def executed(kernel: str, name: str, target: str, digests: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+    check, place = TARGETS[target][0][kernel][name], {"kernel": kernel, "case": name, "target": target}
     runs = Executed(FEW, target)
-    error = cases[kernel][name](runner=runs.runner)
+    if digests and digest(runs.compiled(check)) == (ptx := digests.get((kernel, name))):
+        return {**place, "same_as": ALIKE[target], "ptx": ptx}
+    error = check(runner=runs.runner)
     first = runs.runs[0]
     [(_, covered, lines)] = {(kernel, covered, lines) for kernel, covered, lines in runs.covered()}
     return {
-        "kernel": kernel,
-        "case": name,
-        "target": target,
+        **place,
+        "ptx": digest(runs.calls[0][0].kernels),
         "grid": first.launch.grid,
         "threads": first.launch.block[0],
         "instructions": max(run.result.instructions for run in runs.runs),
@@ -78,13 +100,19 @@ def reported(report: Report | None, name: str) -> dict[str, Any]:
     }
 
 
-def rows(target: str, quick: bool, only: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Kernels and faults. A process compiles for one compute capability."""
+def rows(
+    target: str, quick: bool, only: str, digests: Mapping[tuple[str, str], str]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Kernels and faults. A process compiles for one compute capability.
+
+    Args:
+        digests: of the PTX that was executed for the target of `ALIKE`.
+    """
     cases, victims = TARGETS[target]
     kernels = []
     for kernel, checks in cases.items():
         for name in [name for name in checks if re.search(only, f"{kernel}, {name}")][: 1 if quick else None]:
-            kernels.append(executed(kernel, name, target))
+            kernels.append(executed(kernel, name, target, digests))
             print(kernels[-1], flush=True)
     some = [victim for victim in victims if re.search(only, f"faults, {victim}")]
     return kernels, [*_faults(target, some[-1:] if quick else some)]
@@ -114,24 +142,21 @@ def main() -> None:
         "--only", default="", help='of "KERNEL, CASE" and "faults, VICTIM", what this matches'
     )
     args = parser.parse_args()
-    kernels, faults = list[dict[str, Any]](), list[dict[str, Any]]()
+    before = json.loads((RESULTS / "executed_kernels.json").read_text())
+    kernels, faults = before["kernels"], before["faults"]
+    cases = [
+        (t, kernel, case) for t, (of, _) in TARGETS.items() for kernel, names in of.items() for case in names
+    ]
+    planted = [(fault.kernel, fault.name) for fault in FAULTS]
     for target in args.targets:
+        alike = [row for row in kernels if row["target"] == ALIKE.get(target)]
+        digests = {(row["kernel"], row["case"]): row.get("ptx", "") for row in alike}
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            more, told = pool.submit(rows, target, args.quick, args.only).result()
-        kernels += more
-        faults += told
-    if not args.quick:  # what was not run keeps its row
-        before = json.loads((RESULTS / "executed_kernels.json").read_text())
-        cases = [
-            (t, kernel, case)
-            for t, (of, _) in TARGETS.items()
-            for kernel, names in of.items()
-            for case in names
-        ]
-        planted = [(fault.kernel, fault.name) for fault in FAULTS]
-        kernels = merged(before["kernels"], kernels, cases, "target", "kernel", "case")
-        faults = merged(before["faults"], faults, planted, "kernel", "fault")
-        save("executed_kernels", {"kernels": kernels, "faults": faults})
+            more, told = pool.submit(rows, target, args.quick, args.only, digests).result()
+        if not args.quick:  # what was not run keeps its row
+            kernels = merged(kernels, more, cases, "target", "kernel", "case")
+            faults = merged(faults, told, planted, "kernel", "fault")
+            save("executed_kernels", {"kernels": kernels, "faults": faults})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Forms of Ampere's attention and cache writes, to be compiled for GPUs that are not there."""
+"""Forms of Ampere's attention, cache writes and page copies, to be compiled for GPUs that are not there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from kernel_facts import ALL, E4M3, Case, cache_of, decode, latent, with_sinks, write
+from kernel_facts import ALL, E4M3, Case, cache_of, copy, decode, latent, with_sinks, write
 
 from pallas_kernels.attention import ampere
 from pallas_kernels.attention.options import AttentionOptions
@@ -53,6 +53,14 @@ def ampere_latent(heads: int, page_size: int, *, dtype: Any = jnp.bfloat16) -> C
     return partial(ampere.latent_attention_decode, **function.keywords), arrays  # type: ignore[attr-defined]
 
 
+def ampere_latent_prefill(heads: int, page_size: int, *, dtype: Any = jnp.bfloat16) -> Case:
+    """Sixteen tiles of 64 queries, otherwise as `ampere_latent`."""
+    function, (q, pages, tables, lengths) = ampere_latent(heads, page_size, dtype=dtype)
+    tiles = jax.ShapeDtypeStruct((q.shape[0], 64, *q.shape[1:]), q.dtype)
+    prefill = partial(ampere.latent_attention_prefill, **function.keywords)  # type: ignore[attr-defined]
+    return prefill, (tiles, pages, tables, lengths, lengths)
+
+
 ampere_writes = partial(write, kernel=ampere_write.kv_write)
 AMPERE_CASES: dict[str, Case] = {
     "decode, head dim 64": ampere_decode(64, 64, 4),
@@ -81,9 +89,14 @@ AMPERE_CASES: dict[str, Case] = {
     "prefill, fp8, head dim 256": ampere_prefill(256, 64, 1, kind=E4M3),
     "latent decode, 16 heads": ampere_latent(16, 64),
     "latent decode, 128 heads, pages of 16, float16": ampere_latent(128, 16, dtype=jnp.float16),
+    "latent prefill, 16 heads": ampere_latent_prefill(16, 64),
+    "latent prefill, 128 heads, pages of 16, float16": ampere_latent_prefill(128, 16, dtype=jnp.float16),
     "write, one token, rotated": ampere_writes(1, 128, pairs=64),
     "write, 4096 tokens, rotated, int8": ampere_writes(4096, 128, "int8", pairs=64),
     "write, 64 tokens, normed, rotated in part, head dim 256, fp8": ampere_writes(
         64, 256, E4M3, pairs=32, normed=True
     ),
+    "copy, pages of 64": copy("", 64, tma=False),
+    "copy, pages of 16, int8": copy("int8", 16, tma=False),
+    "copy, pages of 128, fp8": copy(E4M3, 128, tma=False),
 }

@@ -180,6 +180,8 @@ def executed_kernels() -> str:
     titles = ("Kernel", "Case", "Blocks of threads", "Instructions", "Seconds", "Schedules", "Error", "Lines")
     rows = ["| " + " | ".join(titles) + " |", "| --- | --- |" + " ---: |" * 6]
     for one in found["kernels"]:
+        if "same_as" in one:
+            continue
         blocks = " x ".join(str(size) for size in one["grid"] if size > 1) or "1"
         cells = (
             f"`{one['kernel']}`" + CARDS_OF_TARGETS.get(one["target"], ""),

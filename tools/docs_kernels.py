@@ -2,7 +2,8 @@
 fast products can be.
 
 A kernel's name comes from the tables that choose it. Its evidence comes from benchmarks/results: measured on
-such a card; executed, its PTX for such a card, on a CPU; or compiled for it, by the tests.
+such a card; executed, its PTX for such a card, or the same PTX for another one, on a CPU; or compiled for it,
+by the tests.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 
 from jengine.devices.device_spec import device_spec
 from pallas_kernels.attention.dispatch import DECODE, PREFILL
-from pallas_kernels.attention.latent import LATENT_DECODE
+from pallas_kernels.attention.latent import LATENT_DECODE, LATENT_PREFILL
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.cache.dispatch import KV_WRITE, PAGE_COPY
 from pallas_kernels.cache.qkv import Qkv
@@ -67,8 +68,7 @@ def operations() -> Iterator[Operation]:
         kind: jax.eval_shape(lambda kind=kind: movable(quantize(jnp.zeros(pages.shape), kind)))
         for kind in ("int8", FP8)
     }
-    decode = {"Hopper": ("paged_attention_decode", ("",)), "Ampere": ("paged_attention", ("decode",))}
-    prompts = {"Hopper": ("paged_attention_prefill", ("",)), "Ampere": ("paged_attention", ("prefill",))}
+    decode = {"Hopper": ("paged_attention_decode", ("",)), "Ampere": ("paged_attention", ("decode, head",))}
     yield Operation(
         "decode attention, cache in 16 bits",
         DECODE,
@@ -81,69 +81,95 @@ def operations() -> Iterator[Operation]:
         "the same, window, cap and sinks", DECODE, (q, pages, pages, optional), some, ("decode: ",)
     )
     for kind, word in ("int8", "int8"), (FP8, "fp8"):
-        cache = narrow[kind], narrow[kind]
-        of_kind = {
-            "Hopper": ("paged_attention_decode", (word,)),
-            "Ampere": ("paged_attention", (f"decode, {word}",)),
-        }
-        measured = (f"decode: bfloat16 in {kind}",)
-        yield Operation(f"decode attention, cache in {word}", DECODE, (q, *cache, plain), of_kind, measured)
+        yield Operation(
+            f"decode attention, cache in {word}",
+            DECODE,
+            (q, *[narrow[kind]] * 2, plain),
+            {
+                "Hopper": ("paged_attention_decode", (word,)),
+                "Ampere": ("paged_attention", (f"decode, {word}",)),
+            },
+            (f"decode: bfloat16 in {kind}",),
+        )
+    prompts = {
+        "Hopper": ("paged_attention_prefill", ("",)),
+        "Ampere": ("paged_attention", ("prefill, head",)),
+    }
     yield Operation(
         "prompts, cache in 16 bits", PREFILL, (tiles, pages, pages, plain, False), prompts, ("prefill: ",)
     )
-    of_fp8 = {
-        "Hopper": ("paged_attention_prefill", ("fp8",)),
-        "Ampere": ("paged_attention", ("prefill, fp8",)),
-    }
-    fp8_cache = narrow[FP8], narrow[FP8]
-    yield Operation(
-        "prompts, cache in fp8",
-        PREFILL,
-        (tiles, *fp8_cache, plain, False),
-        of_fp8,
-        (f"prefill: bfloat16 in {FP8}",),
-    )
-    latent = {"Hopper": ("latent_attention_decode", ("",)), "Ampere": ("paged_attention", ("latent",))}
+    for kind, word in ("int8", "int8"), (FP8, "fp8"):
+        yield Operation(
+            f"prompts, cache in {word}",
+            PREFILL,
+            (tiles, *[narrow[kind]] * 2, plain, False),
+            {
+                "Hopper": ("paged_attention_prefill", (word,)),
+                "Ampere": ("paged_attention", (f"prefill, {word}",)),
+            },
+            (f"prefill: bfloat16 in {kind}",),
+        )
     yield Operation(
         "latent attention, decode",
         LATENT_DECODE,
         (_shape(1, 8, 576), vectors, plain, 512),
-        latent,
+        {"Hopper": ("latent_attention_decode", ("",)), "Ampere": ("paged_attention", ("latent decode",))},
         ("latent: ",),
     )
-    write = {"Hopper": ("kv_write", ("",)), "Ampere": ("kv_write", ("",))}
-    keys = _shape(1, 2, 64)
-    yield Operation("cache writes", KV_WRITE, (pages, pages, Qkv(q, keys, keys)), write, ("kv_write: ",))
     yield Operation(
-        "page copies", PAGE_COPY, (pages, pages), {"Hopper": ("copy_pages", ("",))}, ("copy_pages: ",)
+        "latent attention, prompts",
+        LATENT_PREFILL,
+        (_shape(1, 16, 8, 576), vectors, plain, 512),
+        {"Ampere": ("paged_attention", ("latent prefill",))},
     )
+    keys = _shape(1, 2, 64)
+    for name, cache, word, measured in (
+        ("16 bits", pages, ("rotated, two", "16 bits", "bfloat16"), "{}: bfloat16 2x1"),
+        ("int8", narrow["int8"], ("int8",), "{}: bfloat16 in int8"),
+        ("fp8", narrow[FP8], ("fp8",), f"{{}}: bfloat16 in {FP8}"),
+    ):
+        for title, kernel, table, call in (
+            ("cache writes", "kv_write", KV_WRITE, (Qkv(q, keys, keys),)),
+            ("page copies", "copy_pages", PAGE_COPY, ()),
+        ):
+            cases = dict.fromkeys(("Hopper", "Ampere"), (kernel, word))
+            yield Operation(
+                f"{title}, {name}", table, (cache, cache, *call), cases, (measured.format(kernel),)
+            )
     yield Operation("row quantization", ROW_QUANTIZATION, (rows,), {"Hopper": ("quantize_rows", ("",))})
-    for name, form, words, measured in FORMATS:
+    for name, form, words, (dense, experts), measured in FORMATS:
         hopper = "int4_product" if form.bits == 4 else "grouped_product"
-        cases = {"Hopper": (hopper, words), "Ampere": ("product", words)}
         weight = stored(abstract(_shape(128, 512), form))
         yield Operation(
-            f"products, {name}", weight.table(grouped=False), (_shape(1, 512), weight), cases, measured
+            f"products, {name}",
+            weight.table(grouped=False),
+            (_shape(1, 512), weight),
+            {"Hopper": (hopper, words), "Ampere": ("product", (dense,))},
+            measured,
         )
-        experts, beside = stored(abstract(_shape(2, 128, 512), form)), ()
-        if form.bits == 16:
-            beside = ("experts: bfloat16",)
+        weight = stored(abstract(_shape(2, 128, 512), form))
         yield Operation(
-            f"experts, {name}", experts.table(grouped=True), (_shape(8, 512), experts), cases, beside
+            f"experts, {name}",
+            weight.table(grouped=True),
+            (_shape(8, 512), weight),
+            {"Hopper": (hopper, words), "Ampere": ("product", (f"experts, {experts}",))},
+            ("experts: bfloat16",) if form.bits == 16 else (),
         )
 
 
-FP8_GROUPS = WeightFormat(FP8, 8, 128)
-FORMATS: tuple[tuple[str, WeightFormat, tuple[str, ...], tuple[str, ...]], ...] = (
-    ("bfloat16", WeightFormat("bfloat16", 16), ("bfloat16",), ()),
-    ("int8", INT8, ("int8",), ("int8 weights",)),
-    ("int8 by int8", replace(INT8, inputs="int8"), ("int8",), ()),
-    ("fp8", WeightFormat(FP8, 8), ("fp8",), ()),
-    ("fp8 by fp8", FP8_BY_FP8, ("fp8",), ()),
-    ("fp8 in groups of 128", FP8_GROUPS, ("by group",), ()),
-    ("int4 (AWQ, GPTQ)", WeightFormat("int4", 4, 128, offset=True), ("offsets",), ("int4 ",)),
-    ("MXFP4", WeightFormat("e2m1", 4, 32), ("MXFP4",), ("MXFP4 weights",)),
-    ("NVFP4", WeightFormat("e2m1", 4, 16), ("NVFP4",), ()),
+FP8_GROUPS, INT4 = WeightFormat(FP8, 8, 128), WeightFormat("int4", 4, 128, offset=True)
+Words = tuple[str, ...]
+# with words in the names of Hopper's cases, and of Ampere's for dense products and for experts
+FORMATS: tuple[tuple[str, WeightFormat, Words, tuple[str, str], Words], ...] = (
+    ("bfloat16", WeightFormat("bfloat16", 16), ("bfloat16",), ("bfloat16", "bfloat16"), ()),
+    ("int8", INT8, ("int8",), ("int8", "int8"), ("int8 weights",)),
+    ("int8 by int8", replace(INT8, inputs="int8"), ("int8",), ("int8", "int8"), ()),
+    ("fp8", WeightFormat(FP8, 8), ("fp8",), ("fp8", "fp8,"), ()),
+    ("fp8 by fp8", FP8_BY_FP8, ("fp8",), ("fp8 by fp8", "fp8,"), ()),
+    ("fp8 in groups of 128", FP8_GROUPS, ("by group",), ("fp8 by group", "fp8 by group"), ()),
+    ("int4 (AWQ, GPTQ)", INT4, ("offsets",), ("int4", "int4"), ("int4 ",)),
+    ("MXFP4", WeightFormat("e2m1", 4, 32), ("MXFP4",), ("MXFP4", "MXFP4"), ("MXFP4 weights",)),
+    ("NVFP4", WeightFormat("e2m1", 4, 16), ("NVFP4",), ("NVFP4", "NVFP4"), ()),
 )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 from kernel_facts import Case, decode, decode_eight_bits
 
+from pallas_kernels.attention.ampere import LATENT_PROMPTS, LATENT_ROWS, shape_of_block
 from pallas_kernels.compilation.ahead_of_time import KernelFacts, device, kernel_facts
 from pallas_kernels.mosaic.ampere import DEPTH
 from pallas_kernels.products import weights
@@ -273,6 +274,25 @@ def tile_of_mma(rows: int, form: WeightFormat) -> Tile:
     columns = max(1, min(rows, MOST_ROWS[form.group != DEPTH]) // 8)
     products = TILE // DEPTH * columns * (1 + sums)
     return Tile("64 x 128", 64 * TILE * form.bits // 8 + scales, products, copies=0)
+
+
+def tile_of_attention(function: Any, arrays: Any) -> Tile:
+    """The tile of a case of `ampere_attention`, in Ampere's kernel."""
+    q, pages = arrays[:2]
+    numbers, rank = getattr(pages, "values", pages), function.keywords.get("rank")
+    tokens = 1 if len(q.shape) == 3 else q.shape[1]
+    _, kv_heads, _, head_dim = numbers.shape
+    step, columns = (
+        shape_of_block(tokens * q.shape[-2] // kv_heads, head_dim, numbers is not pages)
+        if rank is None
+        else LATENT_ROWS
+        if tokens == 1
+        else LATENT_PROMPTS
+    )
+    size = step * head_dim * numbers.dtype.itemsize + (4 * step if numbers is not pages else 0)
+    # four warps share the tile's products, of 16 rows, 8 columns and DEPTH numbers, of keys and of values
+    products = columns // 8 * step // 16 * (head_dim + (rank or head_dim)) // DEPTH // 4
+    return Tile(f"{step} tokens, {columns} queries", size * (1 if rank else 2), products, copies=0)
 
 
 FP8_GROUPS = WeightFormat(FP8, 8, 128)

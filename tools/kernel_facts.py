@@ -20,8 +20,8 @@ from pallas_kernels.attention.hopper.decode import paged_attention_decode
 from pallas_kernels.attention.hopper.latent import latent_attention_decode
 from pallas_kernels.attention.hopper.prefill import paged_attention_prefill
 from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.cache.hopper_copy import copy_pages
 from pallas_kernels.cache.hopper_write import kv_write
+from pallas_kernels.cache.page_copy import copy_pages
 from pallas_kernels.cache.qkv import HeadNorm, QkvProduct
 from pallas_kernels.compilation.ahead_of_time import KernelFacts, device, kernel_facts
 from pallas_kernels.products.groups import grouped, one_group
@@ -151,10 +151,10 @@ WRITES: dict[str, Case] = {
 }
 
 
-def copy(kind: str, page_size: int) -> Case:
+def copy(kind: str, page_size: int, **how: Any) -> Case:
     """A copy of sixteen pages with eight kv heads."""
     pages, ids = cache_of(kind, (1 << 10, 8, page_size, 128)), jax.ShapeDtypeStruct((16,), jnp.int32)
-    return copy_pages, (pages, pages, ids, ids)
+    return partial(copy_pages, **how), (pages, pages, ids, ids)
 
 
 def decode_eight_bits(

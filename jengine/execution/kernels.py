@@ -94,13 +94,16 @@ def _attention(spec: ExecutionSpec) -> dict[str, Choice]:
     device = spec.mesh.devices.flat[0]
     for group in paged(spec.groups):
         q, pages, options = _queries(spec, group, 1), _pages(spec, group), _options(group)
+        tiles = _queries(spec, group, 1, spec.table.tile_size)
         if (rank := _facts(group).rank) is not None:
-            choice = explain(latent_dispatch.LATENT_DECODE, device, q, pages[0], options, rank)
+            latent: Any = pages[0], options, rank
+            choice = explain(latent_dispatch.LATENT_DECODE, device, q, *latent)
+            of_tiles = explain(latent_dispatch.LATENT_PREFILL, device, tiles, *latent)
         else:
             choice = explain(dispatch.DECODE, device, q, *pages, options)
+            of_tiles = explain(dispatch.PREFILL, device, tiles, *pages, options, spec.ahead)
         _add(chosen, DECODE, choice)
-        tiles = _queries(spec, group, 1, spec.table.tile_size)
-        _add(chosen, PREFILL, explain(dispatch.PREFILL, device, tiles, *pages, options, spec.ahead))
+        _add(chosen, PREFILL, of_tiles)
     return chosen
 
 

@@ -61,7 +61,9 @@ STAGES = 2  # tiles of tokens in shared memory
 # the smallest copies
 KV_TILING, Q_TILING = 64, 32
 LARGEST = 256  # maximum channels of a key that are loaded at a time
-LATENT_BLOCK = 32, 16  # tokens of a tile and queries of a block for keys of up to 576 channels
+# of keys of up to 576 channels, tokens of a tile and queries of a block: of rows, and of prompts. These read
+# keys half as often, and two blocks fit into an A100's multiprocessor, one into an RTX 5090's
+LATENT_ROWS, LATENT_PROMPTS = (32, 16), (16, 32)
 
 
 class Inputs(NamedTuple):
@@ -206,16 +208,36 @@ def latent_attention_decode(
     rank: int,
     splits: int | None = None,
 ) -> jax.Array:
-    """`latent.latent_attention_decode` on Ampere and Ada.
+    """`latent.latent_attention_decode` on Ampere and Ada."""
+    where = block_tables, lengths - 1, jnp.minimum(lengths, 1)
+    return latent_attention_prefill(q[:, None], pages, *where, options, rank=rank, splits=splits)[:, 0]
+
+
+def latent_attention_prefill(
+    q: jax.Array,
+    pages: jax.Array,
+    block_tables: jax.Array,
+    positions: jax.Array,
+    lengths: jax.Array,
+    options: AttentionOptions,
+    *,
+    rank: int,
+    splits: int | None = None,
+) -> jax.Array:
+    """Latent attention of tiles of consecutive queries, each of one sequence, causal.
 
     Args:
-        q: bfloat16 or float16 [rows, heads, key_dim], at most 576 channels.
+        q: bfloat16 or float16 [tiles, tile, heads, key_dim], at most 576 channels.
         pages: [num_pages, 1, page_size, key_dim] in q's dtype.
-        splits: as in `paged_attention_prefill`.
+        rank: channels of a key that are its value.
+        The others: see `paged_attention_prefill`.
+
+    Returns:
+        [tiles, tile, heads, rank], in q's dtype.
     """
     options.require(*GPU_OPTIONS)
-    where = block_tables, lengths - 1, jnp.minimum(lengths, 1)
-    return _attend(q[:, None], (pages,), *where, options, splits, LATENT_BLOCK, rank)[:, 0]
+    where, block = (block_tables, positions, lengths), LATENT_ROWS if q.shape[1] == 1 else LATENT_PROMPTS
+    return _attend(q, (pages,), *where, options, splits, block, rank)
 
 
 def _attend(

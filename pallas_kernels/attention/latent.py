@@ -1,8 +1,8 @@
 """Chooses the implementation of latent attention, in which all heads share one cached vector per token.
 
-See `dispatch` for `impl` and `device`. GPUs have kernels for decoding. Elsewhere, and for prompts, the
-vectors are passed to ordinary attention as keys and as values of a single kv head. A CPU has kernels for
-that; on a GPU it is computed by XLA, since kernels take head dims up to 256.
+See `dispatch` for `impl` and `device`. GPUs have kernels for decoding, and all but Hopper for prompts.
+Elsewhere the vectors are passed to ordinary attention as keys and as values of a single kv head. A CPU has
+kernels for that; on a GPU it is computed by XLA, since kernels take head dims up to 256.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pallas_kernels.quantization.quantized import Pages, Quantized
 from pallas_kernels.targets import AMPERE, CPU, DTYPES, HOPPER, Impl, Implementation, choose
 
 
-def _why_no_gpu_latent_decode(q: Any, pages: Pages, options: AttentionOptions, rank: int) -> str | None:
+def _why_no_gpu_latent(q: Any, pages: Pages, options: AttentionOptions, rank: int) -> str | None:
     from pallas_kernels.attention.hopper.latent import KEY_CHANNELS, RANKS
 
     if (refused := options.refused()) is not None:
@@ -53,6 +53,12 @@ def _ampere_decode(*args: Any, rank: int, work: WorkList | None, device: jax.Dev
     return latent_attention_decode(*args, rank=rank)
 
 
+def _ampere_prefill(*args: Any, rank: int, until: None, device: jax.Device) -> Any:
+    from pallas_kernels.attention.ampere import latent_attention_prefill
+
+    return latent_attention_prefill(*args, rank=rank)
+
+
 def _hopper_decode_work(heads: int, lengths: jax.Array, device: jax.Device) -> WorkList:
     from pallas_kernels.attention.hopper.latent import latent_work
 
@@ -65,18 +71,20 @@ def _as_ordinary(kernel: Implementation) -> Implementation:
     def why_not(q: jax.Array, pages: Pages, options: AttentionOptions, rank: int) -> str | None:
         return kernel.why_not(q, pages, pages, options)
 
-    def run(
-        q: jax.Array, pages: Pages, *args: Any, rank: int, work: WorkList | None, device: jax.Device
-    ) -> Any:
-        return kernel.run(q, pages, pages, *args, work=None, device=device)[..., :rank]
+    def run(q: jax.Array, pages: Pages, *args: Any, rank: int, **extra: Any) -> Any:
+        return kernel.run(q, pages, pages, *args, **extra)[..., :rank]
 
     return Implementation(kernel.target, why_not, run)
 
 
 LATENT_DECODE = (
-    Implementation(HOPPER, _why_no_gpu_latent_decode, _hopper_decode),
-    Implementation(AMPERE, _why_no_gpu_latent_decode, _ampere_decode),
+    Implementation(HOPPER, _why_no_gpu_latent, _hopper_decode),
+    Implementation(AMPERE, _why_no_gpu_latent, _ampere_decode),
     *(_as_ordinary(kernel) for kernel in dispatch.DECODE if kernel.target is CPU),
+)
+LATENT_PREFILL = (
+    Implementation(AMPERE, _why_no_gpu_latent, _ampere_prefill),
+    *(_as_ordinary(kernel) for kernel in dispatch.PREFILL if kernel.target is CPU),
 )
 LATENT_DECODE_WORK = (Implementation(HOPPER, lambda: None, _hopper_decode_work),)
 
@@ -145,6 +153,7 @@ def latent_attention_prefill(
     *,
     rank: int,
     most_pages: int = 0,
+    impl: Impl = "auto",
     device: jax.Device | None = None,
 ) -> jax.Array:
     """Causal attention from tiles of consecutive queries, each of one sequence, to the tokens in the
@@ -157,7 +166,15 @@ def latent_attention_prefill(
 
     Returns:
         [tiles, tile, heads, rank], in q's dtype.
+
+    Raises:
+        ValueError: impl is "mosaic" or "llvm", and no such kernel supports the call.
     """
     where = block_tables, positions, lengths
-    out = dispatch.paged_attention_prefill(q, pages, pages, *where, options, pages=most_pages, device=device)
-    return out[..., :rank]
+    kernel = choose(LATENT_PREFILL, impl, device, q, pages, options, rank)
+    if kernel is None:
+        choice: Any = {"pages": most_pages, "impl": impl, "device": device}
+        return dispatch.paged_attention_prefill(q, pages, pages, *where, options, **choice)[..., :rank]
+    extra = {"rank": rank, "until": None, "device": device or jax.devices()[0]}
+    out: jax.Array = kernel.call("latent_attention_prefill", q, pages, *where, options, **extra)
+    return out

@@ -6,6 +6,7 @@ KV_WRITE and PAGE_COPY are the tables. `impl` and `device` are as in `attention.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,17 +33,20 @@ def _ampere_write(*args: Any, cores: int, **options: Any) -> Any:
     return kv_write(*args, **options)
 
 
-def _hopper_copy(*args: Any) -> Any:
-    from pallas_kernels.cache.hopper_copy import copy_pages
+def _copy(*args: Any, tma: bool) -> Any:
+    from pallas_kernels.cache.page_copy import copy_pages
 
-    return copy_pages(*args)
+    return copy_pages(*args, tma=tma)
 
 
 KV_WRITE = (
     Implementation(HOPPER, why_no_gpu_write, _hopper_write),
     Implementation(AMPERE, why_no_gpu_write, _ampere_write),
 )
-PAGE_COPY = (Implementation(HOPPER, why_no_gpu_cache, _hopper_copy),)
+PAGE_COPY = (
+    Implementation(HOPPER, why_no_gpu_cache, partial(_copy, tma=True)),
+    Implementation(AMPERE, why_no_gpu_cache, partial(_copy, tma=False)),
+)
 
 
 def kv_write(

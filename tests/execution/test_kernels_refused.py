@@ -97,5 +97,5 @@ def test_what_a_start_says_of_each_generation(capability: str, monkeypatch: pyte
         why = f"device=GPU {capability}: the kernel is for GPUs of compute capability 9.0"
         dense, rows, experts = products.split(", ")
         refused = f"XLA (inputs=int8: XLA multiplies these without converting them) for {dense}"
-        by_xla = f"XLA ({why}) for {caches}, {rows}; {refused}; XLA for products of bfloat16"
-        assert said == f"Ampere ({why}) for {attention}, {experts}; {by_xla}"
+        by_xla = f"{refused}; XLA ({why}) for {rows}; XLA for products of bfloat16"
+        assert said == f"Ampere ({why}) for {attention}, {caches}, {experts}; {by_xla}"

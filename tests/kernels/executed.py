@@ -6,7 +6,8 @@ checks run what a GPU gets.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from pallas_kernels.compilation.ahead_of_time import device, lower_for
 from tests.kernels.interpreted import Runner
+from tools.ptx_machine.capture import Compiled
 from tools.ptx_machine.emulate import Emulation, Run
 from tools.ptx_machine.findings import Finding
 from tools.ptx_machine.schedules import Schedule
@@ -33,6 +35,22 @@ MANY = (
     Schedule(seed=6, order="straggler", garbage="random"),
     Schedule(seed=7, order="random", garbage="random", resident=1),
 )
+
+
+NAMES = re.compile(r"^\s*\.(version|target|file|loc)\s.*\n", re.MULTILINE)  # of the GPU and of sources
+
+
+def anonymous(kernels: Sequence[Compiled]) -> str:
+    """Their PTX, without what names them, the GPU and their source."""
+    return "\n".join(NAMES.sub("", kernel.ptx.replace(kernel.name, "")) for kernel in kernels)
+
+
+class _Stop(Exception):
+    """Ends a check whose kernels are compiled."""
+
+    def __init__(self, kernels: list[Compiled]) -> None:
+        super().__init__()
+        self.kernels = kernels
 
 
 class Executed:
@@ -67,7 +85,20 @@ class Executed:
         """The smallest part of a kernel that was executed."""
         return min(executed / lines for _, executed, lines in self.covered())
 
-    def _run(self, function: Callable[..., Any], *args: Any, **how: Any) -> Any:
+    def compiled(self, check: Callable[..., float]) -> list[Compiled]:
+        """The kernels that a check runs first. They are not executed."""
+
+        def run(function: Callable[..., Any], *args: Any, **how: Any) -> Any:
+            raise _Stop(self._emulation(function, *args, **how)[0].kernels)
+
+        try:
+            check(runner=Runner(run, None))
+        except _Stop as stop:
+            return stop.kernels
+        raise RuntimeError("the check has run no kernel")
+
+    def _emulation(self, function: Callable[..., Any], *args: Any, **how: Any) -> tuple[Emulation, list[Any]]:
+        """A function, compiled, and its arrays."""
         leaves, tree = jax.tree.flatten((args, how))
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
         arrays = [leaves[i] for i in places]
@@ -80,7 +111,10 @@ class Executed:
         key = id(function), tree, *(i for i, leaf in enumerate(leaves) if i not in places)
         if key not in self._compiled:
             self._compiled[key] = function, Emulation(self._lower, plain, *arrays)
-        _, emulation = self._compiled[key]
+        return self._compiled[key][1], arrays
+
+    def _run(self, function: Callable[..., Any], *args: Any, **how: Any) -> Any:
+        emulation, arrays = self._emulation(function, *args, **how)
         results = []
         for schedule in self.schedules:
             results.append(emulation(*arrays, schedule=schedule))

@@ -17,7 +17,9 @@ from tests.kernels.shipped import (
     INT4,
     PLAIN,
     Check,
+    ampere_copy,
     ampere_decode,
+    ampere_prefill,
     decode,
     eight_bits,
     inputs_split,
@@ -38,8 +40,11 @@ VICTIMS: dict[str, Check] = {
     "MXFP4 product": int4(64, 64, 1408, 32, False, "e2m1", "bfloat16"),  # here, too
     "Ampere": ampere_decode(128, 1, 9, 64, 2, "bfloat16", PLAIN),
     "Ampere, int8 cache": ampere_decode(128, 1, 4, 64, 2, "bfloat16", PLAIN, kind="int8"),
+    "Ampere, latent prompts": ampere_prefill(192, 1, 3, 16, 2, "bfloat16", PLAIN, rank=128),
+    "Ampere page copy": ampere_copy("int8", "float16", 64, 1, 128),
     "Ampere product": mma(9, 64, 1280, INT4, "bfloat16"),
 }
+ON_AMPERE = tuple(name for name in VICTIMS if name.startswith("Ampere"))
 # The first that tells of a fault counts.
 SCHEDULES = (
     Schedule(seed=0, order="random", garbage="nan"),

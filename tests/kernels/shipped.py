@@ -52,6 +52,7 @@ latent = partial(partial, test_latent_decode.check)
 kv_write = partial(partial, test_kv_write.check)
 ampere_write = partial(kv_write, cores=None)
 copy_pages = partial(partial, test_copy_pages.check)
+ampere_copy = partial(copy_pages, tma=False)
 rows = partial(partial, test_quantize_rows.check)
 int4 = partial(partial, test_int4_product.check)
 int4_groups = partial(partial, test_int4_product.check_grouped)
@@ -254,6 +255,14 @@ AMPERE: Cases = {
         ),
         "prefill, fp8, head dim 64, sinks": ampere_prefill(64, 1, 1, 16, 1, "bfloat16", SINKS, kind=E4M3),
         "latent decode, rank 128, 12 heads": latent(128, 64, 12, 64, 0, "bfloat16", longest=130),
+        "latent prefill, rank 128, 3 heads, two splits": ampere_prefill(
+            192, 1, 3, 16, 2, "bfloat16", PLAIN, rank=128
+        ),
+    },
+    "copy_pages": {
+        "16 bits": ampere_copy(None, "bfloat16", 128, 2, 16),
+        "int8": ampere_copy("int8", "float16", 64, 1, 128),
+        "fp8": ampere_copy(E4M3, "bfloat16", 256, 1, 32),
     },
     "kv_write": {
         "rotated, two groups of tokens": ampere_write(None, "bfloat16", 128, 2, 2, 16, 13, 64, ""),
@@ -285,6 +294,7 @@ MORE_AMPERE: Cases = {
         "prefill, int8, head dim 128": ampere_prefill(128, 1, 4, 64, None, "float16", BOTH, kind="int8"),
         "prefill, fp8, head dim 256": ampere_prefill(256, 1, 2, 32, 1, "bfloat16", WINDOW, kind=E4M3),
         "latent decode, rank 512, 16 heads, pages of 16": latent(512, 64, 16, 16, 0, "float16", longest=150),
+        "latent prefill, rank 512, 16 heads": ampere_prefill(576, 1, 16, 64, 1, "float16", PLAIN, rank=512),
     },
     "kv_write": {
         "plain, float16": ampere_write(None, "float16", 64, 1, 3, 64, 5, 0, ""),
@@ -301,6 +311,7 @@ MORE_AMPERE: Cases = {
         "experts, int8, more rows": mma_groups((0, 70, 0, 1), 64, 128, INT8, "bfloat16"),
         "experts, int4, offsets": mma_groups((40, 1, 0), 64, 640, INT4, "float16"),
         "experts, NVFP4": mma_groups((100, 0, 2), 64, 96, NVFP4, "bfloat16"),
+        "experts, fp8, float16": mma_groups((2, 0, 5), 64, 256, FP8, "float16"),
         "experts, fp8 by group": mma_groups((5, 0, 9), 64, 256, FP8_GROUPS, "float16"),
         "every int8 number, bfloat16": mma_numbers("int8", "bfloat16"),
         "every fp8 number, float16": mma_numbers(E4M3, "float16"),

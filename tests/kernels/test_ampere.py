@@ -1,9 +1,10 @@
 """Attention's kernel for Ampere and newer GPUs: emulated, compared with the float32 reference, and compiled,
-as cache writes are."""
+as cache writes and page copies are."""
 
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -15,10 +16,13 @@ import pytest
 from ampere_attention import AMPERE_CASES
 from kernel_facts import AMPERE, AMPERE_THREADS, facts_elsewhere
 
+from benchmarks.compiled_kernels import row
+from benchmarks.machine import RESULTS
 from pallas_kernels.attention.ampere import (
     BLOCKS_TO_FILL,
     SPLIT_TOKENS,
     default_splits,
+    latent_attention_prefill,
     paged_attention_decode,
     paged_attention_prefill,
 )
@@ -30,6 +34,7 @@ from tests.kernels.emulated import Landing, emulator
 from tests.kernels.interpreted import Cache, Runner, cache, largest_error, only_what_is_seen, options_of
 from tests.kernels.test_attention_decode import eight_bits
 
+RECORD = json.loads((RESULTS / "compiled_kernels.json").read_text())
 Ways = dict[str, Any]
 PLAIN: Ways = {"scale": 0.2}
 WINDOW: Ways = {"scale": 0.3, "window": 70}
@@ -89,8 +94,9 @@ def check_prefill(
     ways: Ways,
     runner: Runner,
     kind: str = "",
+    rank: int = 0,
 ) -> float:
-    """The largest error, see `largest_error`; kind: of an eight-bit cache."""
+    """The largest error, see `largest_error`; kind: of an eight-bit cache; rank: of latent attention."""
     tile, sequences, width = 24, [150, 25, 120], -(-150 // page_size)
     paged = cache(sequences, width, kv_heads, page_size, head_dim, dtype, seed=page_size)
     rows, positions, lengths = np.array(
@@ -106,15 +112,19 @@ def check_prefill(
     q = jax.random.normal(jax.random.key(7), (len(rows), tile, kv_heads * group, head_dim)).astype(dtype)
     starts = jnp.asarray(positions, jnp.int32)
     options = options_of(ways, kv_heads * group)
-    run = partial(paged_attention_prefill, splits=splits)
-    got = runner.run(run, q, *paged[:3], starts, paged.lengths, options)
+    run: Any = partial(paged_attention_prefill, splits=splits)
+    if rank:
+        run = partial(latent_attention_prefill, rank=rank, splits=splits)
+        clean = clean._replace(v=clean.k[..., :rank])
+    arrays = (paged.k, paged.tables) if rank else paged[:3]
+    got = runner.run(run, q, *arrays, starts, paged.lengths, options)
     if ways is WINDOW:
         np.testing.assert_array_equal(got, runner.run(run, q, *whole[:3], starts, paged.lengths, options))
     assert jnp.isfinite(got).all()
     k, v, tables, _ = clean
     want = reference.paged_attention_prefill(
-        q.astype(jnp.float32), k, v, tables, starts, paged.lengths, options
-    )
+        q.astype(jnp.float32), k, k if rank else v, tables, starts, paged.lengths, options
+    )[..., : v.shape[-1]]
     real = np.arange(tile) < lengths[:, None]
     return close(got[real], want[real], clean)
 
@@ -165,6 +175,14 @@ def test_prefill(
     check_prefill(head_dim, kv_heads, group, page_size, splits, dtype, ways, emulator(landing))
 
 
+@pytest.mark.parametrize(
+    ("rank", "page_size", "splits", "dtype", "tma"),
+    [(128, 16, 2, "bfloat16", False), pytest.param(512, 64, 1, "float16", True, marks=pytest.mark.full)],
+)
+def test_latent_prefill(rank: int, page_size: int, splits: int, dtype: str, tma: bool) -> None:
+    check_prefill(rank + 64, 1, 6, page_size, splits, dtype, PLAIN, emulator("late", tma), rank=rank)
+
+
 def test_caches_of_eight_bits() -> None:
     check_decode(64, 2, 4, 16, 2, "bfloat16", WINDOW, emulator("late"), "int8")
     check_prefill(64, 1, 3, 16, 2, "bfloat16", SINKS, emulator("late", tma=True), FP8)
@@ -212,6 +230,8 @@ FEW = (
     "prefill, fp8, head dim 256",
     "write, 64 tokens, normed, rotated in part, head dim 256, fp8",
     "latent decode, 16 heads",
+    "latent prefill, 16 heads",
+    "copy, pages of 16, int8",
 )
 
 
@@ -224,8 +244,10 @@ def check_compiled(target: str, names: Sequence[str]) -> None:
         wide = "head dim 256" in name or "latent" in name  # shared memory for one block
         large = target in ("a100", "b200") and not wide
         assert facts.blocks(AMPERE_THREADS) >= (2 if large else 1), name
+        if jax.__version__ == RECORD["machine"]["jax"]:  # others compile to other code
+            assert row(name, facts) in RECORD["targets"][target]
         by_tma = target in ("b200", "rtx5090")
-        if name.startswith("write"):
+        if name.startswith(("write", "copy")):
             continue
         assert facts.products > 0 and (facts.bulk_copies if by_tma else facts.copies) > 0, name
         assert not facts.misaligned, name

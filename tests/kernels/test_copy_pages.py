@@ -1,4 +1,5 @@
-"""The Hopper kernel that copies pages against the reference, interpreted on a CPU with race detection on."""
+"""The kernel that copies pages against the reference: Hopper's form, interpreted on a CPU with race detection
+on."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cache.hopper_copy import copy_pages
+from pallas_kernels.cache.page_copy import copy_pages
 from pallas_kernels.quantization.quantized import Pages, movable, quantize
 from tests.kernels import reference
 from tests.kernels.interpreted import INTERPRETED, Runner
@@ -29,6 +30,8 @@ def check(
     head_dim: int,
     kv_heads: int,
     page_size: int,
+    *,
+    tma: bool = True,
     runner: Runner = INTERPRETED,
 ) -> float:
     """One page to two others, some with NaN, and padding. Returns the largest error, see `largest_error`."""
@@ -40,7 +43,7 @@ def check(
         return movable(quantize(plain, kind)) if kind else plain
 
     args: Any = pages(), pages(), jnp.array([5, 0, 3, 5, 0], jnp.int32), jnp.array([1, 0, 8, 7, 0], jnp.int32)
-    got = runner.run(jax.jit(partial(copy_pages, **runner.form())), *args)
+    got = runner.run(jax.jit(partial(copy_pages, tma=tma, **runner.form())), *args)
     for mine, want in zip(*map(jax.tree.leaves, (got, reference.copy_pages(*args))), strict=True):
         np.testing.assert_array_equal(*(np.asarray(x).view(np.uint8) for x in (mine, want)))
     return 0.0

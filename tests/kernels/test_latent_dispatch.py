@@ -15,6 +15,7 @@ from pallas_kernels.attention import dispatch
 from pallas_kernels.attention.hopper import latent as latent_decode
 from pallas_kernels.attention.latent import (
     LATENT_DECODE,
+    LATENT_PREFILL,
     latent_attention_decode,
     latent_attention_prefill,
     latent_decode_work,
@@ -50,6 +51,8 @@ def test_what_the_kernel_takes() -> None:
             is None
         )
     assert why_none(LATENT_DECODE, HOPPER, *shapes(dtype=jnp.float16), PLAIN, 128) is None
+    assert why_none(LATENT_PREFILL, AMPERE, *shapes(key_dim=576), PLAIN, 512) is None
+    assert str(why_none(LATENT_PREFILL, HOPPER, *shapes(), PLAIN, 128)).startswith("device=NVIDIA H200")
 
 
 @pytest.mark.parametrize(
@@ -92,6 +95,8 @@ def test_elsewhere_the_vectors_are_keys_and_values() -> None:
     tiles, at = q[:, None], (jnp.array([4, 0]), jnp.array([1, 1]))
     want = dispatch.paged_attention_prefill(tiles, pages, pages, where[0], *at, OPTIONS)[..., :128]
     np.testing.assert_array_equal(latent_attention_prefill(tiles, pages, where[0], *at, **how), want)
+    with pytest.raises(ValueError, match="impl='mosaic': device=NVIDIA H200"):
+        latent_attention_prefill(tiles, pages, where[0], *at, **how, impl="mosaic", device=HOPPER)
 
 
 @pytest.mark.parametrize("impl", ["auto", "mosaic"])

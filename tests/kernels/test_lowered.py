@@ -15,8 +15,8 @@ from jax._src.pallas.mosaic_gpu import lowering
 
 from pallas_kernels.attention.hopper.decode import paged_attention_decode
 from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.cache.hopper_copy import copy_pages
 from pallas_kernels.cache.hopper_write import kv_write
+from pallas_kernels.cache.page_copy import copy_pages
 from pallas_kernels.cache.qkv import Qkv
 from pallas_kernels.compilation import ahead_of_time, lowered
 from pallas_kernels.compilation.lowered import keep_modules, reused

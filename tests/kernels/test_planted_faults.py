@@ -7,11 +7,9 @@ import functools
 import pytest
 
 from tests.extras import compiler_for_gpus
-from tests.kernels.faults import FAULTS, Fault, Report, Victim, reports_elsewhere
+from tests.kernels.faults import FAULTS, ON_AMPERE, Fault, Report, Victim, reports_elsewhere
 
 compiler_for_gpus()
-
-ON_AMPERE = "Ampere", "Ampere, int8 cache", "Ampere product"
 
 
 @functools.cache

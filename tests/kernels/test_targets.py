@@ -14,7 +14,7 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels.attention.dispatch import DECODE, PREFILL
-from pallas_kernels.attention.latent import LATENT_DECODE
+from pallas_kernels.attention.latent import LATENT_DECODE, LATENT_PREFILL
 from pallas_kernels.attention.options import PLAIN
 from pallas_kernels.cache.dispatch import KV_WRITE, PAGE_COPY
 from pallas_kernels.cache.qkv import Qkv
@@ -60,6 +60,7 @@ CALLS: dict[str, tuple[Table, tuple[Any, ...]]] = {
     "decode": (DECODE, (Q, PAGES, PAGES, PLAIN)),
     "prefill": (PREFILL, (TILES, PAGES, PAGES, PLAIN, False)),
     "latent decode": (LATENT_DECODE, (jnp.zeros((1, 8, 576), jnp.bfloat16), VECTORS, PLAIN, 512)),
+    "latent prefill": (LATENT_PREFILL, (jnp.zeros((1, 16, 8, 576), jnp.bfloat16), VECTORS, PLAIN, 512)),
     "write": (KV_WRITE, (PAGES, PAGES, Qkv(Q, Q[:, :2], Q[:, :2]))),
     "copy": (PAGE_COPY, (PAGES, PAGES)),
     "rows": (ROW_QUANTIZATION, (ROWS,)),
@@ -74,15 +75,16 @@ def chosen(device: Any) -> dict[str, Choice]:
 def test_a_gpu_without_kernels_of_its_generation_takes_those_of_an_older_one(version: str) -> None:
     device = gpu(version)
     names = {name: choice.name for name, choice in chosen(device).items()}
-    ampere = {"decode", "prefill", "latent decode", "write"}
-    assert names == {name: "Ampere" if name in ampere else "XLA" for name in CALLS}
+    assert names == dict.fromkeys(CALLS, "Ampere") | {"rows": "XLA"}
     newer = f"device=GPU {version}: the kernel is for GPUs of compute capability 9.0"
     reasons = {name: choice.why for name, choice in chosen(device).items()}
-    assert set(reasons.values()) == {newer}
+    assert reasons.pop("latent prefill") is None and set(reasons.values()) == {newer}
 
 
 def test_hopper_takes_its_own() -> None:
-    assert set(chosen(gpu("9.0")).values()) == {Choice("Hopper", None)}
+    choices = chosen(gpu("9.0"))
+    assert choices.pop("latent prefill").name == "XLA"
+    assert set(choices.values()) == {Choice("Hopper", None)}
 
 
 @pytest.mark.parametrize("version", NO_KERNELS)
@@ -96,9 +98,8 @@ def test_other_devices_take_xla(version: str) -> None:
 def test_a_cpu_has_kernels_for_attention_alone() -> None:
     assert {choice.why for choice in chosen(PROCESSOR).values()} == {None}
     names = {name: choice.name for name, choice in chosen(PROCESSOR).items()}
-    assert names == {name: "XLA" for name in CALLS} | dict.fromkeys(("decode", "prefill"), "CPU") | {
-        "latent decode": "CPU"
-    }
+    attention = ("decode", "prefill", "latent decode", "latent prefill")
+    assert names == dict.fromkeys(CALLS, "XLA") | dict.fromkeys(attention, "CPU")
 
 
 def test_a_reason_of_the_call_comes_after_the_device_and_before_an_older_generation() -> None:
