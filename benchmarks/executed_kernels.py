@@ -34,20 +34,25 @@ from tests.kernels.executed import FEW, Executed, anonymous
 from tests.kernels.faults import FAULTS, ON_AMPERE, Report, reports_of
 from tools.ptx_machine.capture import Compiled
 
-# every operation and format that the kernels for Ampere serve
-AMPERE: shipped.Cases = {
-    kernel: cases
-    | {
-        name: check
-        for name, check in shipped.MORE_AMPERE.get(kernel, {}).items()
-        if re.match("experts|prefill, int8|fp8 by fp8", name)
+
+def every_format(cases: shipped.Cases, more: shipped.Cases) -> shipped.Cases:
+    """Cases, and those of long tests that have other formats."""
+    return {
+        kernel: of
+        | {
+            name: check
+            for name, check in more.get(kernel, {}).items()
+            if re.match("experts|prefill, int8|fp8 by fp8", name)
+        }
+        for kernel, of in cases.items()
     }
-    for kernel, cases in shipped.AMPERE.items()
-}
+
+
+AMPERE = every_format(shipped.AMPERE, shipped.MORE_AMPERE)
 NVFP4 = {name: check for name, check in AMPERE["product"].items() if "NVFP4" in name}
 TARGETS: dict[str, tuple[shipped.Cases, tuple[str, ...]]] = {
     "h200": (
-        shipped.CASES | {"product": NVFP4},
+        every_format(shipped.CASES, shipped.MORE) | {"product": NVFP4},
         ("decode", "prefill", "product", "scaled product", "MXFP4 product"),
     ),
     "a100": (AMPERE, ON_AMPERE),

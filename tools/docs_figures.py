@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
-CARDS_OF_TARGETS = {"a100": " (A100)", "rtx5090": " (RTX 5090)"}
+CARDS_OF_TARGETS = {
+    "a100": " (A100)",
+    "rtx5090": " (RTX 5090)",
+    "rtx3090": " (RTX 3090)",
+    "l4": " (L4)",
+    "b200": " (B200)",
+}
 ENGINES = {"jengine": "jengine", "vllm": "vLLM", "openvino": "OpenVINO GenAI"}
 MEASURES = {
     "stream": "One stream, tokens/s",
@@ -194,7 +201,13 @@ def executed_kernels() -> str:
             f"{one['executed_lines']:,} of {one['lines']:,}",
         )
         rows.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join([*rows, "", _machine(found)])
+    alike = Counter((one["target"], one["same_as"]) for one in found["kernels"] if "same_as" in one)
+    same = [
+        f"The PTX of {count} cases for {CARDS_OF_TARGETS[target][2:-1]} is that for"
+        f" {CARDS_OF_TARGETS[other][2:-1]}, but for the target's name."
+        for (target, other), count in alike.items()
+    ]
+    return "\n".join([*rows, "", " ".join(same), "", _machine(found)])
 
 
 def planted_faults() -> str:

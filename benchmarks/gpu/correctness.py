@@ -21,7 +21,7 @@ from benchmarks.gpu.rows import FAILED, Row, attempt, skipped
 from benchmarks.gpu.work import Shape
 from pallas_kernels.attention import dispatch
 from pallas_kernels.attention import latent as latent_dispatch
-from pallas_kernels.attention.latent import LATENT_DECODE
+from pallas_kernels.attention.latent import LATENT_DECODE, LATENT_PREFILL
 from pallas_kernels.attention.options import PLAIN, AttentionOptions
 from pallas_kernels.cache import dispatch as cache_dispatch
 from pallas_kernels.cache.qkv import HeadNorm, QkvProduct
@@ -55,7 +55,7 @@ class Case(NamedTuple):
         function: decode, latent, prefill, kv_write or copy_pages.
         kind: format of the cache's numbers; None is dtype.
         ways: scale, window, soft cap and sinks for attention; batch_invariant for decode; norm for kv_write.
-        size: tokens per tile, or tokens that are written.
+        size: tokens per tile, or tokens that are written; latent: 0 for rows.
         pairs: number of channel pairs that rotate; 0: no rotation.
         longest: tokens of the longest sequence.
     """
@@ -142,6 +142,10 @@ def cases(small: bool) -> list[Case]:
         for k, d, p in flat
     ]
     copy = [Case("copy_pages", Shape(2, 1, d, p), next(dtypes), k) for k, d, p in flat[::2]]
+    latent += [
+        Case("latent", Shape(1, h, RANK + POSITION, p), next(dtypes), size=16)
+        for h, p in product((16, 128), PAGE_SIZES)
+    ]
     return [
         case
         for turn in zip_longest(decode, prefill, write, copy, latent)
@@ -219,26 +223,32 @@ def _decode(case: Case, impl: Impl, seed: int) -> Prepared:
 
 
 def _latent(case: Case, impl: Impl, seed: int) -> Prepared:
-    page, rank = case.shape.page_size, case.shape.head_dim - POSITION
-    lengths = [1, page - 1, 0, page, page + 1, case.longest, 129]
-    paged = checked(lengths, case.shape, case.dtype, None, seed)
-    q = jax.random.normal(jax.random.key(seed), (len(lengths), case.shape.heads, case.shape.head_dim)).astype(
-        case.dtype
+    """One row of each sequence or, with a size, the tile that ends it."""
+    page, rank, tile = case.shape.page_size, case.shape.head_dim - POSITION, case.size
+    lengths = np.array([1, page - 1, 0, page, page + 1, case.longest, 129])
+    paged = checked(lengths.tolist(), case.shape, case.dtype, None, seed)
+    places = (tile,) if tile else ()
+    shape = len(lengths), *places, case.shape.heads, case.shape.head_dim
+    q = jax.random.normal(jax.random.key(seed), shape).astype(case.dtype)
+    new = np.minimum(lengths, tile)
+    where = (lengths - new, new) if tile else (lengths,)
+    args = paged.tables, *(jnp.asarray(x, jnp.int32) for x in where)
+    table, kernel, truth = (
+        (LATENT_PREFILL, latent_dispatch.latent_attention_prefill, reference.paged_attention_prefill)
+        if tile
+        else (LATENT_DECODE, latent_dispatch.latent_attention_decode, reference.paged_attention_decode)
     )
-    where = paged.tables, jnp.asarray(lengths, jnp.int32)
+    real = np.arange(max(1, tile)) < np.maximum(new, not tile)[:, None]
 
     def run() -> Comparison:
-        attend = jax.jit(
-            partial(
-                latent_dispatch.latent_attention_decode, rank=rank, options=AttentionOptions(0.1), impl=impl
-            )
+        attend = jax.jit(partial(kernel, rank=rank, options=AttentionOptions(0.1), impl=impl))
+        want = _truth(truth, options=AttentionOptions(0.1))(_wide(q), _wide(paged.k), _wide(paged.k), *args)
+        got, want = (
+            x.reshape(*real.shape, *x.shape[-2:])[real] for x in (attend(q, paged.k, *args), want[..., :rank])
         )
-        want = _truth(reference.paged_attention_decode, options=AttentionOptions(0.1))(
-            _wide(q), _wide(paged.k), _wide(paged.k), *where
-        )
-        return _attention(case, attend(q, paged.k, *where), want[..., :rank], paged._replace(v=paged.k))
+        return _attention(case, got, want, paged._replace(v=paged.k))
 
-    return why_none(LATENT_DECODE, None, q, paged.k, PLAIN, rank), run
+    return why_none(table, None, q, paged.k, PLAIN, rank), run
 
 
 def _options(case: Case) -> AttentionOptions:

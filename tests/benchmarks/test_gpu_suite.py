@@ -313,15 +313,14 @@ def test_every_kernel_meets_the_reference_and_a_wrong_one_does_not(monkeypatch: 
     assert wrong == {"decode": "failed", "prefill": "ok", "kv_write": "failed", "copy_pages": "failed"}
 
 
+@pytest.mark.parametrize(("size", "name"), [(0, "latent_attention_decode"), (16, "latent_attention_prefill")])
 def test_latent_attention_meets_the_reference_and_a_wrong_one_does_not(
-    monkeypatch: pytest.MonkeyPatch,
+    size: int, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = correctness.Case("latent", Shape(1, 2, 128, 16), "bfloat16", longest=100)
+    case = correctness.Case("latent", Shape(1, 2, 128, 16), "bfloat16", size=size, longest=100)
     assert correctness.check(case, "xla", 0).outcome == "ok"
-    right = latent_dispatch.latent_attention_decode
-    monkeypatch.setattr(
-        latent_dispatch, "latent_attention_decode", lambda *args, **ways: right(*args, **ways) + 0.05
-    )
+    right = getattr(latent_dispatch, name)
+    monkeypatch.setattr(latent_dispatch, name, lambda *args, **ways: right(*args, **ways) + 0.05)
     assert correctness.check(case, "xla", 0).outcome == "failed"
 
 

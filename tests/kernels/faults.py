@@ -61,6 +61,7 @@ WAIT = r"mbarrier\.try_wait\.parity[^\n]*\n\t@P1 bra\.uni DONE; \n\tbra\.uni +LA
 PHASE = r"and\.b32 \t(%r\d+), (%r\d+), 1;(?=[^{]*\{\n\t\.reg \.pred +P1; )"
 FENCE = r"fence\.proxy\.async\.shared::cta;"
 BAR = r"bar\.sync [^\n;]*;"
+LANDED = rf"(cp\.async\.wait_group \t0;[^{{]*?){BAR}"
 PAIR = rf"{BAR}([^;]*){FENCE}([^;]*){BAR}"
 BOX = r"store i64 64, (ptr %\d+, align \d+(?:(?!store)[\s\S])*?call void @mosaic_gpu_init_tma_desc)"
 
@@ -80,6 +81,10 @@ SCALES_OF_ROW = r"(ld\.v4\.b32 \t)\{(%r\d+), (%r\d+)"
 BYTES = r"(shr\.u32 \t%r\d+, %r\d+), 8;(?=\s[^;]*\slop3)"
 TRANSPOSED = r"(ldmatrix\.sync\.aligned\.m8n8\.x4)\.trans"
 SCALED = r"(mul\.f32 \t%r\d+, )(%r\d+)(, %r\d+;\s*mul\.f32 \t%r\d+, \2, %r\d+;\s*mul\.f32 \t%r\d+, )(%r\d+),"
+# of prompts, three heads to a query; of page copies, copies of padding, and tokens of a part of a page
+THIRD = r"(mul\.hi\.u32 \t%r\d+, %r\d+,) -1431655765;"
+DESTINATION = r"(setp\.lt\.s64 \t%p\d+, %rd\d+,) 1;"
+TOKEN = r"or\.b32 \t(%r\d+), (%r\d+), %r3;(?=[^;]*mul\.wide\.u32)"
 MASKS = r"setp\.lt\.s32 \t(%p\d+, %r\d+, %r\d+;)(?=\n\tsetp\.lt)"
 
 
@@ -190,7 +195,7 @@ FAULTS = (
     Fault(
         "barrier after the last tile missing",
         "Ampere product",
-        rf"(cp\.async\.wait_group \t0;[^{{]*?){BAR}",
+        LANDED,
         r"\1",
         "race",
     ),
@@ -200,5 +205,9 @@ FAULTS = (
     Fault("other bytes", "Ampere, int8 cache", BYTES, r"\1, 16;", "other results"),
     Fault("values not transposed", "Ampere, int8 cache", TRANSPOSED, r"\1", "other results"),
     Fault("scale of another token", "Ampere, int8 cache", SCALED, r"\1\4\3\4,", "other results"),
-    Fault("missing barrier", "Ampere", rf"(cp\.async\.wait_group \t0;[^{{]*?){BAR}", r"\1", "race"),
+    Fault("missing barrier", "Ampere", LANDED, r"\1", "race"),
+    Fault("barrier of a tile missing", "Ampere, latent prompts", LANDED, r"\1", "race"),
+    Fault("position of another query", "Ampere, latent prompts", THIRD, r"\1 1431655765;", "other results"),
+    Fault("null page copied", "Ampere page copy", DESTINATION, r"\1 0;", "race"),
+    Fault("scales of other tokens", "Ampere page copy", TOKEN, r"mov.b32 \t\1, \2;", "other results"),
 )

@@ -5,19 +5,25 @@ In processes of their own, since one compiles for one compute capability.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
 
+import jax
 import pytest
 
+from benchmarks.machine import RESULTS
 from tests.extras import compiler_for_gpus
-from tests.kernels.executed import Executed
+from tests.kernels.executed import FEW, Executed
 from tests.kernels.shipped import AMPERE, MORE_AMPERE, Cases, Check, parameters
 
 compiler_for_gpus()
+
+RECORD = json.loads((RESULTS / "executed_kernels.json").read_text())
+COPY, FULL = ("copy_pages", "int8"), ("a100", "rtx3090", "b200", "rtx5090")
 
 
 def process() -> ProcessPoolExecutor:
@@ -61,6 +67,24 @@ def test_the_reference_is_met_on_blackwell(
     check: Check, schedules: Any, covered: float, blackwell: ProcessPoolExecutor
 ) -> None:
     assert blackwell.submit(least_covered, check, schedules, "b200").result() >= covered
+
+
+def digest(target: str) -> str:
+    from benchmarks.executed_kernels import digest  # which configures JAX
+
+    return digest(Executed(FEW, target).compiled(AMPERE["copy_pages"]["int8"]))
+
+
+@pytest.mark.parametrize("target", ["l4", *(pytest.param(one, marks=pytest.mark.full) for one in FULL)])
+def test_cards_have_the_ptx_of_the_record(target: str) -> None:
+    """Where it is that of another card, it was executed there."""
+    rows = {row["target"]: row for row in RECORD["kernels"] if (row["kernel"], row["case"]) == COPY}
+    with process() as pool:
+        assert jax.__version__ != RECORD["machine"]["jax"] or pool.submit(digest, target).result() == (
+            rows[target]["ptx"]
+        )
+    like = rows[rows[target].get("same_as", target)]
+    assert like["ptx"] == rows[target]["ptx"] and like["instructions"] > 0
 
 
 # formats that Hopper's kernels do not support

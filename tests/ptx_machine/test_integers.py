@@ -102,6 +102,7 @@ CASES: dict[str, tuple[tuple[str, ...], Scalar]] = {
     "min.s16x2": ((B32,) * 3, lambda a, b: pairs(lambda x, y: min(s(x, 16), s(y, 16)), a, b)),
     "max.u16x2": ((B32,) * 3, lambda a, b: pairs(max, a, b)),
     "min.s32": ((B32,) * 3, lambda a, b: min(s(a), s(b))),
+    "min.relu.s32": ((B32,) * 3, lambda a, b: max(min(s(a), s(b)), 0)),
     "max.s32": ((B32,) * 3, lambda a, b: max(s(a), s(b))),
     "min.u64": ((B64,) * 3, min),
     "max.u32": ((B32,) * 3, max),

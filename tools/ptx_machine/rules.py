@@ -249,9 +249,10 @@ def _extreme(ins: Instruction, use: Operands) -> list[Assignment]:
         known(ins, "NaN", "ftz")
         x, y = (float32(ins, use, x) if t == "f32" else use.use(x, "f8") for x in (a, b))
         return [(d, typed(t), f"extreme({x}, {y}, {op == 'max'}, {nan})")]
-    known(ins)
+    known(ins, *["relu"] * (t == "s32"))
     i = typed(one_of(ins, "s16 u16 s32 u32 s64 u64"))
-    return [(d, i, f"np.{op}imum({use.use(a, i)}, {use.use(b, i)})")]
+    result = f"np.{op}imum({use.use(a, i)}, {use.use(b, i)})"
+    return [(d, i, f"np.maximum({result}, 0)" if "relu" in ins.parts else result)]
 
 
 @rule("neg", "abs")
