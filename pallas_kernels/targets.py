@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -53,7 +54,7 @@ class Implementation:
         target: the devices that it runs on.
         why_not: takes arrays (or any objects with shapes and dtypes) and options of a call on such a device,
             and returns why the kernel does not support them, or None.
-        run: computes the operation. It imports the kernel, since importing Mosaic takes a third of a second.
+        run: computes the operation, see `lazy`.
     """
 
     target: Target
@@ -72,6 +73,20 @@ class Implementation:
         for tracer in {type(leaf).__name__ for leaf in jax.tree.leaves((args, options))} & REFUSED.keys():
             raise NotImplementedError(f"{function}: {REFUSED[tracer]}")
         return self.run(*args, **options)
+
+
+def lazy(module: str, name: str, *unused: str) -> Callable[..., Any]:
+    """A function that is imported by its first call, since importing Mosaic takes a third of a second.
+
+    Args:
+        unused: options of the operation that the function does not take.
+    """
+
+    def run(*args: Any, **options: Any) -> Any:
+        taken = {option: value for option, value in options.items() if option not in unused}
+        return getattr(import_module(f"pallas_kernels.{module}"), name)(*args, **taken)
+
+    return run
 
 
 Table = Sequence[Implementation]

@@ -94,16 +94,14 @@ def _attention(spec: ExecutionSpec) -> dict[str, Choice]:
     device = spec.mesh.devices.flat[0]
     for group in paged(spec.groups):
         q, pages, options = _queries(spec, group, 1), _pages(spec, group), _options(group)
-        tiles = _queries(spec, group, 1, spec.table.tile_size)
-        if (rank := _facts(group).rank) is not None:
-            latent: Any = pages[0], options, rank
-            choice = explain(latent_dispatch.LATENT_DECODE, device, q, *latent)
-            of_tiles = explain(latent_dispatch.LATENT_PREFILL, device, tiles, *latent)
-        else:
-            choice = explain(dispatch.DECODE, device, q, *pages, options)
-            of_tiles = explain(dispatch.PREFILL, device, tiles, *pages, options, spec.ahead)
-        _add(chosen, DECODE, choice)
-        _add(chosen, PREFILL, of_tiles)
+        rank, tiles = _facts(group).rank, _queries(spec, group, 1, spec.table.tile_size)
+        calls: Any = dispatch.DECODE, dispatch.PREFILL, (*pages, options), (spec.ahead,)
+        if rank is not None:
+            latent = pages[0], options, rank
+            calls = latent_dispatch.LATENT_DECODE, latent_dispatch.LATENT_PREFILL, latent, ()
+        decode, prefill, call, ahead = calls
+        _add(chosen, DECODE, explain(decode, device, q, *call))
+        _add(chosen, PREFILL, explain(prefill, device, tiles, *call, *ahead))
     return chosen
 
 

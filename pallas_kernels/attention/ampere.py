@@ -61,8 +61,7 @@ STAGES = 2  # tiles of tokens in shared memory
 # the smallest copies
 KV_TILING, Q_TILING = 64, 32
 LARGEST = 256  # maximum channels of a key that are loaded at a time
-# of keys of up to 576 channels, tokens of a tile and queries of a block: of rows, and of prompts. These read
-# keys half as often, and two blocks fit into an A100's multiprocessor, one into an RTX 5090's
+# tokens of a tile and queries of a block for keys of up to 576 channels; blocks of prompts read half as much
 LATENT_ROWS, LATENT_PROMPTS = (32, 16), (16, 32)
 
 
@@ -224,16 +223,12 @@ def latent_attention_prefill(
     rank: int,
     splits: int | None = None,
 ) -> jax.Array:
-    """Latent attention of tiles of consecutive queries, each of one sequence, causal.
+    """`latent.latent_attention_prefill` on Ampere and Ada.
 
     Args:
         q: bfloat16 or float16 [tiles, tile, heads, key_dim], at most 576 channels.
         pages: [num_pages, 1, page_size, key_dim] in q's dtype.
-        rank: channels of a key that are its value.
-        The others: see `paged_attention_prefill`.
-
-    Returns:
-        [tiles, tile, heads, rank], in q's dtype.
+        splits: as in `paged_attention_prefill`.
     """
     options.require(*GPU_OPTIONS)
     where, block = (block_tables, positions, lengths), LATENT_ROWS if q.shape[1] == 1 else LATENT_PROMPTS

@@ -24,7 +24,7 @@ from pallas_kernels.attention.support import (
 )
 from pallas_kernels.attention.work_list import WorkList, decode_blocks, even_work, fixed_work, most_rows
 from pallas_kernels.quantization.quantized import Pages, Quantized
-from pallas_kernels.targets import AMPERE, CPU, HOPPER, Impl, Implementation, choose
+from pallas_kernels.targets import AMPERE, CPU, HOPPER, Impl, Implementation, choose, lazy
 
 
 def _why_no_hopper_decode(q: Any, k_pages: Pages, v_pages: Pages, options: AttentionOptions) -> str | None:
@@ -46,12 +46,6 @@ def _why_no_hopper_prefill(
     return f"tile={q.shape[1]}: the kernel takes multiples of {TILE_GRID}" if q.shape[1] % TILE_GRID else None
 
 
-def _hopper_decode(*args: Any, work: WorkList | None, device: jax.Device) -> Any:
-    from pallas_kernels.attention.hopper.decode import paged_attention_decode
-
-    return paged_attention_decode(*args, work=work, device=device)
-
-
 def _hopper_decode_work(
     k_pages: Pages, lengths: jax.Array, tokens: int | None, device: jax.Device, **grouping: Any
 ) -> WorkList:
@@ -63,46 +57,17 @@ def _hopper_decode_work(
     return fixed_work(lengths, kv_heads, tokens=tokens, **grouping)
 
 
-def _ampere_decode(*args: Any, work: WorkList | None, device: jax.Device) -> Any:
-    from pallas_kernels.attention.ampere import paged_attention_decode
-
-    return paged_attention_decode(*args)
-
-
-def _cpu_decode(*args: Any, work: WorkList | None, device: jax.Device) -> Any:
-    from pallas_kernels.attention.cpu.attention import paged_attention_decode
-
-    return paged_attention_decode(*args)
-
-
-def _hopper_prefill(*args: Any, until: jax.Array | None, device: jax.Device) -> Any:
-    from pallas_kernels.attention.hopper.prefill import paged_attention_prefill
-
-    return paged_attention_prefill(*args, until=until, device=device)
-
-
-def _ampere_prefill(*args: Any, until: jax.Array | None, device: jax.Device) -> Any:
-    from pallas_kernels.attention.ampere import paged_attention_prefill
-
-    return paged_attention_prefill(*args)
-
-
-def _cpu_prefill(*args: Any, until: jax.Array | None, device: jax.Device) -> Any:
-    from pallas_kernels.attention.cpu.attention import paged_attention_prefill
-
-    return paged_attention_prefill(*args, until=until)
-
-
+_DECODE, _PREFILL = "paged_attention_decode", "paged_attention_prefill"
 DECODE = (
-    Implementation(HOPPER, _why_no_hopper_decode, _hopper_decode),
-    Implementation(AMPERE, why_no_ampere_attention, _ampere_decode),
-    Implementation(CPU, why_no_cpu_attention, _cpu_decode),
+    Implementation(HOPPER, _why_no_hopper_decode, lazy("attention.hopper.decode", _DECODE)),
+    Implementation(AMPERE, why_no_ampere_attention, lazy("attention.ampere", _DECODE, "work", "device")),
+    Implementation(CPU, why_no_cpu_attention, lazy("attention.cpu.attention", _DECODE, "work", "device")),
 )
 DECODE_WORK = (Implementation(HOPPER, lambda: None, _hopper_decode_work),)  # of kernels that need a list
 PREFILL = (
-    Implementation(HOPPER, _why_no_hopper_prefill, _hopper_prefill),
-    Implementation(AMPERE, why_no_ampere_attention, _ampere_prefill),
-    Implementation(CPU, why_no_cpu_attention, _cpu_prefill),
+    Implementation(HOPPER, _why_no_hopper_prefill, lazy("attention.hopper.prefill", _PREFILL)),
+    Implementation(AMPERE, why_no_ampere_attention, lazy("attention.ampere", _PREFILL, "until", "device")),
+    Implementation(CPU, why_no_cpu_attention, lazy("attention.cpu.attention", _PREFILL, "device")),
 )
 
 

@@ -16,7 +16,7 @@ from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.work_list import WorkList
 from pallas_kernels.cache.support import why_page_size_unsupported
 from pallas_kernels.quantization.quantized import Pages, Quantized
-from pallas_kernels.targets import AMPERE, CPU, DTYPES, HOPPER, Impl, Implementation, choose
+from pallas_kernels.targets import AMPERE, CPU, DTYPES, HOPPER, Impl, Implementation, choose, lazy
 
 
 def _why_no_gpu_latent(q: Any, pages: Pages, options: AttentionOptions, rank: int) -> str | None:
@@ -41,30 +41,6 @@ def _why_no_gpu_latent(q: Any, pages: Pages, options: AttentionOptions, rank: in
     return why_page_size_unsupported(page_size)
 
 
-def _hopper_decode(*args: Any, rank: int, work: WorkList | None, device: jax.Device) -> Any:
-    from pallas_kernels.attention.hopper.latent import latent_attention_decode
-
-    return latent_attention_decode(*args, rank=rank, work=work, device=device)
-
-
-def _ampere_decode(*args: Any, rank: int, work: WorkList | None, device: jax.Device) -> Any:
-    from pallas_kernels.attention.ampere import latent_attention_decode
-
-    return latent_attention_decode(*args, rank=rank)
-
-
-def _ampere_prefill(*args: Any, rank: int, until: None, device: jax.Device) -> Any:
-    from pallas_kernels.attention.ampere import latent_attention_prefill
-
-    return latent_attention_prefill(*args, rank=rank)
-
-
-def _hopper_decode_work(heads: int, lengths: jax.Array, device: jax.Device) -> WorkList:
-    from pallas_kernels.attention.hopper.latent import latent_work
-
-    return latent_work(heads, lengths, device=device)
-
-
 def _as_ordinary(kernel: Implementation) -> Implementation:
     """Ordinary attention's kernel, with the vectors as keys and values."""
 
@@ -78,15 +54,19 @@ def _as_ordinary(kernel: Implementation) -> Implementation:
 
 
 LATENT_DECODE = (
-    Implementation(HOPPER, _why_no_gpu_latent, _hopper_decode),
-    Implementation(AMPERE, _why_no_gpu_latent, _ampere_decode),
+    Implementation(HOPPER, _why_no_gpu_latent, lazy("attention.hopper.latent", "latent_attention_decode")),
+    Implementation(
+        AMPERE, _why_no_gpu_latent, lazy("attention.ampere", "latent_attention_decode", "work", "device")
+    ),
     *(_as_ordinary(kernel) for kernel in dispatch.DECODE if kernel.target is CPU),
 )
 LATENT_PREFILL = (
-    Implementation(AMPERE, _why_no_gpu_latent, _ampere_prefill),
+    Implementation(
+        AMPERE, _why_no_gpu_latent, lazy("attention.ampere", "latent_attention_prefill", "until", "device")
+    ),
     *(_as_ordinary(kernel) for kernel in dispatch.PREFILL if kernel.target is CPU),
 )
-LATENT_DECODE_WORK = (Implementation(HOPPER, lambda: None, _hopper_decode_work),)
+LATENT_DECODE_WORK = (Implementation(HOPPER, lambda: None, lazy("attention.hopper.latent", "latent_work")),)
 
 
 def latent_attention_decode(
@@ -139,7 +119,7 @@ def latent_decode_work(
     kernel = choose(LATENT_DECODE_WORK, "auto", device)
     if kernel is None:
         return None
-    work: WorkList = kernel.run(heads, lengths, device or jax.devices()[0])
+    work: WorkList = kernel.run(heads, lengths, device=device or jax.devices()[0])
     return work
 
 

@@ -7,7 +7,6 @@ KV_WRITE and PAGE_COPY are the tables. `impl` and `device` are as in `attention.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 
@@ -18,34 +17,16 @@ from pallas_kernels.cache.support import why_no_gpu_cache, why_no_gpu_write
 from pallas_kernels.cache.xla import Queries
 from pallas_kernels.elementwise.rotary import Rotation, cpu_rotates, rotate
 from pallas_kernels.quantization.quantized import Pages
-from pallas_kernels.targets import AMPERE, HOPPER, Impl, Implementation, choose
-
-
-def _hopper_write(*args: Any, **options: Any) -> Any:
-    from pallas_kernels.cache.hopper_write import kv_write
-
-    return kv_write(*args, **options)
-
-
-def _ampere_write(*args: Any, cores: int, **options: Any) -> Any:
-    from pallas_kernels.cache.ampere_write import kv_write
-
-    return kv_write(*args, **options)
-
-
-def _copy(*args: Any, tma: bool) -> Any:
-    from pallas_kernels.cache.page_copy import copy_pages
-
-    return copy_pages(*args, tma=tma)
-
+from pallas_kernels.targets import AMPERE, HOPPER, Impl, Implementation, choose, lazy
 
 KV_WRITE = (
-    Implementation(HOPPER, why_no_gpu_write, _hopper_write),
-    Implementation(AMPERE, why_no_gpu_write, _ampere_write),
+    Implementation(HOPPER, why_no_gpu_write, lazy("cache.hopper_write", "kv_write")),
+    Implementation(AMPERE, why_no_gpu_write, lazy("cache.ampere_write", "kv_write", "cores")),
 )
+_COPY = lazy("cache.page_copy", "copy_pages")
 PAGE_COPY = (
-    Implementation(HOPPER, why_no_gpu_cache, partial(_copy, tma=True)),
-    Implementation(AMPERE, why_no_gpu_cache, partial(_copy, tma=False)),
+    Implementation(HOPPER, why_no_gpu_cache, _COPY),
+    Implementation(AMPERE, why_no_gpu_cache, partial(_COPY, tma=False)),
 )
 
 

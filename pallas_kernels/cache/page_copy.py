@@ -18,11 +18,9 @@ from pallas_kernels.mosaic.ampere import gathered, scattered
 from pallas_kernels.mosaic.versions import store
 from pallas_kernels.quantization.quantized import Pages
 
-TOKENS = 64  # maximum per block
-THREADS, LANES = 128, 32
-WIDEST = 16  # bytes of a load
+TOKENS, THREADS = 64, 128  # of a block, at most
 BY_THREAD = plgpu.Layout.TILED(  # [THREADS], a number in each
-    plgpu.Tiling(((THREADS,), (LANES,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+    plgpu.Tiling(((THREADS,), (32,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
 )
 
 
@@ -43,20 +41,16 @@ def copy_pages(
     Args:
         k_pages, v_pages: [num_pages, kv_heads, page_size, head_dim], or Quantized, both of one dtype.
         sources, destinations: as in `cache.xla.copy_pages`; copies to the null page are skipped.
-        tma: whether TMA copies; needs compute capability 9.0.
+        tma: whether TMA copies, which needs compute capability 9.0.
         interpret: as in `plgpu.kernel`.
     """
     kv_heads, page_size = k_pages.shape[1:3]
-    tokens = min(page_size, TOKENS)
-    arrays = jax.tree.leaves(k_pages)
-    scratch = {
-        "smem": [plgpu.SMEM((tokens, *array.shape[3:]), array.dtype) for array in arrays],
-        "full": plgpu.Barrier(num_arrivals=len(arrays)),
-    }
+    tokens, arrays = min(page_size, TOKENS), jax.tree.leaves(k_pages)
+    smem = [plgpu.SMEM((tokens, *array.shape[3:]), array.dtype) for array in arrays]
     cache: tuple[Pages, Pages] = jax.tree.map(jax.new_ref, (k_pages, v_pages))
     plgpu.kernel(
-        partial(_run, _by_tma if tma else _by_registers, tokens),
-        scratch_types=scratch if tma else {},
+        partial(_run, tokens),
+        scratch_types=[smem, plgpu.Barrier(num_arrivals=len(arrays))] if tma else [],
         grid=(2, kv_heads, page_size // tokens, sources.shape[0]),
         grid_names=("which", "head", "part", "copy"),
         kernel_name="copy_pages",
@@ -66,17 +60,16 @@ def copy_pages(
     return copied
 
 
-def _run(move: Any, tokens: int, cache: Any, sources: Any, destinations: Any, **scratch: Any) -> None:
+def _run(tokens: int, cache: Any, sources: Any, destinations: Any, *scratch: Any) -> None:
     which, head, part, copy = (lax.axis_index(name) for name in ("which", "head", "part", "copy"))
-    source, destination = sources[copy], destinations[copy]
-    block = head, pl.ds(part * tokens, tokens)
+    block, move = (head, pl.ds(part * tokens, tokens)), _by_tma if scratch else _by_registers
+    source, destination = (sources[copy], *block), (destinations[copy], *block)
     for index, pages in enumerate(cache):
-        refs = jax.tree.leaves(pages)
-        moved = partial(move, refs, (source, *block), (destination, *block), **scratch)
-        pl.when((which == index) & (destination > 0))(moved)
+        moved = partial(move, jax.tree.leaves(pages), source, destination, *scratch)
+        pl.when((which == index) & (destination[0] > 0))(moved)
 
 
-def _by_tma(refs: Any, source: Any, destination: Any, *, smem: Any, full: Any) -> None:
+def _by_tma(refs: Any, source: Any, destination: Any, smem: Any, full: Any) -> None:
     for ref, mine in zip(refs, smem, strict=True):
         plgpu.copy_gmem_to_smem(ref.at[source], mine, full)
     plgpu.barrier_wait(full)
@@ -89,7 +82,7 @@ def _by_registers(refs: Any, source: Any, destination: Any) -> None:
     numbers, *scales = refs
     page, head, part = destination
     shape = part.size, numbers.shape[3]
-    width = min(WIDEST // numbers.dtype.itemsize, shape[0] * shape[1] // THREADS)
+    width = min(16 // numbers.dtype.itemsize, shape[0] * shape[1] // THREADS)  # loads of at most 16 bytes
     layout = plgpu.Layout.WG_STRIDED(shape, vec_size=width)
     store(numbers.at[destination], plgpu.load(numbers.at[source], layout=layout, optimized=False))
     for scale in scales:  # of fewer tokens than threads
