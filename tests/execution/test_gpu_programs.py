@@ -302,17 +302,9 @@ LATENT_KERNELS = 21  # of a dense layer of a decode step
 
 
 # One of eight devices' heads of DeepSeek V3, in dense layers.
-LATENT = {
-    **DEEPSEEK_V3,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "hidden_size": 512,
-    "q_lora_rank": 256,
-    "dtype": "bfloat16",
-    "num_hidden_layers": 3,
-    "first_k_dense_replace": 3,
-    **LONG,
-}
+SIZES = {"num_attention_heads": 16, "num_key_value_heads": 16, "hidden_size": 512, "q_lora_rank": 256}
+DENSE = {"num_hidden_layers": 3, "first_k_dense_replace": 3, "dtype": "bfloat16"}
+LATENT = {**DEEPSEEK_V3, **SIZES, **DENSE, **LONG}
 
 
 def check_latent_on_hopper() -> None:
