@@ -42,7 +42,7 @@ def every_format(cases: shipped.Cases, more: shipped.Cases) -> shipped.Cases:
         | {
             name: check
             for name, check in more.get(kernel, {}).items()
-            if re.match("experts|prefill, int8|fp8 by fp8", name)
+            if re.match("experts|latent|prefill, int8|fp8 by fp8", name)
         }
         for kernel, of in cases.items()
     }
