@@ -80,9 +80,8 @@ def test_cards_have_the_ptx_of_the_record(target: str) -> None:
     """Where it is that of another card, it was executed there."""
     rows = {row["target"]: row for row in RECORD["kernels"] if (row["kernel"], row["case"]) == COPY}
     with process() as pool:
-        assert jax.__version__ != RECORD["machine"]["jax"] or pool.submit(digest, target).result() == (
-            rows[target]["ptx"]
-        )
+        found = pool.submit(digest, target).result()
+    assert found == rows[target]["ptx"] or jax.__version__ != RECORD["machine"]["jax"]
     like = rows[rows[target].get("same_as", target)]
     assert like["ptx"] == rows[target]["ptx"] and like["instructions"] > 0
 
