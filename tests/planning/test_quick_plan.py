@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -144,3 +145,28 @@ def test_the_implementation_of_each_operation_is_said(
         "products of int8",
     ):
         assert operation in line
+
+
+@pytest.mark.parametrize(
+    ("target", "kernels"), [("rtx5090", "Ampere (device="), ("h200", "Ampere (group=16: ")]
+)
+def test_nvfp4_stays_in_four_bits(
+    target: str, kernels: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Llama 3.1 8B as compressed-tensors writes it, with activations in four bits, which become bfloat16."""
+    config, tiny = (
+        json.loads((DATA / name / "config.json").read_text()) for name in ("llama-3.1-8b", "quantized/nvfp4")
+    )
+    config["quantization_config"] = tiny["quantization_config"]
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"] = {**group["weights"], "dynamic": "local"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cli.main(["plan", str(tmp_path), f"--target={target}", "--max-model-len=4096"]) == 0
+    said = capsys.readouterr().out
+    assert "weights e2m1, activations bfloat16 (not float4" in said
+    matrices = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
+    outside = 2 * 2 * 128256 * 4096  # of embeddings and logits, in bfloat16
+    [weights] = re.findall(r"^weights +\S+ +([\d,]+)$", said, re.MULTILINE)
+    assert int(weights.replace(",", "")) == pytest.approx(matrices * (4 + 32 / 16) / 8 + outside, rel=1e-3)
+    [products] = re.findall(r"(\w+ \([^;]*) for [^;]*products of int4", said)
+    assert products.startswith(kernels)
