@@ -52,9 +52,8 @@ def _widened(_: Any, x: Any) -> Any:
     lop3.b32 sign, both, 0x00800080, $2, 0xea;
     sub.bf16x2 $0, low, sign;
     }"""
-    power = mgpu.c(BITS_OF_128, i32)
     registers = np.empty_like(x.registers)
     for at, register in np.ndenumerate(x.registers):
         numbers = arith.extui(i32, mgpu.utils.bitcast(register, i16))
-        registers[at] = mgpu.utils.bitcast(asm(code, numbers, power), pair)
+        registers[at] = mgpu.utils.bitcast(asm(code, numbers, mgpu.c(BITS_OF_128, i32)), pair)
     return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)

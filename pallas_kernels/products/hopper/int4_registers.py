@@ -102,10 +102,9 @@ def scaled(words: jax.Array, scale: jax.Array) -> jax.Array:
             factors = [asm(FACTORS, *of_groups[first : first + 2]) for first in (0, 2)]
             for word in range(count):
                 register = mgpu.utils.bitcast(words.registers[0, word, 0, 0, half].item(), i32)
-                turned = rotated(register, 6)
                 for nibble in range(len(of_groups)):
                     signs = constant(0x88 << 4 * (nibble // 2 * 2))
-                    apart = asm("lop3.b32 $0, $1, $2, $3, 0xe4;", register, turned, signs)
+                    apart = asm("lop3.b32 $0, $1, $2, $3, 0xe4;", register, rotated(register, 6), signs)
                     placed = rotated(apart, 4 * nibble - 12)
                     number = asm(SCALED_PAIR[nibble % 2], placed, factors[nibble // 2])
                     registers[0, word + nibble * count, 0, 0, half] = mgpu.utils.bitcast(number, pair)
