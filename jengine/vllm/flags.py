@@ -297,9 +297,7 @@ def _without_dots(words: list[str], known: Iterable[str]) -> list[str]:
         for folder in folders:
             fields = fields.setdefault(folder, {})
             if not isinstance(fields, dict):
-                raise ValueError(
-                    f"{option}: {folder!r} has the value {json.dumps(fields)}, so it has no fields"
-                )
+                raise ValueError(f"{option}: {folder!r} has the value {fields!r}, so it has no fields")
         fields[last] = _value(value if equals else next(waiting, ""))
     return out + [f"{name}={json.dumps(fields)}" for name, fields in objects.items()]
 
