@@ -118,7 +118,8 @@ def int4_module(target: native.Target, x: str, group: int, offset: bool, kind: s
 def _multiply(code: Code, fmt: Int4Format) -> None:
     at = fmt.at
     frame, part, parts = code.kernel("multiply")
-    (x, x_shape), (_, shape), (result, _) = *(code.argument(frame, n) for n in (0, 1)), code.result(frame, 0)
+    (x, x_shape), (_, shape) = (code.argument(frame, index) for index in (0, 1))
+    result, _ = code.result(frame, 0)
     rows, size, count = code.word(x_shape, 0), code.word(x_shape, 1), code.word(shape, 0)
     weight = packed_of(code, frame, fmt.offset, size)
     x_row, out_size = size * SIZES[fmt.format.x], code.result_size(frame, 0)

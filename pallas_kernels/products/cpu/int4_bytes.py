@@ -220,10 +220,8 @@ def _of_offsets(
 
 def _multiply(code: Code, at: Processor, alone: int, offset: bool) -> None:
     frame, part, parts = code.kernel("multiply")
-    (_, x_shape), (_, shape), (result, _) = (
-        *(code.argument(frame, n) for n in (0, 1)),
-        code.result(frame, OUT),
-    )
+    (_, x_shape), (_, shape) = (code.argument(frame, index) for index in (0, 1))
+    result, _ = code.result(frame, OUT)
     rows, size, count = code.word(x_shape, 0), code.word(x_shape, 1), code.word(shape, 0)
     weight = packed_of(code, frame, offset, size)
     x, row_scale, sums = (code.result(frame, index)[0] for index in (ARRANGED, ROW_SCALES, SUMS))
