@@ -146,6 +146,7 @@ REFUSED: list[tuple[str, str]] = [
     ("--enable-lora --lora-modules a=b a=c", "lora_modules='a': is given twice"),
     ('--speculative-config {"method":"ngram"}', "speculative_config.num_speculative_tokens"),
     ('--speculative-config {"method":"eagle","model":"x"}', "must be ngram"),
+    ("--speculative-config.a 1 --speculative-config.a.b 2", "'a' has the value 1, so it has no fields"),
     ("--override-generation-config x", "must be a JSON object such as"),
     (
         '--override-generation-config {"temperature":-1}',

@@ -34,7 +34,7 @@ from pallas_kernels.compilation.ahead_of_time import KernelFacts, device, kernel
 from pallas_kernels.mosaic.ampere import DEPTH
 from pallas_kernels.products import weights
 from pallas_kernels.products.ampere import FEW_ROWS, MOST_ROWS
-from pallas_kernels.products.hopper.grouped_product import FEW
+from pallas_kernels.products.hopper.grouped_product import FEW, SHARED_ROWS
 from pallas_kernels.products.hopper.int4_product import TWO_BLOCKS
 from pallas_kernels.quantization.formats import FP8, FP8_BY_FP8, INT8, WeightFormat
 from pallas_kernels.quantization.int4 import GROUPS, TILE
@@ -250,11 +250,12 @@ def product(rows: int, form: WeightFormat) -> Case:
 def tile_of(rows: int, form: WeightFormat) -> Tile:
     """The tile of a product."""
     if form.bits == 8:
+        copies = 1 if form.inputs or rows <= FEW else 2
         return Tile(
             "64 x 64",
             64 * 64 + (4 * 64 * 64 // form.group if form.group else 0),
             products=2 if form.inputs else 4,
-            copies=1 if form.inputs or rows <= FEW else 2,
+            copies=copies if form.inputs or form.group or rows > SHARED_ROWS[2] else copies / 2,
         )
     scales = 4 * 64 * TILE // form.group * (1 + form.offset)
     # in blocks of few rows, products with ones add the inputs that share an offset

@@ -22,9 +22,7 @@ FOLDERS = {
     "Qwen/Qwen3-8B": "qwen3-8b",
     "Qwen/Qwen3-30B-A3B": "qwen3-30b-a3b",
     "google/gemma-3-27b-it": "gemma-3-27b-it",
-    "meta-llama/Llama-3.1-8B-Instruct": "llama-3.1-8b",
     "meta-llama/Llama-3.3-70B-Instruct": "llama-3.1-70b",  # the shapes are the same
-    "openai/gpt-oss-20b": "gpt-oss-20b",
     "openai/gpt-oss-120b": "gpt-oss-120b",
 }
 HIDDEN = re.compile(r"(temporaries|slots and counts|margin|free|limit|8|128) ")

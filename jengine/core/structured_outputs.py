@@ -23,7 +23,7 @@ class StructuredOutputs:
         json: a schema as text or as a dict, or a class with `model_json_schema`, such as a pydantic model,
             which is stored as a dict. An object that lists `properties` has no others, unless its schema
             says so (`"additionalProperties": true`). The output has at most 100 whitespace characters in a
-            row, unless the schema's `x-guidance` sets `whitespace_pattern`.
+            row, unless the schema's `x-guidance` (llguidance's options) sets `whitespace_pattern`.
         regex, choice: the whole output matches the expression, or is one of the texts.
         grammar: in Lark's notation, or in GBNF, which is llama.cpp's and vLLM's (`root ::= "a" | "b"`).
         disable_any_whitespace: allow no whitespace between the parts of JSON (in the schema's `x-guidance`).

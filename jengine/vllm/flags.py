@@ -151,9 +151,11 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         known = self._option_string_actions
-        words = _without_dots(
-            [_dashed(word, known) for word in (sys.argv[1:] if args is None else args)], known
-        )
+        words = [_dashed(word, known) for word in (sys.argv[1:] if args is None else args)]
+        try:
+            words = _without_dots(words, known)
+        except ValueError as error:
+            self.error(str(error))
         parsed, others = super().parse_known_args(words, namespace)
         if others:
             self.error(self._unknown(others))
@@ -276,7 +278,11 @@ def _dashed(word: str, known: Iterable[str]) -> str:
 
 
 def _without_dots(words: list[str], known: Iterable[str]) -> list[str]:
-    """--option.field VALUE as --option={"field": VALUE}, all fields together. VALUE is JSON or text."""
+    """--option.field VALUE as --option={"field": VALUE}, all fields together. VALUE is JSON or text.
+
+    Raises:
+        ValueError: a field has a value and fields of its own.
+    """
     objects: dict[str, dict[str, Any]] = {}
     out: list[str] = []
     waiting = iter(words)
@@ -290,6 +296,8 @@ def _without_dots(words: list[str], known: Iterable[str]) -> list[str]:
         fields = objects.setdefault(name, {})
         for folder in folders:
             fields = fields.setdefault(folder, {})
+            if not isinstance(fields, dict):
+                raise ValueError(f"{option}: {folder!r} has the value {fields!r}, so it has no fields")
         fields[last] = _value(value if equals else next(waiting, ""))
     return out + [f"{name}={json.dumps(fields)}" for name, fields in objects.items()]
 

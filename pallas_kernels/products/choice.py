@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,9 @@ from pallas_kernels.products.cpu import panels, tiles
 from pallas_kernels.products.cpu.products import why_no_tiles
 from pallas_kernels.products.cpu.tiles import OUTS
 from pallas_kernels.products.weight import ROW_CLASSES, form_key
-from pallas_kernels.products.weights import product, stored
+from pallas_kernels.products.weights import abstract, product, stored
 from pallas_kernels.quantization.formats import WeightFormat
 from pallas_kernels.quantization.hadamard import block_of
-from pallas_kernels.quantization.quantized import quantize
 
 # numbers of rows above which panels are faster than the kernel for four bits: of floats, and of bytes
 FOUR_BITS = ROW_CLASSES[-1], ROW_CLASSES[-2]
@@ -39,14 +37,17 @@ def candidates(at: Processor, x: str, weight: WeightFormat, rows: int) -> tuple[
     XLA is not a candidate for eight-bit weights, which it converts in a separate pass, nor for one row, where
     it takes ten times as long as the kernel. With AMX it may be faster from two rows on; otherwise only for
     prompts. For prompts, panels are always faster than the kernel, and for four bits than XLA; see FOUR_BITS.
+    For fewer rows of bytes by four bits, that depends on the groups.
     """
     able = panels.serves(at, x, weight)
+    by_tiles = ("amx",) if at.tiles and rows > 1 and why_no_tiles(x, weight, OUTS) is None else ()
     if weight.bits == 4:
-        return ("panels" if able and rows > FOUR_BITS[weight.inputs is not None] else "kernel",)
+        if able and rows > FOUR_BITS[weight.inputs is not None]:
+            return ("panels", *by_tiles)
+        return ("kernel", *(("panels",) if able and weight.inputs and rows > 1 else ()), *by_tiles)
     as_it_is = weight.numbers in INPUTS or weight.inputs == "int8"  # without conversions of numbers
     if rows == 1 or not as_it_is:
         return ("kernel",)
-    by_tiles = ("amx",) if at.tiles and why_no_tiles(x, weight, OUTS) is None else ()
     if rows <= ROW_CLASSES[-1]:
         return ("kernel", *by_tiles, "xla") if by_tiles else ("kernel",)
     return ("panels" if able else "kernel", *by_tiles, "xla")
@@ -89,9 +90,12 @@ def forms(
 def _fastest(able: Sequence[str], rows: int, x: str, weight: WeightFormat, shape: tuple[int, int]) -> str:
     """The fastest form, by the minimum of alternating measurements."""
     inputs = jnp.ones((rows, shape[1]), x)
-    sample: Any = jnp.ones(shape, x if weight.inputs else weight.numbers)
-    if weight.inputs is not None:
-        sample = quantize(sample, weight.numbers, inputs=True, hadamard=block_of(shape[1]))
+    plain, hadamard = (
+        jax.ShapeDtypeStruct(shape, x if weight.bits <= 8 else weight.numbers),
+        (block_of(shape[1]) if weight.inputs else 1),
+    )
+    sample = abstract(plain, weight, parts=1, hadamard=hadamard)
+    sample = jax.tree.map(lambda array: jnp.ones(array.shape, array.dtype), sample)
     programs = {}
     for form in able:
         args = inputs, stored(sample).with_forms(((form_key(rows, x, weight.name), form),))

@@ -135,9 +135,8 @@ class FourBits(QuantizedWeight[Int4]):
     def by_cpu_kernel(self, x: jax.Array, dtype: jnp.dtype[Any], form: str) -> jax.Array:
         from pallas_kernels.products.cpu import products
 
-        refused = products.why_no_panels(str(x.dtype), self.format, *self.shape)
-        by_panels = form == "panels" and refused is None
-        return products.product_of_int4(x, self.numbers, dtype, by_panels=by_panels)
+        form = products.supported(form, str(x.dtype), self.format, *self.shape)
+        return products.product_of_int4(x, self.numbers, dtype, form)
 
     def prepare(self, x: str | None = None) -> None:
         from pallas_kernels.products.cpu import products

@@ -35,9 +35,9 @@ VICTIMS: dict[str, Check] = {
     # items of one row and of several
     "decode": decode(128, 1, 4, 64, 3, "bfloat16", PLAIN, longest=330, counts=(1, 3, 1, 1, 1, 2, 1)),
     "prefill": prefill(128, 1, 2, 64, 64, "bfloat16", PLAIN),
-    "product": inputs_split("int8", 3, 64, 256, 1),
-    "scaled product": eight_bits(E4M3, 8, 64, 1280, by_group=True),  # more stages than there is memory for
-    "MXFP4 product": int4(64, 64, 1408, 32, False, "e2m1", "bfloat16"),  # here, too
+    "product": inputs_split("int8", 3, 64, 1536, 1),  # more stages than there is memory for
+    "scaled product": eight_bits(E4M3, 8, 64, 1280, by_group=True),  # here, too
+    "MXFP4 product": int4(64, 64, 1408, 32, False, "e2m1", "bfloat16"),  # and here
     "Ampere": ampere_decode(128, 1, 9, 64, 2, "bfloat16", PLAIN),
     "Ampere, int8 cache": ampere_decode(128, 1, 4, 64, 2, "bfloat16", PLAIN, kind="int8"),
     "Ampere, latent prompts": ampere_prefill(192, 1, 3, 16, 2, "bfloat16", PLAIN, rank=128),
@@ -55,8 +55,8 @@ SCHEDULES = (
 
 # Regular expressions for PTX as Mosaic writes it: a wait for an mbarrier, the phase that it waits for, a
 # fence, a barrier of threads, a fence between two of these; in the host function, the innermost size of a
-# box; again in PTX, a descriptor for wgmma, a difference, registers of a product's left side, a lane to
-# exchange with, masks.
+# box; again in PTX, a descriptor for wgmma, a difference, registers of a product's left side, bytes of
+# two numbers, masks.
 WAIT = r"mbarrier\.try_wait\.parity[^\n]*\n\t@P1 bra\.uni DONE; \n\tbra\.uni +LAB_WAIT; "
 PHASE = r"and\.b32 \t(%r\d+), (%r\d+), 1;(?=[^{]*\{\n\t\.reg \.pred +P1; )"
 FENCE = r"fence\.proxy\.async\.shared::cta;"
@@ -68,7 +68,7 @@ BOX = r"store i64 64, (ptr %\d+, align \d+(?:(?!store)[\s\S])*?call void @mosaic
 DESCRIPTOR = r"(or\.b64 \t%rd\d+, %rd\d+, )(46116\d+);"
 DIFFERENCE = r"sub\.f32 \t(%r\d+), (%r\d+), (%r\d+);"
 FRAGMENT = r"\{(%r\d+),(%r\d+),(%r\d+),(%r\d+)\}, (%rd\d+), p"
-NEIGHBOUR = r"(shfl\.sync\.bfly\.b32[^,]*, [^,]*, )1,"
+SPREAD = r"(prmt\.b32 both, %r\d+, 0), 0x4140;"
 # coordinates of a copy of scales, arrivals at its barrier, and a load of scales before their slot is released
 SCALES = r"(2d\.shared::cta\.global[^\n]*\{)(%r\d+),(%r\d+)\}"
 ARRIVALS = r"(mov\.b32 \t%r\d+), 384;"
@@ -183,7 +183,9 @@ FAULTS = (
     Fault("products not awaited", "prefill", r"(wgmma\.wait_group\.sync\.aligned) 0", r"\1 1", "race"),
     Fault("stores not awaited", "prefill", r"(cp\.async\.bulk\.wait_group\.read) \t0", r"\1 \t1", "race"),
     Fault("sums not awaited", "product", WAIT, "\n\n", "race", at=1),
-    Fault("wrong neighbour", "product", NEIGHBOUR, r"\g<1>2,", "other results", at=None),
+    Fault("swapped bytes", "product", SPREAD, r"\1, 0x4041;", "other results"),
+    Fault("stages not awaited", "product", WAIT, "\n\n", "race"),
+    Fault("stages copied early", "product", WAIT, "\n\n", "race", at=2),
     Fault("scales of other inputs", "scaled product", SCALES, r"\1\2,\2}", "other results", at=1),
     Fault("arrivals of scales not counted", "scaled product", ARRIVALS, r"\1, 256;", "fault"),
     Fault("scales released early", "scaled product", RELEASED, r"\2\3\1", "race"),

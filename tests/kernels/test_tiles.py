@@ -17,9 +17,12 @@ from pallas_kernels.llvm.formats import processor
 from pallas_kernels.products import choice
 from pallas_kernels.products import weight as forms
 from pallas_kernels.products.cpu import products, tiles
+from pallas_kernels.products.cpu.int4 import TABLES
 from pallas_kernels.products.weight import form_key, forms_of
 from pallas_kernels.products.weights import product, stored
-from pallas_kernels.quantization.formats import INT8, INT8_BY_INT8, WeightFormat
+from pallas_kernels.quantization.formats import INT4, INT4_BY_INT8, INT8, INT8_BY_INT8, WeightFormat
+from pallas_kernels.quantization.hadamard import transform
+from pallas_kernels.quantization.int4 import pack, wide
 from pallas_kernels.quantization.quantized import quantize
 
 AMX = (
@@ -120,8 +123,9 @@ def with_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         return
     monkeypatch.setattr(tiles, "permitted", lambda: True)
     monkeypatch.setattr(native, "_objects", None)  # the code has addresses of this process
-    made = tiles.tiles_module
-    monkeypatch.setattr(tiles, "tiles_module", lambda *args, **how: emulated(made(*args, **how)))
+    for name in ("tiles_module", "int4_tiles_module"):
+        made = getattr(tiles, name)
+        monkeypatch.setattr(tiles, name, lambda *args, made=made, **options: emulated(made(*args, **options)))
     monkeypatch.setattr(products, "register", lambda name, make: calls.register(f"{name}_emulated", make))
 
 
@@ -133,9 +137,10 @@ def with_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     [
         (17, 100, 45),
         (18, 192, 45),
+        (18, 1100, 45),  # more inputs than are packed at a time
         *(
             pytest.param(shape, marks=pytest.mark.full)
-            for shape in ((1, 32, 32), (16, 31, 33), (50, 130, 64))
+            for shape in ((1, 32, 32), (16, 31, 33), (50, 130, 64), (300, 1100, 33))
         ),
     ],
 )
@@ -164,6 +169,35 @@ def test_the_product(x_dtype: str, kind: str, shape: tuple[int, int, int], with_
             assert (np.abs(got["amx"] - exact) <= rounding * np.abs(exact) + 2e-6 * np.abs(exact).max()).all()
 
 
+@pytest.mark.parametrize(
+    ("kind", "group", "offset", "hadamard"),
+    [("int4", 32, False, 1), ("int4", 128, True, 1), ("e2m1", 16, False, 1), ("int4", 64, False, 64)],
+)
+@pytest.mark.parametrize("shape", [(3, 128, 32), (40, 1216, 45)])
+def test_four_bits_become_bfloat16(
+    kind: str, group: int, offset: bool, hadamard: int, shape: tuple[int, int, int], with_tiles: None
+) -> None:
+    rows, size, outs = shape
+    rng = np.random.default_rng(rows)
+    x = jnp.asarray(rng.normal(size=(rows, size)), jnp.bfloat16)
+    numbers = jnp.asarray(rng.choice(TABLES[kind], (outs, size)), jnp.int8)
+    scale, offsets = (jnp.asarray(rng.uniform(0.5, 2, (outs, -(-size // group))), jnp.float32) for _ in "so")
+    inputs = hadamard > 1
+    weight = pack(
+        numbers, scale, offsets if offset else None, group=group, kind=kind, hadamard=hadamard, inputs=inputs
+    )
+    given = stored(weight)
+    given = given.with_forms(forms_of({form_key(rows, "bfloat16", given.format.name): "amx"}))
+    lowered = jax.jit(product, static_argnums=2).lower(x, given, "float32")
+    assert "jengine_tiles" in lowered.as_text()
+    got = np.asarray(lowered.compile()(x, given), np.float64)
+    rounded = transform(x, hadamard).astype(jnp.bfloat16)
+    exact = np.asarray(rounded, np.float64) @ np.asarray(wide(weight).astype(jnp.bfloat16), np.float64).T
+    # the order in which numbers are transformed may round some otherwise
+    allowed = 2e-6 if hadamard == 1 else 1e-3
+    assert np.abs(got - exact).max() <= allowed * np.abs(exact).max()
+
+
 def test_weights_too_small_for_a_tile_take_the_other_kernel() -> None:
     x, weight = jnp.ones((4, 64), jnp.bfloat16), jnp.ones((31, 64), jnp.bfloat16)
     given = stored(weight).with_forms(forms_of({form_key(4, "bfloat16", "bfloat16"): "amx"}))
@@ -178,11 +212,13 @@ def test_the_compiler_makes_tiles_of_it_and_spills_none(of_bytes: bool) -> None:
     )
     block = text[text.index("block_2:") : text.index("multiply:")]
     dot = "tdpbssd" if of_bytes else "tdpbf16ps"
-    assert len(re.findall(dot, block)) == 2 * 4  # the loop, and what is left of a row
-    assert len(re.findall("tileloadd", block)) == 2 * 4 and len(re.findall("tilestored", block)) == 4
-    loop = re.findall(r"\.LBB\d+_\d+:.*?\bj\w+", block, re.S)
-    inner = next(part for part in loop if dot in part)
-    assert "tilestored" not in inner and not re.search(r"zmm", inner)  # sums stay where they are
+    assert len(re.findall("tilestored", block)) == 4
+    loops = re.findall(r"\.LBB\d+_\d+:.*?\bj\w+", block, re.S)
+    inner = [part for part in loops if dot in part]
+    for part in inner:
+        assert part.count(dot) == part.count("tileloadd") and part.count(dot) % 4 == 0
+        assert "tilestored" not in part and not re.search(r"zmm", part)  # sums stay where they are
+    assert inner
     whole = text[text.index("multiply:") :]
     assert whole.count("ldtilecfg") == 1 and whole.count("tilerelease") == 1
 
@@ -202,6 +238,11 @@ def test_what_is_measured() -> None:
     assert choice.candidates(without, "float32", INT8_BY_INT8, 256) == ("panels", "xla")
     assert choice.candidates(without, "float32", FLOAT32, 256) == ("kernel", "xla")
     assert choice.candidates(with_amx, "bfloat16", INT8, 256) == ("kernel",)
+    assert choice.candidates(with_amx, "bfloat16", INT4, 256) == ("panels", "amx")
+    assert choice.candidates(with_amx, "float32", INT4_BY_INT8, 256) == ("panels",)
+    assert choice.candidates(with_amx, "bfloat16", INT4, 1) == ("kernel",)
+    assert choice.candidates(without, "bfloat16", INT4, 8) == ("kernel",)
+    assert choice.candidates(without, "bfloat16", INT4_BY_INT8, 8) == ("kernel", "panels")
 
 
 def test_a_choice_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -378,11 +378,17 @@ def test_programs_that_are_still_compiled(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_compilers_beside_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = {"ran": 0.2, "queued": 0.8, "normal": 1.8, "low": 0.2}
+    rates = {"ran": 0.2, "queued": 0.8, "loop_ran": 0.1, "loop_queued": 0.4, "normal": 1.8, "low": 0.2}
     virtual = on(make_virtual(monkeypatch), Kernel(rates, programs=50, compiled=1000.0))
     others, compilers = explain(virtual.run()).findings
     assert (others.name, compilers.name) == ("busy_machine", "compiling")
     assert others.share == pytest.approx(0.8) and compilers.share == pytest.approx(0.8 * 0.2 / 1.8)
+
+
+def test_compilers_that_keep_only_each_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"ran": 0.2, "queued": 0.8, "loop_ran": 0.1, "normal": 1.8, "low": 0.2}
+    virtual = on(make_virtual(monkeypatch), Kernel(rates, programs=50, compiled=1000.0))
+    assert [finding.name for finding in explain(virtual.run()).findings] == ["compiling"]
 
 
 def test_memory_that_compilers_took_is_no_leak(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,10 +227,11 @@ def _by_kernel(window: Window) -> Iterator[Cause]:
     if used is None:
         return
     number = used.first.processors
-    if used.queued >= QUEUED and not _compilers_alone(window):
+    queued = used.loop_queued if window.compiling else used.queued  # threads that compile wait for each other
+    if queued >= QUEUED and not _compilers_alone(window):
         yield Cause(
-            min(used.queued, MOST),
-            f"the engine's threads wait for a processor {percent(used.queued)} of the time that they could"
+            min(queued, MOST),
+            f"the engine's threads wait for a processor {percent(queued)} of the time that they could"
             f" run; other processes use {used.others:.1f} of {number}",
         )
     if (throttled := used.rate("throttled")) >= THROTTLED:

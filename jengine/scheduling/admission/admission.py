@@ -138,10 +138,27 @@ class Admission:
             self._acceptance.outlook(self._timeline.start(now), rows) if self.strategy == "latency" else None
         )
         buckets = [tiles for tiles in predictor.ready.tile_buckets if tiles >= pending.least]
-        situation = Situation(len(rows), pending.count, predictor.tile_size, buckets, seconds, outlook)
+        situation = Situation(
+            len(rows),
+            pending.count,
+            predictor.tile_size,
+            buckets,
+            seconds,
+            outlook,
+            idle=self._idle(len(rows)),
+            lost=self.decision.lost if self.decision else 0.0,
+            padded=lambda rows, tiles: predictor.seconds(rows, tiles, work, tokens, rank),
+        )
         self.decision = throughput(situation) if outlook is None else latency(situation)
         self.decisions[f"{self.strategy}: {self.decision.reason}"] += 1
         return self.decision.tiles
+
+    def _idle(self, rows: int) -> int:
+        """Slots without a row, if more requests wait than there are slots and there is one cohort."""
+        registry = self._registry
+        if self._cohorts > 1 or len(registry.waiting) <= len(registry.free_slots):
+            return 0
+        return min(registry.max_num_seqs, self._predictor.ready.max_rows) - rows
 
     def _use(self, strategy: StrategyName) -> None:
         """After a change of strategy, judges waiting sequences again and treats running ones as accepted."""

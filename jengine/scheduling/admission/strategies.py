@@ -32,6 +32,9 @@ class Situation(NamedTuple):
         tile_size: tokens in a tile.
         buckets: tile counts of usable programs.
         outlook: targets of running and waiting requests, for `latency`.
+        idle: number of slots without a row, if more requests wait than there are slots; otherwise 0.
+        lost: seconds that rows of idle slots have lost since prompts wait for more of them.
+        padded: seconds of a step whose tiles are all padding.
     """
 
     rows: int
@@ -40,13 +43,17 @@ class Situation(NamedTuple):
     buckets: Sequence[int]
     seconds: Seconds
     outlook: Outlook | None = None
+    idle: int = 0
+    lost: float = 0.0
+    padded: Seconds | None = None
 
 
 class Decision(NamedTuple):
-    """Number of prompt tiles to run beside the decode rows, and the reason."""
+    """Number of prompt tiles to run beside the decode rows, and the reason. lost: see `Situation`."""
 
     tiles: int
     reason: str
+    lost: float = 0.0
 
 
 def throughput(situation: Situation) -> Decision:
@@ -64,7 +71,25 @@ def throughput(situation: Situation) -> Decision:
             best, best_rate = tiles, rate
         if bucket >= situation.pending:
             break
-    return Decision(best, "most tokens a second")
+    lost = _if_held(situation, best)
+    return Decision(best, "most tokens a second") if lost is None else Decision(0, "prompts gather", lost)
+
+
+def _if_held(situation: Situation, tiles: int) -> float | None:
+    """Seconds lost if these tiles wait for the prompts of the next free slots; None: they should not wait.
+
+    A program of more tiles may take less time for each. Nobody knows when slots become free, so prompts wait
+    until idle rows have lost what full programs would have saved: at worst, that much is paid twice (the ski
+    rental problem).
+    """
+    rows, padded = situation.rows, situation.padded
+    larger = [bucket for bucket in situation.buckets if bucket > tiles]
+    if not (rows and situation.idle and larger and padded):
+        return None
+    alone = padded(rows, 0)
+    saved = padded(rows, tiles) - alone - min((padded(rows, n) - alone) / n for n in larger) * tiles
+    lost = situation.lost + situation.idle * alone / rows
+    return lost if lost < saved else None
 
 
 def latency(situation: Situation) -> Decision:

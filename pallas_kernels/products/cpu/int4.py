@@ -56,8 +56,22 @@ class Packed(NamedTuple):
             words=self.words + self.row * out, scale=self.scale + by_scale, offset=self.offset + by_scale
         )
 
+    def after(self, inputs: Value, group: int) -> Packed:
+        """The weights behind these inputs, whole tiles."""
+        by_scale = inputs // group * 4
+        return self._replace(
+            words=self.words + inputs // 2, scale=self.scale + by_scale, offset=self.offset + by_scale
+        )
+
 
 KINDS = (PTR, I64, PTR, PTR, I64, I64)  # of Packed
+
+
+def packed_of(code: Code, frame: Value, offset: bool, size: Value) -> Packed:
+    """The weights of a call: arguments 1 to 3 are values, scale and, if weights have offsets, offset."""
+    (words, shape), (scale, scale_shape) = (code.argument(frame, index) for index in (1, 2))
+    offsets = code.argument(frame, 3)[0] if offset else scale
+    return Packed(words, code.word(shape, 1) * 4, scale, offsets, code.word(scale_shape, 1) * 4, size)
 
 
 @dataclass(frozen=True)
@@ -104,21 +118,15 @@ def int4_module(target: native.Target, x: str, group: int, offset: bool, kind: s
 def _multiply(code: Code, fmt: Int4Format) -> None:
     at = fmt.at
     frame, part, parts = code.kernel("multiply")
-    (x, x_shape), (words, shape), (scale, scale_shape) = (code.argument(frame, index) for index in range(3))
-    offset = code.argument(frame, 3)[0] if fmt.offset else scale
+    (x, x_shape), (_, shape) = (code.argument(frame, index) for index in (0, 1))
     result, _ = code.result(frame, 0)
-    rows, size, count, width = (
-        code.word(x_shape, 0),
-        code.word(x_shape, 1),
-        code.word(shape, 0),
-        code.word(shape, 1),
-    )
-    weight = Packed(words, width * 4, scale, offset, code.word(scale_shape, 1) * 4, size)
+    rows, size, count = code.word(x_shape, 0), code.word(x_shape, 1), code.word(shape, 0)
+    weight = packed_of(code, frame, fmt.offset, size)
     x_row, out_size = size * SIZES[fmt.format.x], code.result_size(frame, 0)
     result_row = count * out_size
     first, end, last = blocks_of(count, at.outs, part, parts)
     # rows begin in different sets of a cache
-    unpacked_row = width * (8 * SIZES[fmt.format.weight]) + 3 * LINE
+    unpacked_row = weight.row * (2 * SIZES[fmt.format.weight]) + 3 * LINE
     many = (SCRATCH // unpacked_row).rounded_down(at.outs).least(PANEL).most(at.outs)
     panel = (rows > UNPACKED_FEW).choose(many, at.outs)
 

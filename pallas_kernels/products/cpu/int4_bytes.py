@@ -20,7 +20,7 @@ from pallas_kernels.llvm.formats import Processor, dot_small, processor
 from pallas_kernels.llvm.types import F32, I8, I32, I64, LANES, PTR, VOID, vector
 from pallas_kernels.llvm.values import Value, Variable
 from pallas_kernels.products.cpu.int4 import KINDS as PACKED_KINDS
-from pallas_kernels.products.cpu.int4 import SCALES_AHEAD, Packed
+from pallas_kernels.products.cpu.int4 import SCALES_AHEAD, Packed, packed_of
 from pallas_kernels.products.cpu.multiply import PANEL, blocks_of, heights, quantize, strips
 from pallas_kernels.quantization.int4 import SCALES, TILE
 
@@ -220,12 +220,10 @@ def _of_offsets(
 
 def _multiply(code: Code, at: Processor, alone: int, offset: bool) -> None:
     frame, part, parts = code.kernel("multiply")
-    (_, x_shape), (words, shape), (scale, scale_shape) = (code.argument(frame, index) for index in range(3))
-    offsets = code.argument(frame, 3)[0] if offset else scale
-    result = code.result(frame, OUT)[0]
-    rows, size = code.word(x_shape, 0), code.word(x_shape, 1)
-    count, width = code.word(shape, 0), code.word(shape, 1)
-    weight = Packed(words, width * 4, scale, offsets, code.word(scale_shape, 1) * 4, size)
+    (_, x_shape), (_, shape) = (code.argument(frame, index) for index in (0, 1))
+    result, _ = code.result(frame, OUT)
+    rows, size, count = code.word(x_shape, 0), code.word(x_shape, 1), code.word(shape, 0)
+    weight = packed_of(code, frame, offset, size)
     x, row_scale, sums = (code.result(frame, index)[0] for index in (ARRANGED, ROW_SCALES, SUMS))
     x_row, out_size = tiles_of(size) * TILE, code.result_size(frame, OUT)
     result_row = count * out_size

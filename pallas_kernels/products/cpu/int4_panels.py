@@ -12,7 +12,7 @@ from pallas_kernels.llvm.code import Code
 from pallas_kernels.llvm.formats import SIZES, Format, byte_format, plain_format, processor
 from pallas_kernels.llvm.types import F32, I8, I32, I64, LANES, PTR, VOID, vector
 from pallas_kernels.llvm.values import Value
-from pallas_kernels.products.cpu.int4 import KINDS, Int4Format, Packed, weights_of
+from pallas_kernels.products.cpu.int4 import KINDS, Int4Format, Packed, packed_of, weights_of
 from pallas_kernels.products.cpu.int4_bytes import CONSECUTIVE, HALF, LOW, SIGNS
 from pallas_kernels.products.cpu.multiply import quantize
 from pallas_kernels.products.cpu.panels import LINE, VECTOR, VECTORS, WORD, WORDS, Pack, write
@@ -84,16 +84,8 @@ def _pack(code: Code, fmt: Format, group: int, offset: bool) -> Pack:
     """Calls the function `pack` of (*Packed, address)."""
 
     def pack(frame: Value, o: Value, first: Value, words: Value, to: Value) -> None:
-        (values, shape), (scale, scale_shape) = (code.argument(frame, index) for index in (1, 2))
-        offsets = code.argument(frame, 3)[0] if offset else scale
-        row, scale_row = (code.word(each, 1) * 4 for each in (shape, scale_shape))
-        whole = Packed(values, row, scale, offsets, scale_row, words * WORD // SIZES[fmt.x])
-        packed, before = whole.at(o), first // SIZES[fmt.x]
-        by_scale = before // group * 4
-        packed = packed._replace(
-            words=packed.words + before // 2, scale=packed.scale + by_scale, offset=packed.offset + by_scale
-        )
-        code.call("pack", VOID, *packed, to)
+        whole = packed_of(code, frame, offset, words * WORD // SIZES[fmt.x])
+        code.call("pack", VOID, *whole.at(o).after(first // SIZES[fmt.x], group), to)
 
     return pack
 

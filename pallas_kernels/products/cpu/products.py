@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -38,16 +39,24 @@ def in_form(
     weight: WeightFormat,
     hadamard: int = 1,
 ) -> jax.Array:
-    """The product by a weight [out, in] of this format: "amx", "panels" or, also for sizes that these do not
-    support and without permission to use tiles, "kernel". Numbers have a scale for each output, or none.
-    """
-    if form == "amx" and tiles.permitted() and why_no_tiles(str(x.dtype), weight, values.shape[0]) is None:
+    """The product by a weight [out, in] of this format. Numbers have a scale for each output, or none."""
+    form = supported(form, str(x.dtype), weight, *values.shape)
+    if form == "amx":
         return product_by_tiles(x, values, scale, dtype, hadamard)
-    if form == "panels" and why_no_panels(str(x.dtype), weight, *values.shape) is None:
+    if form == "panels":
         return product_by_panels(x, values, scale, dtype, hadamard)
     if weight.inputs is None or scale is None:
         return product(x, values, scale, dtype)
     return product_of_bytes(x, values, scale, dtype, hadamard)
+
+
+def supported(form: str, x: str, weight: WeightFormat, outs: int, size: int) -> str:
+    """A form of products: "amx" or "panels"; for sizes that these do not support and without permission
+    to use tiles, "kernel".
+    """
+    if form == "amx":
+        return form if tiles.permitted() and why_no_tiles(x, weight, outs) is None else "kernel"
+    return form if form == "panels" and why_no_panels(x, weight, outs, size) is None else "kernel"
 
 
 def product(
@@ -101,39 +110,38 @@ def product_by_tiles(
 ) -> jax.Array:
     """`product` of bfloat16, or with a scale `product_of_bytes`, by AMX; see `why_no_tiles`."""
     name = register_tiles(str(x.dtype), scale is not None, hadamard)
-    scratch = [jax.ShapeDtypeStruct((tiles.packed_bytes(len(x), x.shape[1], str(weight.dtype)),), jnp.uint8)]
+    scratch = [_packed(x, str(weight.dtype))]
     if scale is None:
         return _call(name, dtype, x, weight, scratch=scratch)
     scratch += [*_quantized(x), *_transformed(x, hadamard)]
     return _call(name, dtype, x, weight, scale, scratch=scratch)
 
 
-def product_of_int4(
-    x: jax.Array, weight: Int4, dtype: jax.typing.DTypeLike, *, by_panels: bool = False
-) -> jax.Array:
-    """x @ weight.T, sums in float32; weights [out, in] are unpacked in registers.
+def product_of_int4(x: jax.Array, weight: Int4, dtype: jax.typing.DTypeLike, form: str) -> jax.Array:
+    """x @ weight.T, sums in float32, in a form like `in_form`'s; weights [out, in] are unpacked in registers.
 
     With `Int4.inputs`, x is transformed and quantized row by row to int8 first, and sums within a group are
-    exact.
-
-    Args:
-        by_panels: faster for many rows; of what `why_no_panels` refuses nothing.
+    exact; by tiles, x is only transformed, and weights are rounded to bfloat16.
     """
     offset = [] if weight.offset is None else [weight.offset]
-    if weight.inputs:
+    arrays = weight.values, weight.scale, *offset
+    by_panels, by_tiles = form == "panels", form == "amx"
+    if weight.inputs and not by_tiles:
         rows, size = x.shape
         arranged = [] if by_panels else [jax.ShapeDtypeStruct((rows, -(-size // TILE) * TILE), jnp.int8)]
         group_sums = jax.ShapeDtypeStruct((rows, weight.scale.shape[-1]), jnp.float32)
         scratch = [*_quantized(x), *arranged, group_sums, *_transformed(x, weight.hadamard)]
         name = (register_int4_bytes_panels if by_panels else register_int4_bytes)(str(x.dtype), weight)
-        return _call(name, dtype, x, weight.values, weight.scale, *offset, scratch=scratch)
+        return _call(name, dtype, x, *arrays, scratch=scratch)
     if weight.hadamard > 1:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype), *_transformed(x, weight.hadamard)]
         x = call(register_transform(str(x.dtype), weight.hadamard), shapes, x)[0]
-    form = weight.group, bool(offset), weight.kind
+    kind = weight.group, bool(offset), weight.kind
+    if by_tiles:
+        return _call(register_int4_tiles(*kind), dtype, x, *arrays, scratch=[_packed(x, "bfloat16")])
     x = x if by_panels else _as_multiplied(x)
-    name = register_int4_panels(*form) if by_panels else register_int4(str(x.dtype), *form)
-    return _call(name, dtype, x, weight.values, weight.scale, *offset)
+    name = register_int4_panels(*kind) if by_panels else register_int4(str(x.dtype), *kind)
+    return _call(name, dtype, x, *arrays)
 
 
 def _as_multiplied(x: jax.Array) -> jax.Array:
@@ -175,12 +183,16 @@ def _transformed(x: jax.Array, hadamard: int) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct(x.shape, jnp.float32)] if hadamard > 1 else []
 
 
+def _packed(x: jax.Array, dtype: str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((tiles.packed_bytes(len(x), x.shape[1], dtype),), jnp.uint8)
+
+
 def why_no_tiles(x: str, weight: WeightFormat, outs: int) -> str | None:
-    """Why `product_by_tiles` cannot take these, or None."""
-    pairs = x == weight.numbers == "bfloat16"
+    """Why tiles cannot multiply these, or None."""
+    floats = x == "bfloat16" and (weight.numbers == x or weight.bits == 4)
     of_bytes = x in INPUTS and weight.bits == 8 and weight.inputs == "int8"
-    if not (pairs or of_bytes):
-        return f"{x} by {weight.name}: tiles multiply bfloat16 by bfloat16, and bytes"
+    if not (floats or of_bytes):
+        return f"{x} by {weight.name}: tiles multiply bfloat16 by bfloat16 or four bits, and bytes"
     return f"outputs={outs}: at least {tiles.OUTS}" if outs < tiles.OUTS else None
 
 
@@ -203,6 +215,12 @@ def register_tiles(x: str, of_bytes: bool, hadamard: int = 1) -> str:
         "pack",
         "multiply",
     )
+
+
+def register_int4_tiles(group: int, offset: bool, kind: str) -> str:
+    name = f"jengine_tiles_{kind}_{group}{'_offset' if offset else ''}"
+    text = partial(tiles.int4_tiles_module, native.host(), group, offset, kind)
+    return _register(name, text, "pack", "multiply")
 
 
 def _w8a8(hadamard: int) -> str:
@@ -263,20 +281,23 @@ def register_transform(x: str, block: int) -> str:
 def prepare_int4(x: str, parameter: Int4, weight: WeightFormat) -> None:
     """Compile the kernels for a weight in four bits; see `prepare`."""
     by_panels = why_no_panels(x, weight, parameter.shape[-2], parameter.size) is None
+    by_tiles = tiles.permitted() and why_no_tiles(x, weight, parameter.shape[-2]) is None
+    kind = parameter.group, weight.offset, parameter.kind
+    if by_tiles:
+        register_int4_tiles(*kind)
+    if x in INPUTS and parameter.hadamard > 1 and (by_tiles or not parameter.inputs):
+        register_transform(x, parameter.hadamard)
     if parameter.inputs:
         if by_panels:
             register_int4_bytes_panels(x, parameter)
         if x in INPUTS:
             register_int4_bytes(x, parameter)
         return
-    form = parameter.group, weight.offset, parameter.kind
     if by_panels:
-        register_int4_panels(*form)
+        register_int4_panels(*kind)
     if x in INPUTS:
         for dtype in _dtypes(x):
-            register_int4(dtype, *form)
-        if parameter.hadamard > 1:
-            register_transform(x, parameter.hadamard)
+            register_int4(dtype, *kind)
 
 
 def prepare(x: str, weight: WeightFormat, hadamard: int = 1) -> None:

@@ -29,6 +29,7 @@ from pallas_kernels.products.hopper.eight_bit_registers import operand_of
 from pallas_kernels.quantization.quantized import GROUP
 
 WIDE = 128  # columns of a stage, if both sides have eight bits, or weights have and there are few rows
+WIDEST = 256  # if two warpgroups share the inputs of one sum: copies then cost half
 # rows of a block of one compute warpgroup; with two, a quarter: with more, registers do not suffice for two
 # blocks per multiprocessor
 FEW = 64
@@ -84,6 +85,9 @@ def grouped_product(
     columns = _columns(x.dtype, x.shape[1] // splits, block * warpgroups**2) if eight else COLUMNS
     at_once = columns if weight.dtype == x.dtype else COLUMNS
     turns = 2 if eight and warpgroups == 1 and block <= SHARED_ROWS[x.dtype.itemsize] else 1
+    in_one_sum = weight.dtype != x.dtype and (scale is None or scale.ndim == 2)
+    if turns == 2 and in_one_sum and x.shape[1] // splits % WIDEST == 0:
+        columns = WIDEST
     # bytes of a stage, and of sums and results
     read, more = warpgroups * ROWS * columns * weight.dtype.itemsize, block * columns * x.dtype.itemsize
     x_scales = max(block, ALIGNED) if x_scale is not None and x_scale.ndim == 2 else 0  # of a stage
@@ -92,7 +96,7 @@ def grouped_product(
     stages = IN_FLIGHT // read
     if stages * (read + more) + fixed > SHARED:
         fitting = (SHARED - fixed) // (read + more) // turns * turns
-        stages = fitting if columns == WIDE and x.dtype.itemsize > 1 else STAGES
+        stages = fitting if columns >= WIDE and x.dtype.itemsize > 1 else STAGES
     through = (
         None
         if operand_in_registers or weight.dtype == x.dtype
@@ -171,6 +175,8 @@ def _kernel(
             plgpu.wgmma(acc, weights, x.transpose((1, 0)))
             return
         for at in range(0, columns, COLUMNS):  # the next are converted while the tensor cores work
+            if at and at % WIDE == 0:
+                plgpu.wgmma_wait(0)  # with more weights in registers, fewer blocks fit
             some = pl.ds(at, COLUMNS)
             operand: Any = operand_of(weights.at[:, some], x_smem.dtype, in_registers=a_smem is None)
             if a_smem is not None:

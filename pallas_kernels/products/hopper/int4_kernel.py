@@ -201,8 +201,7 @@ class ThreadBlock:
         """The sum of chunks of weights that are scaled first."""
         scratch = self.refs.scratch
 
-        @pl.loop(0, self.place.chunks)
-        def _(step: jax.Array) -> None:
+        def add(step: jax.Array) -> None:
             slot = lax.rem(step, scratch.x.shape[0])
             w, scales = (ref.at[slot, self.outputs] for ref in (scratch.w, scratch.scale))
             plgpu.barrier_wait(scratch.full.at[slot])
@@ -210,13 +209,20 @@ class ThreadBlock:
                 of_tile = pl.ds(tile * SCALES, SCALES)
                 scale = plgpu.load(scales.at[:, of_tile], layout=SCALE_LAYOUT, optimized=False)
                 words = plgpu.load(w.at[:, pl.ds(tile * WORDS, WORDS)], layout=WORD_LAYOUT)
-                for first in range(0, TILE, COLUMNS):  # the next are unpacked while the tensor cores work
-                    steps = range(first // STEP, (first + COLUMNS) // STEP)
-                    columns = scratch.x.at[slot, :, pl.ds(tile * TILE + first, COLUMNS)]
-                    plgpu.wgmma(acc, scaled(words, scale, steps), columns.transpose((1, 0)))
+                columns = scratch.x.at[slot, :, pl.ds(tile * TILE, TILE)]
+                # a tile at once: each product computes a descriptor, by ten instructions
+                plgpu.wgmma(acc, scaled(words, scale), columns.transpose((1, 0)))
                 plgpu.wgmma_wait(0)  # with more weights in registers, fewer blocks fit
             plgpu.barrier_arrive(scratch.free.at[slot])
 
+        pairs = lax.div(self.place.chunks, 2)  # whose addresses are computed together
+
+        @pl.loop(0, pairs)
+        def _(pair: jax.Array) -> None:
+            add(2 * pair)
+            add(2 * pair + 1)
+
+        pl.loop(2 * pairs, self.place.chunks)(add)
         total: jax.Array = acc[...]
         return total
 

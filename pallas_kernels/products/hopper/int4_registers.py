@@ -21,7 +21,7 @@ from jaxlib.mlir import ir
 
 from pallas_kernels.mosaic.hopper import ROWS
 from pallas_kernels.mosaic.words import MANTISSA, asm, bits_of, both, constant, rotated
-from pallas_kernels.quantization.int4 import WORDS
+from pallas_kernels.quantization.int4 import TILE, WORDS
 
 STEP = 2 * WORDS  # columns in the same nibble of all words
 WORD_TILING = mgpu.TiledLayout(
@@ -78,8 +78,8 @@ def numbers(
     return lax.bitcast_convert_type(signed, dtype)
 
 
-def scaled(words: jax.Array, scale: jax.Array, nibbles: Sequence[int]) -> jax.Array:
-    """Unpacks two nibbles of words int32 [64, 16] of e2m1 and multiplies them by their scales.
+def scaled(words: jax.Array, scale: jax.Array) -> jax.Array:
+    """Unpacks words int32 [64, 16] of e2m1 and multiplies the numbers by their scales.
 
     The three bits of a magnitude become the lowest exponent bits and the highest mantissa bit of a number,
     which is the magnitude times 2^-127, also if it is subnormal. So its factor is the scale times 2^127. The
@@ -88,28 +88,29 @@ def scaled(words: jax.Array, scale: jax.Array, nibbles: Sequence[int]) -> jax.Ar
 
     Args:
         scale: float32 [64, 4], powers of two.
-        nibbles: 0 and 1, or 2 and 3.
 
     Returns:
-        An operand of the tensor cores, bfloat16 [64, 64], in units of SCALED.
+        An operand of the tensor cores, bfloat16 [64, TILE], in units of SCALED.
     """
 
     def multiply(_: Any, words: Any, scale: Any) -> Any:
         i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
-        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), object)
-        signs, count = constant(0x88 << 4 * nibbles[0]), words.registers.shape[1]
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((ROWS, TILE)), object)
+        count = words.registers.shape[1]
         for half, of_row in enumerate(scale.registers.flat):
-            factors = asm(FACTORS, *(mgpu.utils.vector_slice(of_row, slice(n, n + 1)) for n in nibbles))
+            of_groups = [mgpu.utils.vector_slice(of_row, slice(n, n + 1)) for n in range(TILE // STEP)]
+            factors = [asm(FACTORS, *of_groups[first : first + 2]) for first in (0, 2)]
             for word in range(count):
                 register = mgpu.utils.bitcast(words.registers[0, word, 0, 0, half].item(), i32)
-                apart = asm("lop3.b32 $0, $1, $2, $3, 0xe4;", register, rotated(register, 6), signs)
-                for step, nibble in enumerate(nibbles):
-                    number = asm(SCALED_PAIR[step], rotated(apart, 4 * nibble - 12), factors)
-                    registers[0, word + step * count, 0, 0, half] = mgpu.utils.bitcast(number, pair)
+                for nibble in range(len(of_groups)):
+                    signs = constant(0x88 << 4 * (nibble // 2 * 2))
+                    apart = asm("lop3.b32 $0, $1, $2, $3, 0xe4;", register, rotated(register, 6), signs)
+                    placed = rotated(apart, 4 * nibble - 12)
+                    number = asm(SCALED_PAIR[nibble % 2], placed, factors[nibble // 2])
+                    registers[0, word + nibble * count, 0, 0, half] = mgpu.utils.bitcast(number, pair)
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
-    shape, dtype = (ROWS, STEP * len(nibbles)), jnp.dtype("bfloat16")
-    returned = plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA)
+    returned = plgpu.ShapeDtypeStruct((ROWS, TILE), jnp.dtype("bfloat16"), layout=plgpu.Layout.WGMMA)
     result: jax.Array = plgpu.inline_mgpu(arg_types=(WORD_LAYOUT, SCALE_LAYOUT), return_type=returned)(
         multiply
     )(words, scale)
