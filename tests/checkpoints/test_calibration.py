@@ -23,9 +23,10 @@ from jengine.parallel.mesh import make_mesh
 from jengine.text.tokenizer import Tokenizer
 from pallas_kernels.products.groups import grouped
 from pallas_kernels.products.weights import is_weight, product
+from pallas_kernels.quantization import int4
 from pallas_kernels.quantization.gptq import DAMPING, gptq
 from pallas_kernels.quantization.hadamard import transform
-from pallas_kernels.quantization.int4 import Int4, pack, quantize_int4
+from pallas_kernels.quantization.int4 import Int4, pack
 from pallas_kernels.quantization.quantized import Quantized, dequantize
 from tests.checkpoints.test_quantized_conversion import VARIANT, declared, restored, same
 from tests.golden.weights import max_model_len, write_model
@@ -36,20 +37,24 @@ EXPERTS, OUT, IN = 4, 24, 64
 MANY, FEW, NONE = 0, 1, 2  # experts, by how many rows reach them
 CHUNK = 64
 Reference = tuple[jax.Array, jax.Array]  # rows, and the expert of each
+# As models are loaded. Outside of jit, each of its operations would be compiled for each shape.
+quantize_int4 = jax.jit(int4.quantize_int4, static_argnames=("group", "hadamard", "inputs"))
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    """NumPy's numbers: JAX's would be compiled for each shape."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def inputs(rows: int, size: int) -> jax.Array:
     """Correlated inputs, like activations."""
-    mixed = jax.random.normal(jax.random.key(0), (size // 4, size))
-    return jax.random.normal(jax.random.key(1), (rows, size // 4)) @ mixed + 0.1 * jax.random.normal(
-        jax.random.key(2), (rows, size)
-    )
+    return normal(1, rows, size // 4) @ normal(0, size // 4, size) + 0.1 * normal(2, rows, size)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("size", "group"), [(200, 128), (192, 32)])
 def test_products_with_such_inputs_are_nearer(size: int, group: int) -> None:
-    x, weight = inputs(512, size), jax.random.normal(jax.random.key(3), (48, size))
+    x, weight = inputs(512, size), normal(3, 48, size)
     numbers, scale = gptq(weight, x.T @ x, group)
     assert numbers.shape == weight.shape and scale.shape == (48, -(-size // group))
     made = np.asarray(numbers) * np.repeat(np.asarray(scale), group, 1)[:, :size]
@@ -81,8 +86,8 @@ def test_columns_are_rounded_one_after_the_other() -> None:
 
 def test_few_inputs_mislead_little() -> None:
     """With about as many inputs as columns, errors on other inputs of the same kind stay bounded."""
-    x = jax.random.normal(jax.random.key(0), (1130, 128)) + jax.random.normal(jax.random.key(1), (1130, 1))
-    weight = jax.random.normal(jax.random.key(2), (48, 128))
+    x = normal(0, 1130, 128) + normal(1, 1130, 1)
+    weight = normal(2, 48, 128)
     seen, unseen = x[:130], x[130:]
     numbers, scale = gptq(weight, seen.T @ seen, 128)
     nearest = dequantize(quantize_int4(weight, group=128))
@@ -107,15 +112,12 @@ def test_moments_without_an_inverse() -> None:
 
 def deviating(x: jax.Array) -> jax.Array:
     """Inputs of a quantized model beside those of the unquantized one: mixed a little, with some noise."""
-    mixing, noise = (
-        jax.random.normal(jax.random.key(n), shape) for n, shape in ((5, (IN, IN)), (6, x.shape))
-    )
-    return 0.9 * x + x @ mixing / 50 + 0.2 * noise
+    return 0.9 * x + x @ normal(5, IN, IN) / 50 + 0.2 * normal(6, *x.shape)
 
 
 def test_outputs_are_nearer_to_those_of_the_unquantized_model() -> None:
     """On other inputs of the same kind, if inputs deviate from the unquantized model's."""
-    reference, weight = inputs(1024, IN), jax.random.normal(jax.random.key(3), (48, IN))
+    reference, weight = inputs(1024, IN), normal(3, 48, IN)
     x = deviating(reference)
     seen, unseen = slice(512), slice(512, None)
     moments, cross = x[seen].T @ x[seen], reference[seen].T @ x[seen]
@@ -128,7 +130,7 @@ def test_outputs_are_nearer_to_those_of_the_unquantized_model() -> None:
 
 
 def test_inputs_that_do_not_deviate_change_nothing() -> None:
-    x, weight = inputs(512, 200), jax.random.normal(jax.random.key(3), (48, 200))
+    x, weight = inputs(512, 200), normal(3, 48, 200)
     moments = x.T @ x
     for one, other in zip(gptq(weight, moments, 128), gptq(weight, moments, 128, moments), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -138,7 +140,7 @@ def test_inputs_that_do_not_deviate_change_nothing() -> None:
 @pytest.mark.parametrize("rows_too", [False, True])
 def test_each_half_is_multiplied_by_its_weight(rows: int, rows_too: bool) -> None:
     """The reference by the unquantized one. In chunks or not, the last of which may have fewer rows."""
-    reference, weight = inputs(rows // 2, IN), jax.random.normal(jax.random.key(3), (OUT, 2, IN))
+    reference, weight = inputs(rows // 2, IN), normal(3, OUT, 2, IN)
     x = jnp.concatenate([reference, deviating(reference)])
     target = quantize_int4(weight, group=32, hadamard=IN, inputs=rows_too)
     made = Calibrated(weight, target, lambda count: None)
@@ -153,7 +155,7 @@ def test_each_half_is_multiplied_by_its_weight(rows: int, rows_too: bool) -> Non
 
 def test_weights_know_the_inputs_that_theirs_deviate_from() -> None:
     """A weight is fitted to the outputs of the first half; without deviation, as `gptq` fits it alone."""
-    reference, weight = inputs(512, IN), jax.random.normal(jax.random.key(3), (OUT, IN))
+    reference, weight = inputs(512, IN), normal(3, OUT, IN)
     target, x = quantize_int4(weight, group=32, hadamard=IN), deviating(reference)
 
     def fitted(first: jax.Array) -> jax.Array:
@@ -190,15 +192,13 @@ class Routed:
 
     @classmethod
     def make(cls) -> Routed:
-        own = jax.random.normal(jax.random.key(0), (EXPERTS, IN, IN))
-        mixed = (jax.random.normal(jax.random.key(1), (IN, IN)) + 0.3 * own) * jnp.exp(-jnp.arange(IN) / 32)[
-            :, None
-        ]
-        every = jax.random.normal(jax.random.key(2), (EXPERTS, 500, IN)) @ mixed
+        own = normal(0, EXPERTS, IN, IN)
+        mixed = (normal(1, IN, IN) + 0.3 * own) * jnp.exp(-jnp.arange(IN) / 32)[:, None]
+        every = normal(2, EXPERTS, 500, IN) @ mixed
         chosen = np.random.default_rng(0).permutation(np.repeat([MANY, FEW, 3], [250, 8, 150]))
         x, weight = (
             every[chosen, np.arange(len(chosen)) % 250],
-            jax.random.normal(jax.random.key(3), (EXPERTS, OUT, 2, IN)),
+            normal(3, EXPERTS, OUT, 2, IN),
         )
         return cls(weight, x, jnp.asarray(chosen), every[:, 250:].at[NONE].set(every[MANY, 250:]))
 

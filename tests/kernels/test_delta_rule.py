@@ -12,6 +12,14 @@ import pytest
 from pallas_kernels.recurrence import delta_rule
 
 HEADS, KEY, VALUE = 3, 16, 8
+# Outside of jit, each of their operations would be compiled for each shape.
+step, steps = jax.jit(delta_rule.step), jax.jit(delta_rule.steps)
+
+
+@jax.jit
+def advance(state: jax.Array, *given: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The state [heads, key, value] after a chunk of tokens [heads, tokens, ...], and what these read."""
+    return delta_rule.advance(state, delta_rule.prepare(*given))
 
 
 def definition(
@@ -48,11 +56,11 @@ def test_a_chunk_is_as_many_steps(count: int, kind: str) -> None:
     wanted = definition(state, *given)
     read = np.einsum("htkv,htk->htv", wanted[:, 1:], given[0])
     q, k, v, decay, rate = (jnp.asarray(x, jnp.float32) for x in given)
-    after, out = delta_rule.advance(jnp.asarray(state, jnp.float32), delta_rule.prepare(q, k, v, decay, rate))
+    after, out = advance(jnp.asarray(state, jnp.float32), q, k, v, decay, rate)
     assert np.abs(after - wanted[:, -1]).max() < 1e-5 and np.abs(out - read).max() < 1e-5
     one = jnp.asarray(state, jnp.float32)
     for t in range(min(count, 7)):
-        one, out = delta_rule.step(one, q[:, t], k[:, t], v[:, t], decay[:, t], rate[:, t])
+        one, out = step(one, q[:, t], k[:, t], v[:, t], decay[:, t], rate[:, t])
         assert np.abs(one - wanted[:, t + 1]).max() < 1e-5 and np.abs(out - read[:, t]).max() < 1e-5
 
 
@@ -67,9 +75,9 @@ def test_linear_attention_adds_values_as_they_are(count: int) -> None:
         )
     read = np.einsum("thkv,htk->htv", np.stack(states[1:]), q)
     given = [jnp.asarray(x, jnp.float32) for x in (q, k, v, decay)]
-    after, out = delta_rule.advance(jnp.asarray(state, jnp.float32), delta_rule.prepare(*given))
+    after, out = advance(jnp.asarray(state, jnp.float32), *given)
     assert np.abs(after - states[-1]).max() < 1e-5 and np.abs(out - read).max() < 1e-5
-    one, out = delta_rule.step(jnp.asarray(state, jnp.float32), *(x[:, 0] for x in given))
+    one, out = step(jnp.asarray(state, jnp.float32), *(x[:, 0] for x in given))
     assert np.abs(one - states[1]).max() < 1e-5 and np.abs(out - read[:, 0]).max() < 1e-5
 
 
@@ -85,16 +93,15 @@ def test_tokens_of_several_sequences_side_by_side_are_as_many_steps(at_once: int
     begun = jnp.asarray(rng.normal(size=(5, HEADS, KEY, VALUE)), jnp.float32)
     state = jnp.repeat(begun, jnp.asarray(lengths), axis=0)
     states, out, earlier = [], [], delta_rule.Earlier.none(3, *given[1:3])
-    run = jax.jit(delta_rule.steps)
     for at in range(0, 12, at_once):
         q, k, v, decay, *rates = (x[at : at + at_once] for x in given)
         rate, after = rates[0] if rates else None, behind[at : at + at_once]
-        *part, earlier = run(state[at : at + at_once], q, k, v, decay, rate, after, earlier)
+        *part, earlier = steps(state[at : at + at_once], q, k, v, decay, rate, after, earlier)
         states.append(part[0])
         out.append(part[1])
     for t in range(1, 12):
         before = wanted if behind[t] else state[t]  # noqa: F821
-        wanted, read = delta_rule.step(before, *(x[t] for x in given))
+        wanted, read = step(before, *(x[t] for x in given))
         assert np.abs(np.concatenate(states)[t] - wanted).max() < 1e-5
         assert np.abs(np.concatenate(out)[t] - read).max() < 1e-5
 
