@@ -87,11 +87,10 @@ class ImageOptions:
             have min_pixels and max_pixels (or size, with shortest_edge and longest_edge, also in pixels),
             SmolVLM and Idefics3 size.longest_edge and do_image_splitting. A request may have others, as long
             as its images have no more embeddings.
-        image_pool_rows: embeddings of images that the devices hold, at least those of the largest part of an
-            image that is encoded by itself. A prompt's images must fit; they are kept for later prompts until
-            others need their place. By default max_model_len, but at most 16384, or the largest image's.
-            Where a model reads images of any size, larger images are scaled down to this many embeddings, by
-            default 1024.
+        image_pool_rows: the most embeddings of images that the devices hold. A prompt's images must fit; they
+            stay for later prompts until others need their place. By default max_model_len, but at most 16384,
+            or as many as the largest image has, if that is more. Models that read images of any size scale
+            larger images down to this many embeddings, by default to 1024.
         enable_prompt_embeds: a prompt, or parts of it, may be embeddings: {"prompt_embeds": array}. They are
             held in the pool of image_pool_rows, and a model with images then serves text alone.
     """

@@ -25,8 +25,8 @@ class PoolingParams:
         normalize: scale the vector to length 1, after it was shortened to `dimensions`.
         dimensions: keep only the first numbers of the vector, for models that were trained for this
             (Matryoshka); None keeps all.
-        truncate_dim: as `dimensions`, after the vector was normalized. For the files of models.
-        prompt: text that is put in front of a text, not of token ids. For the files of models.
+        truncate_dim: as `dimensions`, but shortens the normalized vector; a setting in models' files.
+        prompt: put before every text, but not before token ids; a setting in models' files.
 
     Raises:
         InvalidArgument: naming the field, the value and the limit.

@@ -160,7 +160,7 @@ class SamplingParams(_Shown):
         top_p: keep the likeliest tokens until their total probability reaches this; in (0, 1].
         min_p: drop tokens whose probability is below this times that of the likeliest token; in [0, 1].
         seed: a 64-bit number. With the same seed, a prompt gets the same random numbers in every batch; other
-            prompts get others. By default, and with -1, each request gets a random one.
+            prompts get others. By default, and with -1, each request gets one drawn with the engine's seed.
         max_tokens: the most tokens to generate; None: up to the model's length.
         min_tokens: the fewest tokens to generate. End-of-sequence and stop tokens are not sampled before,
             unless structured_outputs is complete and nothing may follow it.
