@@ -320,12 +320,6 @@ class StepTotals(msgspec.Struct, array_like=True, frozen=True):
             tuple(tokens),
         )
 
-    def of_process(self, resident: int, pause_seconds: float, pauses: list[int]) -> StepTotals:
-        """The totals with these facts of the process."""
-        return msgspec.structs.replace(
-            self, resident=resident, pause_seconds=pause_seconds, pauses=tuple(pauses)
-        )
-
     def __add__(self, other: StepTotals) -> StepTotals:
         """The sum of both. Memory is taken from the second."""
 

@@ -245,8 +245,9 @@ class StepRecorder:
                 self._totals, self._totalled = self._totals.plus(new, self._tile_size), new[-1].number + 1
             resident = self.memories[-1].resident if self.memories else 0
             pauses = self._pauses
-            return self._totals.of_process(
-                resident, pauses.seconds, [count for count, _ in pauses.by_generation]
+            counts = tuple(count for count, _ in pauses.by_generation)
+            return msgspec.structs.replace(
+                self._totals, resident=resident, pause_seconds=pauses.seconds, pauses=counts
             )
 
     def _sample(self, now: float) -> Machine:

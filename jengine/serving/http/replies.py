@@ -174,7 +174,7 @@ class CompletionLogprobs:
                 best = {
                     self._texts.of(other, entry): _finite(entry)
                     for other, entry in position.items()
-                    if self._listed(other, token, entry)
+                    if other == token or entry.rank <= self._top
                 }
             tokens.append(text)
             values.append(value)
@@ -182,9 +182,6 @@ class CompletionLogprobs:
             offsets.append(self._offset)
             self._offset += len(self._push([token]))
         return offsets, values, tokens, likeliest
-
-    def _listed(self, other: int, token: int, entry: Logprob) -> bool:
-        return other == token or entry.rank <= self._top
 
 
 def _finite(entry: Logprob) -> float:
