@@ -91,12 +91,10 @@ class StepRecorder:
             self.machines.append(self._sample(now))
             self._next_sample = now + SAMPLE_SECONDS
         self._paused = False
-        self._begun, self._reading, self._cpu, self.thread = (
-            now,
-            0.0,
-            time.thread_time(),
-            threading.get_ident(),
-        )
+        self._begun = now
+        self._reading = 0.0
+        self._cpu = time.thread_time()
+        self.thread = threading.get_ident()
 
     def planned(self) -> None:
         """The scheduler has made its plan."""
