@@ -211,8 +211,8 @@ class TrackedRequest:
             "prompt_tokens": self.prompt_tokens,
             "cached_prompt_tokens": 0 if output is None else output.num_cached_tokens or 0,
             "output_tokens": self.output_tokens,
-            "queue_seconds": since(times and times.scheduled),
-            "first_token_seconds": since(times and times.first_token),
+            "queue_seconds": since(None if times is None else times.scheduled),
+            "first_token_seconds": since(None if times is None else times.first_token),
             "total_seconds": since(time.monotonic()),
             "finish_reasons": [part.finish_reason for part in (output.outputs if output else ())],
         }
