@@ -212,11 +212,9 @@ def _gaps(first: np.ndarray, last: np.ndarray, outputs: np.ndarray) -> np.ndarra
 
 def _percentiles(values: np.ndarray) -> dict[int, float]:
     known = values[~np.isnan(values)]
-    return (
-        {rank: float(value) for rank, value in zip(RANKS, np.percentile(known, RANKS), strict=True)}
-        if len(known)
-        else {}
-    )
+    if len(known):
+        return {rank: float(value) for rank, value in zip(RANKS, np.percentile(known, RANKS), strict=True)}
+    return {}
 
 
 def report(summary: ReplaySummary, trace: RequestTrace, targets: Targets, outcome: Outcome) -> str:

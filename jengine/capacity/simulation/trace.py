@@ -231,11 +231,9 @@ def _jengine(path: str, lines: Iterator[str]) -> RequestTrace:
 
     def column(name: str, default: Any) -> list[Any] | None:
         values = [fields.get(name) for fields in records]
-        return (
-            None
-            if all(value is None for value in values)
-            else [default if value is None else value for value in values]
-        )
+        if all(value is None for value in values):
+            return None
+        return [default if value is None else value for value in values]
 
     tokens, prefixes = column("prompt_token_ids", ()), column("prefix", ())
     if tokens is not None and prefixes is not None:

@@ -327,11 +327,9 @@ class StepTotals(msgspec.Struct, array_like=True, frozen=True):
             mine, its = getattr(self, name), getattr(other, name)
             if isinstance(mine, dict):
                 return {key: mine.get(key, 0) + its.get(key, 0) for key in mine | its}
-            return (
-                tuple(a + b for a, b in zip(mine, its, strict=True))
-                if isinstance(mine, tuple)
-                else mine + its
-            )
+            if isinstance(mine, tuple):
+                return tuple(a + b for a, b in zip(mine, its, strict=True))
+            return mine + its
 
         sums: dict[str, Any] = {name: added(name) for name in self.__struct_fields__}
         return StepTotals(**{**sums, "resident": other.resident})

@@ -65,11 +65,9 @@ class TokenTexts:
     def of(self, token: int, entry: Logprob | None = None) -> str:
         if self._as_ids:
             return f"token_id:{token}"
-        return (
-            self._tokenizer.token_text(token)
-            if entry is None or entry.decoded_token is None
-            else entry.decoded_token
-        )
+        if entry is None or entry.decoded_token is None:
+            return self._tokenizer.token_text(token)
+        return entry.decoded_token
 
     def bytes_of(self, token: int) -> list[int]:
         return list(self._tokenizer.token_bytes(token))
