@@ -32,7 +32,7 @@ from jengine.text.tokenizer import Tokenizer
 from jengine.vllm.translate import accepts
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class LLMRequests:
     """Makes and validates requests, and runs them in the calling thread.
 
