@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jengine.api.embeddings import EmbeddingRequestOutput
@@ -31,6 +32,7 @@ from jengine.text.tokenizer import Tokenizer
 from jengine.vllm.translate import accepts
 
 
+@dataclass(eq=False)
 class LLMRequests:
     """Makes and validates requests, and runs them in the calling thread.
 
@@ -39,17 +41,12 @@ class LLMRequests:
         interval: see EngineConfig.stream_interval.
     """
 
-    def __init__(
-        self,
-        shared: SharedEngine,
-        tokenizer: Tokenizer,
-        loras: Loras,
-        default_params: SamplingParams,
-        interval: int,
-    ) -> None:
-        self._shared, self._tokenizer, self._loras = shared, tokenizer, loras
-        self._default_params, self._interval = default_params, interval
-        self._ids = itertools.count()
+    _shared: SharedEngine
+    _tokenizer: Tokenizer
+    _loras: Loras
+    _default_params: SamplingParams
+    _interval: int
+    _ids: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     def make(
         self,

@@ -125,11 +125,9 @@ class LiveOutputs:
         request_id, output = update.request_id, answer.output
         metrics, builder = output.metrics, answer.builders[request_id]
         if metrics.first_token is None:
-            metrics.first_token, metrics.scheduled, output.num_cached_tokens = (
-                time.monotonic(),
-                update.scheduled or None,
-                update.cached,
-            )
+            metrics.first_token = time.monotonic()
+            metrics.scheduled = update.scheduled or None
+            output.num_cached_tokens = update.cached
         elif builder.output is output.outputs[0]:  # the first completion to start
             output.num_cached_tokens = update.cached
         if update.preemptions != (before := answer.preemptions[request_id]):
@@ -194,9 +192,7 @@ def catch_up(copy: RequestOutput, output: RequestOutput) -> None:
         mine.weights_versions += completion.weights_versions[len(mine.weights_versions) :]
         mine.cumulative_logprob = completion.cumulative_logprob
         mine.finish_reason, mine.stop_reason = completion.finish_reason, completion.stop_reason
-    copy.prompt_logprobs, copy.finished, copy.metrics = (
-        output.prompt_logprobs,
-        output.finished,
-        replace(output.metrics),
-    )
+    copy.prompt_logprobs = output.prompt_logprobs
+    copy.finished = output.finished
+    copy.metrics = replace(output.metrics)
     copy.num_cached_tokens, copy.embedding = output.num_cached_tokens, output.embedding

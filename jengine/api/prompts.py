@@ -158,11 +158,9 @@ def make_requests(
 
 def is_slow(prompt: object) -> bool:
     """Whether others should not wait for `make_requests`: it is long text, or has images or embeddings."""
-    return (
-        bool(prompt.get(FIELD)) or EMBEDS in prompt
-        if isinstance(prompt, dict)
-        else (isinstance(prompt, str) and len(prompt) >= LONG_TEXT)
-    )
+    if isinstance(prompt, dict):
+        return bool(prompt.get(FIELD)) or EMBEDS in prompt
+    return isinstance(prompt, str) and len(prompt) >= LONG_TEXT
 
 
 def params_of_samples(params: SamplingParams) -> tuple[SamplingParams, SamplingParams]:

@@ -125,11 +125,9 @@ def stored_weights(path: Path, layers: int) -> StoredWeights | None:
         kind = _kind(file, _name(name))
         kinds |= {kind} & {*FOUR_BITS}
         others += [] if kind in FOUR_BITS else [re.escape(name.removesuffix(".weight")) + "$"]
-    return (
-        StoredWeights(form="int4", group=GROUP, offset=kinds != {"Q4_0"}, others=tuple(others))
-        if kinds
-        else None
-    )
+    if kinds:
+        return StoredWeights(form="int4", group=GROUP, offset=kinds != {"Q4_0"}, others=tuple(others))
+    return None
 
 
 def read_gguf(path: Path, wanted: list[str], heads: tuple[int, int]) -> dict[str, Tensor]:

@@ -64,27 +64,21 @@ class GroupedValues:
         )
 
 
+@dataclass(eq=False)
 class StoredTensor:
     """A quantized tensor of a file, read on demand.
 
     Attributes:
         shape, dtype: of the unquantized tensor.
+        read: returns groups, or a float array of this shape if there are no quantized numbers to keep.
+        rows: returns some rows of that float array; None: they cannot be read apart.
     """
 
     dtype = np.dtype(np.float32)
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        read: Callable[[], GroupedValues | np.ndarray],
-        rows: Callable[[slice], np.ndarray] | None = None,
-    ) -> None:
-        """
-        Args:
-            read: returns groups, or a float array of this shape if there are no quantized numbers to keep.
-            rows: returns some rows of that float array; None: they cannot be read apart.
-        """
-        self.shape, self.read, self.rows = shape, read, rows
+    shape: tuple[int, ...]
+    read: Callable[[], GroupedValues | np.ndarray]
+    rows: Callable[[slice], np.ndarray] | None = None
 
     def groups(self) -> GroupedValues:
         values = self.read()

@@ -353,11 +353,7 @@ def _of_text(tensors: dict[str, Tensor], part: TextPart) -> dict[str, Tensor]:
 
 def _without(tensors: dict[str, Tensor], skipped: tuple[str, ...], why: str) -> dict[str, Tensor]:
     """The tensors without those whose names begin with these prefixes. Logs a warning if there are any."""
-    mine = (
-        {name: tensor for name, tensor in tensors.items() if not name.startswith(skipped)}
-        if skipped
-        else tensors
-    )
+    mine = {name: tensor for name, tensor in tensors.items() if not name.startswith(skipped)}
     if len(mine) < len(tensors) and why:
         parts = ", ".join(name.removesuffix(".") for name in skipped)
         log.warning(

@@ -155,11 +155,9 @@ def run(options: argparse.Namespace) -> int:
         open_lines = (line for line in source.lines() if line.key not in answers.done)
         first = next(open_lines, None)
         if first is None:
-            failed = (
-                f", {answers.failed} of them with an error: --retry-errors answers these again"
-                if answers.failed
-                else ""
-            )
+            failed = ""
+            if answers.failed:
+                failed = f", {answers.failed} of them with an error: --retry-errors answers these again"
             _report(options, f"nothing to do: {counted(len(answers.done), 'line')} answered before{failed}")
             return 1 if answers.failed else 0
         from jengine import AsyncLLM

@@ -88,11 +88,6 @@ class Output:
         """Ends the output."""
 
 
-def output_of(path: Path, form: RecordFormat) -> Output:
-    """The output for records that are lines of JSON."""
-    return Output() if path == STDOUT else OutputFile(path, form)
-
-
 class OutputFile(Output):
     """The output file. Answers are appended; existing answers are identified by their keys.
 
@@ -273,7 +268,7 @@ class Source(ABC):
 
     def output(self, path: Path) -> Output:
         """The output for the answers."""
-        return output_of(path, self.form)
+        return Output() if path == STDOUT else OutputFile(path, self.form)
 
     @abstractmethod
     def answering(self, llm: AsyncLLM) -> contextlib.AbstractContextManager[Answer]:

@@ -335,10 +335,8 @@ def _endpoint(options: argparse.Namespace) -> ServerUnderTest:
             raise InvalidArgument(
                 name, value, "is for backend=jengine; an https:// URL uses this machine's certificates"
             )
-    url, path = (
-        options.base_url or f"http://{options.host}:{options.port}",
-        options.endpoint or ENDPOINTS[options.backend],
-    )
+    url = options.base_url or f"http://{options.host}:{options.port}"
+    path = options.endpoint or ENDPOINTS[options.backend]
     return OpenAIEndpoint(url, path, options.model, api_key=client["api_key"], ignore_eos=options.ignore_eos)
 
 

@@ -73,11 +73,11 @@ def block_names(tokens: List[int], size: int, apart: Hashable) -> list[int]:
     return names
 
 
+@dataclass(slots=True)
 class Rate:
     """Seconds that a prompt token takes, learned from prompts that had to wait for no other."""
 
-    def __init__(self) -> None:
-        self.seconds = FIRST_RATE
+    seconds: float = FIRST_RATE
 
     def learn(self, tokens: int, seconds: float) -> None:
         """A prompt of so many tokens, which were not in the cache, had its first result after this time."""

@@ -77,12 +77,10 @@ class MultiHeadLatentAttention(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         self.config, self.latent = config, config.part(LatentAttention)
-        latent, heads, hidden, laid = (
-            self.latent,
-            config.num_heads,
-            config.hidden_size,
-            config.padded(config.num_heads),
-        )
+        latent = self.latent
+        heads = config.num_heads
+        hidden = config.hidden_size
+        laid = config.padded(config.num_heads)
         eps = dataclasses.replace(config, norm_eps=NORM_EPS)
         inputs, up = hidden, "q_proj"
         if latent.query_rank is not None:

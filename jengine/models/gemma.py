@@ -171,10 +171,8 @@ class Streams(nnx.Module):
         def small(tensor: str, *shape: int) -> Matrix:
             return exact_matrix(shape, dtype, (None, None), Piece(f"{name}.{tensor}.weight", shape))
 
-        self.router, self.mix = (
-            small("modality_router", count, hidden),
-            small("prediction_coefs", count**2, count),
-        )
+        self.router = small("modality_router", count, hidden)
+        self.mix = small("prediction_coefs", count**2, count)
         self.share = small("correction_coefs", count, count)
         self.scale = param((hidden,), dtype, (None,), Piece(f"{name}.correct_output_scale", (hidden,)))
 

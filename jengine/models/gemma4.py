@@ -205,22 +205,16 @@ class Gemma4Layer(nnx.Module):
         def norm(place: str) -> RMSNorm:
             return RMSNorm(config.hidden_size, config, dtype, f"{name}.{place}")
 
-        self.attention_norm, self.attention_result_norm = (
-            norm("input_layernorm"),
-            norm("post_attention_layernorm"),
-        )
+        self.attention_norm = norm("input_layernorm")
+        self.attention_result_norm = norm("post_attention_layernorm")
         self.attention = Gemma4Attention(config, dtype, f"{name}.self_attn", index)
-        self.mlp_norm, self.mlp_result_norm = (
-            norm("pre_feedforward_layernorm"),
-            norm("post_feedforward_layernorm"),
-        )
+        self.mlp_norm = norm("pre_feedforward_layernorm")
+        self.mlp_result_norm = norm("post_feedforward_layernorm")
         self.mlp = GatedMlp(at(config, index), dtype, f"{name}.mlp")
         self.experts = Gemma4Experts(config, dtype, name) if has_experts(config, index) else None
         if self.experts is not None:
-            self.mlp_part_norm, self.experts_part_norm = (
-                norm("post_feedforward_layernorm_1"),
-                norm("post_feedforward_layernorm_2"),
-            )
+            self.mlp_part_norm = norm("post_feedforward_layernorm_1")
+            self.experts_part_norm = norm("post_feedforward_layernorm_2")
         self.scale = param((1,), dtype, (None,), Piece(f"{name}.layer_scalar", (1,)))
         inputs = config.find(LayerInputs)
         self.input = None if inputs is None else LayerInput(config, inputs.size, dtype, name)
@@ -243,21 +237,17 @@ class Gemma4(Llama):
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
         super().__init__(config, dtype, max_model_len)
-        self.rope, self.local_rope = (
-            rope(at(config, config.num_layers - 1), max_model_len),
-            local_rope(config, max_model_len),
-        )
+        self.rope = rope(at(config, config.num_layers - 1), max_model_len)
+        self.local_rope = local_rope(config, max_model_len)
         inputs = config.find(LayerInputs)
         if config.find(SharedKeysValues) is not None:
             self.indivisible = "its last layers read the keys and values of earlier ones"
         if inputs is not None:
             self.indivisible = "each of its layers reads an embedding of the tokens"
             self.takes_embeddings = False
-            size, hidden, table = (
-                config.num_layers * inputs.size,
-                config.hidden_size,
-                f"{self.prefix}embed_tokens_per_layer.weight",
-            )
+            size = config.num_layers * inputs.size
+            hidden = config.hidden_size
+            table = f"{self.prefix}embed_tokens_per_layer.weight"
             projection = Piece(f"{self.prefix}per_layer_model_projection.weight", (size, hidden))
             self.layer_table = vocabulary(
                 dataclasses.replace(config, vocab_size=inputs.vocab_size), size, dtype, table
@@ -304,10 +294,8 @@ def read_gemma4(hf: Fields) -> dict[str, Any]:
     proportional = stretched.get("rope_type") == "proportional"
     fields = decoder(hf, {"rope_theta": stretched["rope_theta"]} if proportional else stretched)
     if proportional:
-        share, factor = (
-            float(stretched.get("partial_rotary_factor", 1.0)),
-            float(stretched.get("factor", 1.0)),
-        )
+        share = float(stretched.get("partial_rotary_factor", 1.0))
+        factor = float(stretched.get("factor", 1.0))
         scaling = RopeScaling(
             kind="proportional", factor=factor, original_max_position=fields["max_position"], share=share
         )

@@ -76,10 +76,8 @@ class GptOssExperts(Experts):
 
     def gate(self, gate_up: jax.Array) -> jax.Array:
         wide, clamped = gate_up.astype(jnp.float32), self.config.part(ClampedGates)
-        gate, up = (
-            jnp.minimum(wide[..., 0], clamped.limit),
-            jnp.clip(wide[..., 1], -clamped.limit, clamped.limit),
-        )
+        gate = jnp.minimum(wide[..., 0], clamped.limit)
+        up = jnp.clip(wide[..., 1], -clamped.limit, clamped.limit)
         return ((up + 1) * gate * jax.nn.sigmoid(gate * clamped.alpha)).astype(gate_up.dtype)
 
 

@@ -124,11 +124,9 @@ def partly_rotated(hf: Fields, share: float, parameters: dict[str, Any] | None =
     inner, outer = parameters.pop("partial_rotary_factor", None), hf.get("partial_rotary_factor")
     share = float(inner or outer or share)  # as in transformers, if they differ
     fields = decoder(hf, parameters)
-    return (
-        fields
-        if share == 1.0
-        else {**fields, "rope": replace(fields["rope"], dim=int(fields["head_dim"] * share))}
-    )
+    if share == 1.0:
+        return fields
+    return {**fields, "rope": replace(fields["rope"], dim=int(fields["head_dim"] * share))}
 
 
 def interleaved(fields: dict[str, Any], usual: tuple[int, int, int]) -> dict[str, Any]:

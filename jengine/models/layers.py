@@ -266,12 +266,10 @@ class Attention(nnx.Module):
     def __call__(self, layer: int, x: Rows, rotation: Rotation | None, attend: Attend) -> jax.Array:
         """x [N, width * hidden] -> [N, hidden]. rotation is None if queries and keys do not rotate."""
         config = self.config
-        tokens, kv_heads, group, dim = (
-            x.shape[0],
-            self.qkv[...].shape[0],
-            config.group_size_padded,
-            config.head_dim,
-        )
+        tokens = x.shape[0]
+        kv_heads = self.qkv[...].shape[0]
+        group = config.group_size_padded
+        dim = config.head_dim
         rows = dense(x, self.qkv[...], value(self.qkv_bias)).reshape(tokens, kv_heads, -1, dim)
         scale = dim**-0.5 if config.attention_scale is None else config.attention_scale
         sinks = None if self.sinks is None else self.sinks[...].reshape(-1)

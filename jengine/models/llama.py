@@ -125,11 +125,9 @@ class Llama(nnx.Module):
     def embedded(self, tokens: jax.Array) -> jax.Array:
         """int32[N] -> [N, hidden]."""
         x = embed(self.embed[...], tokens)
-        return (
-            x
-            if self.config.embedding_multiplier == 1
-            else x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
-        )
+        if self.config.embedding_multiplier == 1:
+            return x
+        return x * jnp.asarray(self.config.embedding_multiplier, x.dtype)
 
     def attending(self, positions: jax.Array, attend: Attend) -> Attend:
         """A family's change to what its layers attend with."""

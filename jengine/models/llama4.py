@@ -92,11 +92,9 @@ def read_llama4(hf: Fields) -> dict[str, Any]:
         ModelError: a token uses several experts, or layer_types contradicts no_rope_layers.
     """
     fields, chosen = {**decoder(hf), **attention_biases(hf)}, int(hf["num_experts_per_tok"])
-    layers, every, step = (
-        fields["num_layers"],
-        int(hf["no_rope_layer_interval"]),
-        int(hf["interleave_moe_layer_step"]),
-    )
+    layers = fields["num_layers"]
+    every = int(hf["no_rope_layer_interval"])
+    step = int(hf["interleave_moe_layer_step"])
     if chosen != 1:
         raise ModelError(f"num_experts_per_tok={chosen} is not supported; 1 is")
     rotated = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(layers)]

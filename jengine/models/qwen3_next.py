@@ -68,11 +68,9 @@ class GatedDeltaNet(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         self.config, self.linear, self.eps = config, config.part(LinearAttention), config.norm_eps
         linear, hidden = self.linear, config.hidden_size
-        real, laid, values = (
-            slice(0, linear.key_heads),
-            config.padded(linear.key_heads),
-            linear.group * linear.value_dim,
-        )
+        real = slice(0, linear.key_heads)
+        laid = config.padded(linear.key_heads)
+        values = linear.group * linear.value_dim
         mixed, by_head = self.mixed_source(linear, name, hidden), ("heads", None, None)
         self.mixed = matrix((laid, linear.channels + values, hidden), dtype, by_head, *mixed)
         self.gates = exact_matrix(
@@ -128,10 +126,8 @@ class GatedDeltaNet(nnx.Module):
         v = v.reshape(-1, laid * linear.group, linear.value_dim)
         # [N, key heads, group]
         rate, decay = jnp.split(dense(x, self.gates[...], dtype=jnp.float32), 2, axis=-1)
-        rate, decay = (
-            jax.nn.sigmoid(rate),
-            -jnp.exp(self.decay[...]) * jax.nn.softplus(decay + self.bias[...]),
-        )
+        rate = jax.nn.sigmoid(rate)
+        decay = -jnp.exp(self.decay[...]) * jax.nn.softplus(decay + self.bias[...])
         q, k = _unit(q) * linear.key_dim**-0.5, _unit(k)
         read = states.recur(layer, q, k, v, decay.reshape(-1, v.shape[1]), rate.reshape(-1, v.shape[1]))
         read *= lax.rsqrt(jnp.mean(read * read, axis=-1, keepdims=True) + self.eps) * self.norm[...].astype(

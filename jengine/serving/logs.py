@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from jengine import EngineDead, InvalidArgument, Load
-from jengine.serving.processes.supervisor import NOT_LOADED
-from jengine.spi import StepTotals
+from jengine.serving.processes.supervisor import NOT_LOADED, Supervisor
 
 SPARSE_SECONDS = 10.0
 MOST_CHARACTERS = 1000  # of a field
@@ -103,22 +102,6 @@ class RequestLog:
 SECONDS = 10.0  # between two lines
 
 
-class StatusSource(Protocol):
-    """What the log is about: a Supervisor. `load` and `totals` raise EngineDead while no engine runs."""
-
-    @property
-    def load(self) -> Load: ...
-
-    @property
-    def totals(self) -> StepTotals: ...
-
-    @property
-    def generated(self) -> int: ...
-
-    @property
-    def why_not_ready(self) -> str: ...
-
-
 class StatusSample(NamedTuple):
     """The state at one time. Counters never decrease.
 
@@ -134,7 +117,7 @@ class StatusSample(NamedTuple):
     generated: int
 
 
-def sample(engine: StatusSource) -> StatusSample:
+def sample(engine: Supervisor) -> StatusSample:
     """Raises EngineDead while no engine is running."""
     return StatusSample(time.monotonic(), engine.load, engine.totals.prompt_tokens, engine.generated)
 
@@ -160,7 +143,7 @@ def line(before: StatusSample, now: StatusSample) -> str | None:
     return "; ".join(parts) or None
 
 
-async def write_status(engine: StatusSource, seconds: float = SECONDS, name: str = "") -> None:
+async def write_status(engine: Supervisor, seconds: float = SECONDS, name: str = "") -> None:
     """Writes lines until it is cancelled; each begins with the model's name, if that is given.
 
     While the engine starts there is a line only without a terminal, which shows progress bars instead.

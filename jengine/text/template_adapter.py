@@ -32,7 +32,9 @@ def adapt_messages(messages: Conversation, traits: TemplateTraits) -> Conversati
     messages = [_with_name(message, traits) for message in messages]
     messages = _with_instructions(messages, traits)
     out = _Turns(traits).of([*_joined_answers(messages, traits)])
-    return out if traits.consecutive_users else [*_joined_users(out)]
+    if traits.consecutive_users:
+        return out
+    return [*_joined_pairs(out, lambda last, message: last["role"] == message["role"] == "user")]
 
 
 def _with_name(message: Message, traits: TemplateTraits) -> Message:
@@ -75,10 +77,6 @@ def _with_instructions(messages: Conversation, traits: TemplateTraits) -> Conver
         return [{"role": "user", "content": content}, *others]
     first = {**others[at], "content": joined(content, others[at]["content"])}
     return [*others[:at], first, *others[at + 1 :]]
-
-
-def _joined_users(messages: Iterable[Message]) -> Iterator[Message]:
-    return _joined_pairs(messages, lambda last, message: last["role"] == message["role"] == "user")
 
 
 def _joined_answers(messages: Conversation, traits: TemplateTraits) -> Iterator[Message]:

@@ -63,10 +63,8 @@ class Block(nnx.Module):
         self.gate, self.up = (linear(hidden, ffn, f"mlp.{part}_proj") for part in ("gate", "up"))
         self.down = linear(ffn, hidden, "mlp.down_proj")
         self.before, self.after = norm("input_layernorm"), norm("post_attention_layernorm")
-        self.mlp_before, self.mlp_after = (
-            norm("pre_feedforward_layernorm"),
-            norm("post_feedforward_layernorm"),
-        )
+        self.mlp_before = norm("pre_feedforward_layernorm")
+        self.mlp_after = norm("post_feedforward_layernorm")
 
     def __call__(self, x: jax.Array, rotations: tuple[Rotation, Rotation], attend: Attention) -> jax.Array:
         x += self.after(self.attention(self.before(x), rotations, attend))

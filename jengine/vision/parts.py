@@ -99,10 +99,8 @@ def within_segments(segments: jax.Array, scale: float | None = None) -> Attentio
             queries, query_segments = args
             return _attention(queries, k, v, query_segments[:, None] == segments, scale)
 
-        queries, query_segments = (
-            jnp.pad(q, ((0, padding), (0, 0), (0, 0))),
-            jnp.pad(segments, (0, padding), mode="edge"),
-        )
+        queries = jnp.pad(q, ((0, padding), (0, 0), (0, 0)))
+        query_segments = jnp.pad(segments, (0, padding), mode="edge")
         blocks = queries.reshape(-1, QUERIES, *q.shape[1:]), query_segments.reshape(-1, QUERIES)
         out: jax.Array = lax.map(some, blocks).reshape(queries.shape)[: len(q)]
         return out

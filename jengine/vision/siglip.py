@@ -72,10 +72,8 @@ class Gemma3Encoder(nnx.Module):
     ) -> None:
         """hidden: of the text model."""
         size, eps, place = fields["hidden_size"], fields["layer_norm_eps"], "multi_modal_projector"
-        self.patches_per_row, self.frame = (
-            patches_per_row,
-            (fields["image_size"] // fields["patch_size"]) ** 2,
-        )
+        self.patches_per_row = patches_per_row
+        self.frame = (fields["image_size"] // fields["patch_size"]) ** 2
         self.siglip = Siglip(fields, dtype, "vision_tower")
         self.mean_norm = RMSNorm(size, eps, dtype, f"{place}.mm_soft_emb_norm", offset=1.0)
         projection = f"{place}.mm_input_projection_weight"

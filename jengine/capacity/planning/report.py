@@ -268,11 +268,9 @@ def verdict(plan: Plan) -> tuple[str, ...]:
     """Explains the speeds, and says whether the model fits."""
     table = f"The whole table has {counted(plan.total_programs, 'program')}."
     last = f"{table} {'It fits.' if plan.fits else _does_not_fit(plan)}"
-    ahead = (
-        []
-        if plan.device.target
-        else ["Programs cannot be compiled for it ahead of time: its first start compiles them."]
-    )
+    ahead = ["Programs cannot be compiled for it ahead of time: its first start compiles them."]
+    if plan.device.target:
+        ahead = []
     return _sources(plan), f"Kernels: {described(plan.kernels)}.", *ahead, last
 
 

@@ -4,7 +4,7 @@ of an engine for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -221,7 +221,7 @@ class Search:
         for _ in range(ROUNDS):
             start = dict(changes)
             for name, values in self._values.items():
-                for candidate in self._candidates(changes, name, values):
+                for candidate in [{**changes, name: value} for value in values if changes.get(name) != value]:
                     summary = self._summary(candidate)
                     if summary is not None and self._better(summary, best):
                         best, changes = summary, candidate
@@ -233,11 +233,6 @@ class Search:
             if self._better(summary, best_estimate):
                 promising, best_estimate = candidate, summary
         return Tuned(changes, before, best, tried, promising)
-
-    def _candidates(self, changes: Changes, name: str, values: tuple[Any, ...]) -> Iterator[Changes]:
-        for value in values:
-            if changes.get(name) != value:
-                yield {**changes, name: value}
 
     def _summary(self, changes: Changes) -> ReplaySummary | None:
         """None if an engine rejects these options, or if their costs were not measured."""

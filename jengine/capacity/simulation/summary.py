@@ -162,11 +162,9 @@ def summarize(
 ) -> ReplaySummary:
     """rows: the requests that were run, if not all."""
     rows = np.arange(len(trace)) if rows is None else rows
-    first, last, outputs = (
-        outcome.first[rows] - trace.arrivals[rows],
-        outcome.last[rows] - trace.arrivals[rows],
-        trace.outputs[rows],
-    )
+    first = outcome.first[rows] - trace.arrivals[rows]
+    last = outcome.last[rows] - trace.arrivals[rows]
+    outputs = trace.outputs[rows]
     answered = ~np.isnan(last)
     seconds = max(outcome.end - outcome.begin, 1e-9)
     owned = np.array([sample.owned_pages for sample in outcome.samples] or [0]) / outcome.pages
@@ -214,11 +212,9 @@ def _gaps(first: np.ndarray, last: np.ndarray, outputs: np.ndarray) -> np.ndarra
 
 def _percentiles(values: np.ndarray) -> dict[int, float]:
     known = values[~np.isnan(values)]
-    return (
-        {rank: float(value) for rank, value in zip(RANKS, np.percentile(known, RANKS), strict=True)}
-        if len(known)
-        else {}
-    )
+    if len(known):
+        return {rank: float(value) for rank, value in zip(RANKS, np.percentile(known, RANKS), strict=True)}
+    return {}
 
 
 def report(summary: ReplaySummary, trace: RequestTrace, targets: Targets, outcome: Outcome) -> str:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ OWN_TOKENS = 1 << 30  # from here on, each request has a token of its own
 OUTPUT_TOKEN = OWN_TOKENS - 1  # represents every generated token; no prompt contains it
 END_TOKEN = -(2**31)  # ends a request before its limit
 MOONCAKE_BLOCK = 512  # tokens of a hash id
-AZURE = {"TIMESTAMP", "ContextTokens", "GeneratedTokens"}
-BURST_GPT = {"Timestamp", "Request tokens", "Response tokens"}
+# columns of arrivals, prompt tokens and output tokens
+AZURE = "TIMESTAMP", "ContextTokens", "GeneratedTokens"
+BURST_GPT = "Timestamp", "Request tokens", "Response tokens"
 OURS, VERSION = "jengine_trace", 1
 FIELDS = {
     "arrival", "prompt_tokens", "output_tokens", "prompt_token_ids", "prefix", "priority", "client",
@@ -154,10 +156,10 @@ def _reader(path: str | Path, first: str) -> Callable[[str, Iterator[str]], Requ
         if {"timestamp", "input_length", "output_length"} <= fields.keys():
             return _mooncake
     header = {name.strip() for name in first.strip().split(",")}
-    if header >= AZURE:
-        return _azure
-    if header >= BURST_GPT:
-        return _burst_gpt
+    if header.issuperset(AZURE):
+        return partial(_table, AZURE, _day_time)
+    if header.issuperset(BURST_GPT):
+        return partial(_table, BURST_GPT, float)
     known = (
         "a first line of Azure's CSV, BurstGPT's CSV, Mooncake's JSONL or a recording, which begins with"
         f" {{{OURS!r}: {VERSION}}}"
@@ -165,34 +167,25 @@ def _reader(path: str | Path, first: str) -> Callable[[str, Iterator[str]], Requ
     raise InvalidArgument("trace", str(path), f"must have {known}, not {first.strip()[:80]!r}")
 
 
-def _azure(path: str, lines: Iterator[str]) -> RequestTrace:
-    """Times of day, as in 2023-11-16 18:15:46.6805900."""
+def _table(
+    columns: tuple[str, str, str], seconds: Callable[[str], float], path: str, lines: Iterator[str]
+) -> RequestTrace:
+    """A CSV file. Failed requests of BurstGPT have no response tokens."""
+    arrival, *lengths = columns
     rows = [
-        (
-            _value(path, line, _day_time, row["TIMESTAMP"]),
-            *_lengths(path, line, row, "ContextTokens", "GeneratedTokens"),
-        )
+        (_value(path, line, seconds, row[arrival]), *_lengths(path, line, row, *lengths))
         for line, row in _csv(path, lines)
     ]
-    return _without_empty(rows)
+    whole = [row for row in rows if min(row[1:]) > 0]
+    return make_trace(whole, left_out=len(rows) - len(whole))
 
 
 def _day_time(text: str) -> float:
-    """Seconds. Times without a zone are read as UTC, so that no hour is missing or duplicated."""
+    """Seconds of a time of day, as in 2023-11-16 18:15:46.6805900. Times without a zone are read as UTC, so
+    that no hour is missing or duplicated.
+    """
     time = datetime.fromisoformat(text)
     return (time.replace(tzinfo=UTC) if time.tzinfo is None else time).timestamp()
-
-
-def _burst_gpt(path: str, lines: Iterator[str]) -> RequestTrace:
-    """Times in seconds. Failed requests have no response tokens."""
-    rows = [
-        (
-            _value(path, line, float, row["Timestamp"]),
-            *_lengths(path, line, row, "Request tokens", "Response tokens"),
-        )
-        for line, row in _csv(path, lines)
-    ]
-    return _without_empty(rows)
 
 
 def _mooncake(path: str, lines: Iterator[str]) -> RequestTrace:
@@ -238,11 +231,9 @@ def _jengine(path: str, lines: Iterator[str]) -> RequestTrace:
 
     def column(name: str, default: Any) -> list[Any] | None:
         values = [fields.get(name) for fields in records]
-        return (
-            None
-            if all(value is None for value in values)
-            else [default if value is None else value for value in values]
-        )
+        if all(value is None for value in values):
+            return None
+        return [default if value is None else value for value in values]
 
     tokens, prefixes = column("prompt_token_ids", ()), column("prefix", ())
     if tokens is not None and prefixes is not None:
@@ -260,11 +251,6 @@ def _jengine(path: str, lines: Iterator[str]) -> RequestTrace:
         tpot_ms=None if tpot is None else np.array(tpot, np.float64),
         left_out=left_out,
     )
-
-
-def _without_empty(rows: list[tuple[float, int, int]]) -> RequestTrace:
-    whole = [row for row in rows if row[1] > 0 and row[2] > 0]
-    return make_trace(whole, left_out=len(rows) - len(whole))
 
 
 def _numbered(prefixes: list[Any]) -> list[tuple[int, ...]]:

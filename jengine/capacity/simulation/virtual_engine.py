@@ -121,15 +121,9 @@ class VirtualEngine:
 
     def _sample(self) -> None:
         """Records a sample. If there are too many, drops every other one."""
-        scheduler, samples = self.scheduler, self.outcome.samples
-        samples.append(
-            EngineSample(
-                self.now,
-                scheduler.registry.num_running,
-                scheduler.registry.num_waiting,
-                scheduler.blocks.owned,
-            )
-        )
+        registry, samples = self.scheduler.registry, self.outcome.samples
+        owned = self.scheduler.blocks.owned
+        samples.append(EngineSample(self.now, registry.num_running, registry.num_waiting, owned))
         if len(samples) >= 2 * SAMPLES:
             del samples[1::2]
             self._sample_every = (self.now - samples[0].seconds) / SAMPLES

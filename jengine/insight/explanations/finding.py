@@ -258,20 +258,16 @@ class Window:
     def processor(self) -> float:
         """Share of planning time in which the loop's thread had a processor. In all other stages it may wait
         for something."""
-        return (
-            sum([step.cpu for step in self.steps]) / self.spent["schedule"]
-            if self.spent["schedule"] > 0.0
-            else 1.0
-        )
+        if self.spent["schedule"] > 0.0:
+            return sum([step.cpu for step in self.steps]) / self.spent["schedule"]
+        return 1.0
 
     @cached_property
     def processors(self) -> Processors | None:
         """The use of processors; None: unknown."""
-        return (
-            Processors.between(self.trace.machines, self.steps[0].begun, self.steps[-1].ended)
-            if self.steps
-            else None
-        )
+        if self.steps:
+            return Processors.between(self.trace.machines, self.steps[0].begun, self.steps[-1].ended)
+        return None
 
     @property
     def compiling(self) -> bool:

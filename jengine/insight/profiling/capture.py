@@ -292,11 +292,8 @@ class JaxCapture:
         files = [file for file in self._folder.rglob("*") if file.is_file()]
         size = sum(file.stat().st_size for file in files)
         if not files or size > JAX_BYTES:
-            self.why = (
-                self.why or f"the capture has {size >> 20} MiB; the limit is {JAX_BYTES >> 20}"
-                if files
-                else self.why
-            )
+            if files and not self.why:
+                self.why = f"the capture has {size >> 20} MiB; the limit is {JAX_BYTES >> 20}"
             return False
         with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as packed:
             for file in files:

@@ -320,12 +320,6 @@ class StepTotals(msgspec.Struct, array_like=True, frozen=True):
             tuple(tokens),
         )
 
-    def of_process(self, resident: int, pause_seconds: float, pauses: list[int]) -> StepTotals:
-        """The totals with these facts of the process."""
-        return msgspec.structs.replace(
-            self, resident=resident, pause_seconds=pause_seconds, pauses=tuple(pauses)
-        )
-
     def __add__(self, other: StepTotals) -> StepTotals:
         """The sum of both. Memory is taken from the second."""
 
@@ -333,11 +327,9 @@ class StepTotals(msgspec.Struct, array_like=True, frozen=True):
             mine, its = getattr(self, name), getattr(other, name)
             if isinstance(mine, dict):
                 return {key: mine.get(key, 0) + its.get(key, 0) for key in mine | its}
-            return (
-                tuple(a + b for a, b in zip(mine, its, strict=True))
-                if isinstance(mine, tuple)
-                else mine + its
-            )
+            if isinstance(mine, tuple):
+                return tuple(a + b for a, b in zip(mine, its, strict=True))
+            return mine + its
 
         sums: dict[str, Any] = {name: added(name) for name in self.__struct_fields__}
         return StepTotals(**{**sums, "resident": other.resident})

@@ -91,12 +91,10 @@ class StepRecorder:
             self.machines.append(self._sample(now))
             self._next_sample = now + SAMPLE_SECONDS
         self._paused = False
-        self._begun, self._reading, self._cpu, self.thread = (
-            now,
-            0.0,
-            time.thread_time(),
-            threading.get_ident(),
-        )
+        self._begun = now
+        self._reading = 0.0
+        self._cpu = time.thread_time()
+        self.thread = threading.get_ident()
 
     def planned(self) -> None:
         """The scheduler has made its plan."""
@@ -245,8 +243,9 @@ class StepRecorder:
                 self._totals, self._totalled = self._totals.plus(new, self._tile_size), new[-1].number + 1
             resident = self.memories[-1].resident if self.memories else 0
             pauses = self._pauses
-            return self._totals.of_process(
-                resident, pauses.seconds, [count for count, _ in pauses.by_generation]
+            counts = tuple(count for count, _ in pauses.by_generation)
+            return msgspec.structs.replace(
+                self._totals, resident=resident, pause_seconds=pauses.seconds, pauses=counts
             )
 
     def _sample(self, now: float) -> Machine:

@@ -34,11 +34,9 @@ class Call(Protocol):
 def interruption(call: Call) -> grpc.StatusCode:
     """Why a call was cancelled: DEADLINE_EXCEEDED if its deadline has (nearly) passed, else CANCELLED."""
     left = call.time_remaining()
-    return (
-        grpc.StatusCode.CANCELLED
-        if left is None or left > DEADLINE_MARGIN
-        else grpc.StatusCode.DEADLINE_EXCEEDED
-    )
+    if left is None or left > DEADLINE_MARGIN:
+        return grpc.StatusCode.CANCELLED
+    return grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class NamedImage(NamedTuple):

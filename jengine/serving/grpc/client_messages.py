@@ -101,11 +101,9 @@ class Attempts:
     """The attempts of one request."""
 
     def __init__(self, retries: Retries) -> None:
-        self._left, self._until, self._pause = (
-            retries.attempts - 1,
-            time.monotonic() + retries.seconds,
-            FIRST_PAUSE,
-        )
+        self._left = retries.attempts - 1
+        self._until = time.monotonic() + retries.seconds
+        self._pause = FIRST_PAUSE
 
     def pause(self, error: grpc.RpcError) -> float | None:
         """Seconds to wait before the next attempt; None if the error is final.

@@ -175,11 +175,9 @@ class ServerAdmission:
     """
 
     def __init__(self, config: ServerConfig, models: ServedModels) -> None:
-        self._models, self._waiting, self._per_client = (
-            models,
-            config.max_waiting,
-            config.max_streams_per_client,
-        )
+        self._models = models
+        self._waiting = config.max_waiting
+        self._per_client = config.max_streams_per_client
         self._most_logprobs = config.max_answer_logprobs
         self.taken = 0
         self._streams: Counter[str] = Counter()  # by client

@@ -315,11 +315,9 @@ class BodyFields:
         # OpenAI's APIs do not all have all of them
         self._ignored = frozenset(ignored) if sampling else self._known.intersection(ignored)
         self._neutral = neutral
-        self._sampling = (
-            frozenset(SamplingParams.__dataclass_fields__).difference(not_sampling, refused)
-            if sampling
-            else frozenset()
-        )
+        self._sampling = frozenset[str]()
+        if sampling:
+            self._sampling = frozenset(SamplingParams.__dataclass_fields__).difference(not_sampling, refused)
 
     def read(self, body: Mapping[str, Any]) -> Body:
         """Validates a body. Fields with null count as missing, at any depth.

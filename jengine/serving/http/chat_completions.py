@@ -82,12 +82,10 @@ class ChatStream:
     def __init__(
         self, call: HttpCall, chat: Chat, reply_id: str, output: RequestOutput, portioned: Portioned
     ) -> None:
-        self._call, self._chat, self._usage, self._portioned = (
-            call,
-            chat,
-            StreamUsage(chat.body),
-            portioned,
-        )
+        self._call = call
+        self._chat = chat
+        self._usage = StreamUsage(chat.body)
+        self._portioned = portioned
         self._parsers = [chat.parser() for _ in range(chat.params.n)]
         self._called = [False] * chat.params.n
         self._ended: set[int] = set()

@@ -141,11 +141,9 @@ class Chat(NamedTuple):
 
     async def prompt_facts(self, output: RequestOutput, portioned: Portioned) -> dict[str, Parts]:
         """Facts about the prompt for a response's fields."""
-        facts = (
-            {"prompt_token_ids": portions.encoded(output.prompt_token_ids)}
-            if self.body.get("return_token_ids")
-            else {}
-        )
+        facts: dict[str, Parts] = {}
+        if self.body.get("return_token_ids"):
+            facts["prompt_token_ids"] = portions.encoded(output.prompt_token_ids)
         if output.prompt_logprobs is not None:
             facts["prompt_logprobs"] = await replies.prompt_logprobs(portioned, output.prompt_logprobs)
         return facts

@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import traceback
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -45,39 +46,35 @@ def is_own(host: str) -> bool:
     return True
 
 
+@dataclass(frozen=True, slots=True)
 class OwnHosts:
     """An ASGI application that forwards only these requests, and requests for open paths.
 
-    Args:
+    Attributes:
         open_paths: paths that show and change nothing.
         pages_only: reject only requests that a browser sends for a web page (with `Origin`), so that other
             clients may use any name.
         origins: pages of these may use any name, too.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        open_paths: frozenset[str] = frozenset(),
-        *,
-        pages_only: bool = False,
-        origins: frozenset[str] = frozenset(),
-    ) -> None:
-        self._app, self._open, self._pages_only, self._origins = app, open_paths, pages_only, origins
+    app: ASGIApp
+    open_paths: frozenset[str] = frozenset()
+    pages_only: bool = False
+    origins: frozenset[str] = frozenset()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if (
             scope["type"] == "http"
-            and scope["path"] not in self._open
+            and scope["path"] not in self.open_paths
             and self._is_foreign(Headers(scope=scope))
         ):
             await PlainTextResponse(MESSAGE, 421)(scope, receive, send)
         else:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
 
     def _is_foreign(self, headers: Headers) -> bool:
         origin = headers.get("origin")
-        if (self._pages_only and origin is None) or origin in self._origins:
+        if (self.pages_only and origin is None) or origin in self.origins:
             return False
         return not is_own(headers.get("host", ""))
 

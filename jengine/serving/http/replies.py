@@ -65,11 +65,9 @@ class TokenTexts:
     def of(self, token: int, entry: Logprob | None = None) -> str:
         if self._as_ids:
             return f"token_id:{token}"
-        return (
-            self._tokenizer.token_text(token)
-            if entry is None or entry.decoded_token is None
-            else entry.decoded_token
-        )
+        if entry is None or entry.decoded_token is None:
+            return self._tokenizer.token_text(token)
+        return entry.decoded_token
 
     def bytes_of(self, token: int) -> list[int]:
         return list(self._tokenizer.token_bytes(token))
@@ -174,7 +172,7 @@ class CompletionLogprobs:
                 best = {
                     self._texts.of(other, entry): _finite(entry)
                     for other, entry in position.items()
-                    if self._listed(other, token, entry)
+                    if other == token or entry.rank <= self._top
                 }
             tokens.append(text)
             values.append(value)
@@ -182,9 +180,6 @@ class CompletionLogprobs:
             offsets.append(self._offset)
             self._offset += len(self._push([token]))
         return offsets, values, tokens, likeliest
-
-    def _listed(self, other: int, token: int, entry: Logprob) -> bool:
-        return other == token or entry.rank <= self._top
 
 
 def _finite(entry: Logprob) -> float:

@@ -183,11 +183,9 @@ def api(parts: Parts) -> ASGIApp:
     origins = parts.config.origins
     if parts.authenticator is None and "*" not in origins:
         app = OwnHosts(app, pages_only=True, origins=frozenset(origins))
-    return (
-        CORSMiddleware(app, origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",))
-        if origins
-        else app
-    )
+    if origins:
+        return CORSMiddleware(app, origins, allow_methods=("GET", "POST", "DELETE"), allow_headers=("*",))
+    return app
 
 
 def small_pages(parts: Parts) -> list[Route]:

@@ -418,11 +418,9 @@ def _ranked(result: ScoringResult) -> dict[str, Any]:
     order = sorted(range(len(result.scores)), key=lambda i: -result.scores[i])
     results: list[dict[str, Any]] = []
     for i in order[: result.body.get("top_n") or None]:
-        shown = (
-            {"document": {"text": result.texts.documents[i]}}
-            if result.body.get("return_documents", True)
-            else {}
-        )
+        shown: dict[str, Any] = {}
+        if result.body.get("return_documents", True):
+            shown = {"document": {"text": result.texts.documents[i]}}
         results.append({"index": i, **shown, "relevance_score": result.scores[i]})
     return {
         "id": f"rerank-{result.request_id}",

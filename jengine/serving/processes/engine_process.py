@@ -236,12 +236,10 @@ class EngineProcess:
             with self._lock:
                 if not isinstance(ready, Ready) or self._quitting:
                     raise child.hung or child.end()
-                self.limits, self.load, self.totals, self.info = (
-                    ready.limits,
-                    ready.load,
-                    StepTotals(),
-                    ready.info,
-                )
+                self.limits = ready.limits
+                self.load = ready.load
+                self.totals = StepTotals()
+                self.info = ready.info
                 self._ready = True
             for batch in others:
                 self.load = batch.load

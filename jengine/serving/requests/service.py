@@ -321,11 +321,9 @@ class Service:
             if not isinstance(prompt_body, dict):
                 prompt_body = {"prompt" if isinstance(prompt_body, str) else "prompt_token_ids": prompt_body}
             prompt: Any = {**prompt_body, "cache_salt": salt}
-            return (
-                llm.prepare(prompt, params)
-                if parsed.embedding is None
-                else llm.prepare_embedding(prompt, **parsed.embedding)
-            )
+            if parsed.embedding is None:
+                return llm.prepare(prompt, params)
+            return llm.prepare_embedding(prompt, **parsed.embedding)
 
         prepared = await self._text_work.run(client, parsed.bytes, prepare)
         for request in prepared.requests:

@@ -195,7 +195,11 @@ class TrackedRequest:
         """The request's line in the request log. Times are seconds since its arrival."""
         output = self.output
         times = None if output is None else output.metrics
-        entry: dict[str, Any] = {
+
+        def since(moment: float | None) -> float | None:
+            return None if moment is None else round(moment - self.began, 6)
+
+        return {
             "time": self.arrived.isoformat(timespec="milliseconds"),
             "id": self.request_id,
             "key": self.key or None,
@@ -207,18 +211,11 @@ class TrackedRequest:
             "prompt_tokens": self.prompt_tokens,
             "cached_prompt_tokens": 0 if output is None else output.num_cached_tokens or 0,
             "output_tokens": self.output_tokens,
-            "queue_seconds": None
-            if times is None or times.scheduled is None
-            else round(times.scheduled - self.began, 6),
-            "first_token_seconds": None
-            if times is None or times.first_token is None
-            else round(times.first_token - self.began, 6),
-            "total_seconds": round(time.monotonic() - self.began, 6),
-            "finish_reasons": []
-            if output is None
-            else [completion.finish_reason for completion in output.outputs],
+            "queue_seconds": since(None if times is None else times.scheduled),
+            "first_token_seconds": since(None if times is None else times.first_token),
+            "total_seconds": since(time.monotonic()),
+            "finish_reasons": [part.finish_reason for part in (output.outputs if output else ())],
         }
-        return entry
 
 
 class RequestTracker:
