@@ -274,7 +274,7 @@ def _refused(messages: Conversation, reason: str, render: Callable[[Conversation
 def _up_to_mark(text: str, messages: Conversation) -> str:
     end = text.rfind(MARK.rstrip())
     if end < 0 or MARK not in str(messages[-1].get("content")) or messages[-1].get("tool_calls"):
-        limit = f"the model's chat template hides the last message: {messages[-1]}"
+        limit = f"the model's chat template hides the last message (role {messages[-1].get('role')!r})"
         raise InvalidArgument("continue_final_message", True, limit)
     return text[:end] if text.startswith(MARK, end) else text[:end].rstrip()
 
