@@ -144,6 +144,7 @@ def test_what_is_native_is_not_warned_of() -> None:
     [
         ("avx2 fma", "cpu", "", "AVX2 only, the slower class of x86"),
         ("avx2 fma avx512f avx512_vnni avx512_bf16", "cpu", "", "AVX-512 and bfloat16 products"),
+        ("avx512f avx512_vnni avx512_bf16 amx_bf16 amx_int8", "cpu", "", "AMX"),
         ("avx2 fma avx512f", "cpu", "", None),  # a class that was not measured
         ("avx2 fma", "cpu", "w8a8", None),
         ("avx2 fma", "gpu", "", None),

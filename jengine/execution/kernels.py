@@ -216,16 +216,18 @@ def _kept(file: Path) -> Mapping[str, str]:
     return {}
 
 
-AVX512, AVX2 = "AVX-512 and bfloat16 products", "AVX2 only, the slower class of x86"
+AMX, AVX512, AVX2 = "AMX", "AVX-512 and bfloat16 products", "AVX2 only, the slower class of x86"
 # by class: features that a processor has, and features that it does not have
 CLASSES = {
+    AMX: ({"amx_bf16", "amx_int8", "avx512_bf16", "avx512_vnni"}, set[str]()),
     AVX512: ({"avx512_bf16", "avx512_vnni"}, {"amx_int8"}),
     AVX2: ({"avx2", "fma"}, {"avx512f", "avx_vnni"}),
 }
 USES = "for one stream", "for 32 at once", "in prompts"
-# tokens/s over bfloat16's, of a model of 134 million parameters: benchmarks/results/compare_avx512_bf16.json;
-# for AVX2, an estimate (benchmarks/NOTES.md)
+# tokens/s over bfloat16's, of a model of 134 million parameters: compare_amx_bf16.json and
+# compare_avx512_bf16.json in benchmarks/results; for AVX2, an estimate (benchmarks/NOTES.md)
 SPEEDS = {
+    AMX: {"w8a8": (2.3, 1.3, 1.2), "w4a8": (3.1, 1.0, 1.16)},
     AVX512: {"w8a8": (1.7, 1.5, 1.3), "w4a8": (2.8, 1.3, 1.3)},
     AVX2: {"w8a8": (1.5, 1.1, 1.4), "w4a8": (2.0, 0.9, 1.3)},
 }
