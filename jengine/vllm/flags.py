@@ -281,7 +281,7 @@ def _without_dots(words: list[str], known: Iterable[str]) -> list[str]:
     """--option.field VALUE as --option={"field": VALUE}, all fields together. VALUE is JSON or text.
 
     Raises:
-        ValueError: a field has a value and fields of its own.
+        ValueError: a field is given both a value and fields.
     """
     objects: dict[str, dict[str, Any]] = {}
     out: list[str] = []

@@ -37,7 +37,7 @@ def candidates(at: Processor, x: str, weight: WeightFormat, rows: int) -> tuple[
     XLA is not a candidate for eight-bit weights, which it converts in a separate pass, nor for one row, where
     it takes ten times as long as the kernel. With AMX it may be faster from two rows on; otherwise only for
     prompts. For prompts, panels are always faster than the kernel, and for four bits than XLA; see FOUR_BITS.
-    For fewer rows of bytes by four bits, that depends on the groups.
+    For fewer rows by `w4a8`, that depends on the size of groups.
     """
     able = panels.serves(at, x, weight)
     by_tiles = ("amx",) if at.tiles and rows > 1 and why_no_tiles(x, weight, OUTS) is None else ()
@@ -90,11 +90,8 @@ def forms(
 def _fastest(able: Sequence[str], rows: int, x: str, weight: WeightFormat, shape: tuple[int, int]) -> str:
     """The fastest form, by the minimum of alternating measurements."""
     inputs = jnp.ones((rows, shape[1]), x)
-    plain, hadamard = (
-        jax.ShapeDtypeStruct(shape, x if weight.bits <= 8 else weight.numbers),
-        (block_of(shape[1]) if weight.inputs else 1),
-    )
-    sample = abstract(plain, weight, parts=1, hadamard=hadamard)
+    plain = jax.ShapeDtypeStruct(shape, x if weight.bits <= 8 else weight.numbers)
+    sample = abstract(plain, weight, hadamard=block_of(shape[1]) if weight.inputs else 1)
     sample = jax.tree.map(lambda array: jnp.ones(array.shape, array.dtype), sample)
     programs = {}
     for form in able:

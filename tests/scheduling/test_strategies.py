@@ -122,7 +122,7 @@ def gathering(pending, *, rows=31, idle=1, lost=0.0, seconds=None):
 def test_prompts_gather_while_others_wait_for_slots_and_fuller_programs_are_faster():
     held = gathering(4)
     assert held.tiles == 0 and held.lost == pytest.approx(0.030 / 31)
-    assert gathering(4, idle=0).tiles == 4  # nobody waits for a slot
+    assert gathering(4, idle=0).tiles == 4  # no request waits for a slot
     assert gathering(4, rows=0).tiles == 4  # nothing else to do
     assert gathering(8).tiles == 8  # the largest program is full
     assert gathering(4, seconds=lambda rows, tiles: 0.03 + 0.02 * tiles).tiles == 4  # others are not faster

@@ -33,7 +33,7 @@ class Situation(NamedTuple):
         buckets: tile counts of usable programs.
         outlook: targets of running and waiting requests, for `latency`.
         idle: number of slots without a row, if more requests wait than there are slots; otherwise 0.
-        lost: seconds that rows of idle slots have lost since prompts wait for more of them.
+        lost: seconds that idle slots have cost since the pending prompts began to wait for further ones.
         padded: seconds of a step whose tiles are all padding.
     """
 
@@ -71,16 +71,16 @@ def throughput(situation: Situation) -> Decision:
             best, best_rate = tiles, rate
         if bucket >= situation.pending:
             break
-    lost = _if_held(situation, best)
+    lost = _lost_by_waiting(situation, best)
     return Decision(best, "most tokens a second") if lost is None else Decision(0, "prompts gather", lost)
 
 
-def _if_held(situation: Situation, tiles: int) -> float | None:
-    """Seconds lost if these tiles wait for the prompts of the next free slots; None: they should not wait.
+def _lost_by_waiting(situation: Situation, tiles: int) -> float | None:
+    """Total seconds lost if these tiles wait one more step for further prompts; None: they should run now.
 
-    A program of more tiles may take less time for each. Nobody knows when slots become free, so prompts wait
-    until idle rows have lost what full programs would have saved: at worst, that much is paid twice (the ski
-    rental problem).
+    A larger program may take less time for each tile, but when slots become free is unknown. So prompts wait
+    until idle slots have cost as much time as full programs would save. At worst, that cost is paid twice
+    (the ski rental problem).
     """
     rows, padded = situation.rows, situation.padded
     larger = [bucket for bucket in situation.buckets if bucket > tiles]

@@ -57,7 +57,7 @@ class Packed(NamedTuple):
         )
 
     def after(self, inputs: Value, group: int) -> Packed:
-        """The weights behind these inputs, whole tiles."""
+        """The weights from the input on that follows these, a multiple of TILE."""
         by_scale = inputs // group * 4
         return self._replace(
             words=self.words + inputs // 2, scale=self.scale + by_scale, offset=self.offset + by_scale

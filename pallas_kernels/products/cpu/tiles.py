@@ -50,7 +50,7 @@ def permitted() -> bool:
 
 
 def packed_bytes(rows: int, size: int, x: str) -> int:
-    return -(-rows // SIDE) * -(-size * SIZES[x] // LINE) * SIDE * LINE
+    return -(-rows // SIDE) * -(-size * SIZES[x] // LINE) * TILE
 
 
 class TileOperands(NamedTuple):
@@ -153,7 +153,7 @@ def _pack(code: Code, item: int, of_bytes: bool) -> None:
 
         def pack(lines: list[Value]) -> None:
             for n, words in enumerate(transposed([code.load(vector(I32, SIDE), line) for line in lines])):
-                code.store(words, into + (unit * (SIDE * LINE) + n * LINE))
+                code.store(words, into + (unit * TILE + n * LINE))
 
         with code.if_else(row_bytes - start < LINE) as (partial, whole):
             with partial:
