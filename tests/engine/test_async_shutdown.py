@@ -160,11 +160,10 @@ LEAVES = """
 import asyncio
 from tests.engine.counting import LONG, CountingRunner, counting
 
-async def main():
-    await anext(llm.generate("x", LONG))
-
 llm = counting(CountingRunner(0.5))
-asyncio.run(main())
+loop = asyncio.new_event_loop()  # never closed: closing it would abort the request
+reader = llm.generate("x", LONG)
+loop.run_until_complete(anext(reader))
 assert llm.backend.engine.has_work and llm.backend._thread.is_alive()
 """
 
