@@ -66,7 +66,8 @@ class TileOperands(NamedTuple):
         rows: number of rows, at most that of the blocks.
         row_scale, out_scale: scales of rows and of outputs, for bytes.
         out_size: bytes of a number of the result.
-        ahead: prefetch distance for weights in bytes; 0: none.
+        ahead: prefetch distance for weights in bytes.
+        first_ahead, end_ahead: the outputs whose weights are prefetched.
     """
 
     packed: Value
@@ -84,9 +85,11 @@ class TileOperands(NamedTuple):
     out_scale: Value
     out_size: Value
     ahead: Value
+    first_ahead: Value
+    end_ahead: Value
 
 
-KINDS = (PTR, I64, PTR, I64, I64, PTR, I64, I64, PTR, I64, I64, PTR, PTR, I64, I64)  # of TileOperands
+KINDS = (PTR, I64, PTR, I64, I64, PTR, I64, I64, PTR, I64, I64, PTR, PTR, *[I64] * 4)  # of TileOperands
 
 
 class Weights(NamedTuple):
@@ -190,7 +193,11 @@ def _multiply(code: Code, item: int, step: int, provide: Provide, of_bytes: bool
             weights = provide(frame, o, first)
             at.set(first + weights.chunks)
             whole = weights.chunks.equals(chunks)  # sums are used at once, so they stay in the same place
+            # each block of rows prefetches its share of the next weights: all at once would wait for memory
+            turns = (rows + (2 * SIDE - 1)) // (2 * SIDE)
+            prefetched = (weights.ahead > 0).choose(code.whole(OUTS), code.whole(0))
             with code.loop(begin, (begin + ROWS).least(rows), 2 * SIDE) as row:
+                turn = row // (2 * SIDE)
                 call = TileOperands(
                     packed=packed + (row // SIDE * chunks + first) * TILE,
                     strip=chunks * TILE,
@@ -206,7 +213,9 @@ def _multiply(code: Code, item: int, step: int, provide: Provide, of_bytes: bool
                     row_scale=row_scale + row * 4,
                     out_scale=out_scale + o * 4,
                     out_size=out_size,
-                    ahead=row.equals(0).choose(weights.ahead, 0),
+                    ahead=weights.ahead,
+                    first_ahead=prefetched * turn // turns,
+                    end_ahead=prefetched * (turn + 1) // turns,
                 )
                 with code.if_else(call.rows > SIDE) as (two, single):
                     with two:
@@ -280,9 +289,8 @@ def _block(code: Code, name: str, blocks: int, step: int, of_bytes: bool) -> Non
             instruction("tileloadd64", register, call.sums + register * TILE, line)
     with code.loop(0, call.chunks) as chunk:
         here = call.weight + chunk * step
-        with code.when(call.ahead > 0):
-            for n in range(OUTS):
-                code.prefetch(here + (call.ahead + call.row_bytes * n))
+        with code.loop(call.first_ahead, call.end_ahead) as n:
+            code.prefetch(here + (call.ahead + call.row_bytes * n), far=True)
         for n in range(2):
             instruction("tileloadd64", WEIGHTS[n], here + call.row_bytes * (n * SIDE), call.row_bytes)
         for block in range(blocks):
