@@ -73,6 +73,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "response_format.json_schema.name",
         "required",
     ),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+    ({"response_format": {}}, "response_format.type", "required"),
     (
         {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
         "response_format",

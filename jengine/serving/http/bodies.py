@@ -362,7 +362,9 @@ def checked(validator: SchemaValidator, value: Any, root: str = "") -> Any:
         return validator.validate_python(value)
     except ValidationError as wrong:
         errors = wrong.errors(include_url=False)
-        # for a union, the error of the type that fits best
+        # for a union, the error of the type that fits best: of another `type`, only if none has this one
+        other_types = [error["loc"][:-1] for error in errors if error["type"] == "literal_error"]
+        errors = [error for error in errors if error["loc"][:-1] not in other_types] or errors
         error = max(errors, key=lambda error: len(error["loc"]))
         reasons = dict.fromkeys(other["msg"] for other in errors if len(other["loc"]) == len(error["loc"]))
         path = root + "".join(
