@@ -11,11 +11,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.llvm import native
+from pallas_kernels.llvm import amx, native
 from pallas_kernels.llvm.formats import Processor, processor
 from pallas_kernels.llvm.kinds import INPUTS
 from pallas_kernels.llvm.max_isa import limit
-from pallas_kernels.products.cpu import panels, tiles
+from pallas_kernels.products.cpu import panels
 from pallas_kernels.products.cpu.products import why_no_tiles
 from pallas_kernels.products.cpu.tiles import OUTS
 from pallas_kernels.products.weight import ROW_CLASSES, form_key
@@ -73,7 +73,7 @@ def forms(
     if x not in INPUTS:
         return {}
     at, times = processor(native.host()), {}
-    at = at if tiles.permitted() else replace(at, tiles=False)
+    at = at if amx.permitted() else replace(at, tiles=False)
     for weight in weights:
         for rows in (1, *(last // 2 for last in ROW_CLASSES[1:]), MANY):
             key = form_key(rows, x, weight.name)

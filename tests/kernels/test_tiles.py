@@ -1,10 +1,11 @@
-"""Products with AMX: with emulated tiles, as they are on a processor that has them, and compiled for one."""
+"""Products and attention with AMX: emulated, executed on a processor that has it, and compiled for one."""
 
 from __future__ import annotations
 
 import ctypes
 import re
 import threading
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.llvm import calls, native
+from pallas_kernels.attention.cpu import attention
+from pallas_kernels.attention.cpu.form import Form
+from pallas_kernels.llvm import amx, calls, native
 from pallas_kernels.llvm.formats import processor
 from pallas_kernels.products import choice
 from pallas_kernels.products import weight as forms
@@ -24,6 +27,8 @@ from pallas_kernels.quantization.formats import INT4, INT4_BY_INT8, INT8, INT8_B
 from pallas_kernels.quantization.hadamard import transform
 from pallas_kernels.quantization.int4 import pack, wide
 from pallas_kernels.quantization.quantized import quantize
+from tests.kernels.test_attention_decode import BOTH
+from tests.kernels.test_cpu_attention import Case, check_prefill
 
 AMX = (
     "+sse2,+avx,+avx2,+fma,+f16c,+avx512f,+avx512bw,+avx512vl,+avx512dq,+avx512bf16,+avx512vnni,"
@@ -118,15 +123,37 @@ def emulated(text: str) -> str:
 @pytest.fixture(params=["emulated", "executed"])
 def with_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "executed":
-        if not tiles.permitted():
+        if not amx.permitted():
             pytest.skip("this processor has no AMX")
         return
-    monkeypatch.setattr(tiles, "permitted", lambda: True)
+    monkeypatch.setattr(amx, "permitted", lambda: True)
     monkeypatch.setattr(native, "_objects", None)  # the code has addresses of this process
-    for name in ("tiles_module", "int4_tiles_module"):
-        made = getattr(tiles, name)
-        monkeypatch.setattr(tiles, name, lambda *args, made=made, **options: emulated(made(*args, **options)))
-    monkeypatch.setattr(products, "register", lambda name, make: calls.register(f"{name}_emulated", make))
+    for module, name in ((tiles, "tiles_module"), (tiles, "int4_tiles_module"), (attention, "source")):
+        made = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args, made=made, **options: emulated(made(*args, **options))
+        )
+    for module in (products, attention):
+        monkeypatch.setattr(module, "register", lambda name, make: calls.register(f"{name}_emulated", make))
+    form = attention.form
+    monkeypatch.setattr(attention, "form", lambda *args, **options: by_tiles(form(*args, **options)))
+
+
+def by_tiles(form: Form) -> Form:
+    """The form that a processor with tiles has."""
+    pairs = form.pair_keys or processor(native.host()).pairs
+    return (
+        form
+        if form.decode or not pairs
+        else replace(form, strip=amx.SIDE, pair_keys=True, pair_values=True, tiles=True)
+    )
+
+
+@pytest.mark.parametrize(("head_dim", "kind", "further"), [(40, None, None), (72, "int8", 7)])
+def test_attention_of_prompts(head_dim: int, kind: str | None, further: int | None, with_tiles: None) -> None:
+    if not processor(native.host()).pairs:
+        pytest.skip("this processor does not multiply pairs of bfloat16")
+    check_prefill(Case(head_dim, 1, 3, 16, "bfloat16", kind, BOTH), 20, [0, 57], [20, 17], further)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+from pallas_kernels.llvm import amx
 from pallas_kernels.llvm.blocks import joined, transposed
 from pallas_kernels.llvm.code import Code
 from pallas_kernels.llvm.formats import SIZES
 from pallas_kernels.llvm.math import LARGEST_POWER, LOG2_E, power_of_two, rounded
-from pallas_kernels.llvm.types import BF16, F32, I1, I8, I16, I32, I64, LANES, vector
+from pallas_kernels.llvm.types import BF16, F32, I1, I8, I16, I32, I64, LANES, PTR, vector
 from pallas_kernels.llvm.values import Value, Variable
 
 SPAN = 64  # tokens of a block
@@ -56,6 +58,7 @@ class Product:
         rows, columns: size of the block; columns in vectors.
         depth: number of 32-bit numbers in each row.
         pairs: whether these are pairs of bfloat16, or float32.
+        tiles: whether AMX multiplies the pairs; then the block has 16 rows, and `right` is an address.
         left, right, out: bytes from one row to the next.
     """
 
@@ -63,6 +66,7 @@ class Product:
     columns: int
     depth: int
     pairs: bool
+    tiles: bool
     left: int
     right: int
     out: int
@@ -83,6 +87,10 @@ class Product:
             left, out, factors: addresses.
             meanwhile: writes code that runs before row k of `right` is multiplied.
         """
+
+        if self.tiles:
+            assert isinstance(right, Value)
+            return self._write_tiles(code, left, right, out, factors)
 
         def column(base: Value, n: int) -> Value:
             return base + n * BYTES
@@ -112,6 +120,30 @@ class Product:
         for row in range(self.rows):
             for n in range(self.columns):
                 code.store(sums[row * self.columns + n].get(), column(out + row * self.out, n))
+
+    def _write_tiles(self, code: Code, left: Value, right: Value, out: Value, factors: Value | None) -> None:
+        columns, instruction = range(self.columns), partial(amx.instruction, code)
+
+        def move(name: str, register: int, place: Value, row_bytes: int) -> None:
+            instruction(name, register, place.to(PTR), code.whole(row_bytes))
+
+        if factors is not None:
+            with code.loop(0, self.rows) as row:
+                factor = code.load(F32, factors + row * 4).splat()
+                for place in (out + row * self.out + n * BYTES for n in columns):
+                    code.store(code.load(vector(F32), place) * factor, place)
+        for n in columns:  # registers: sums; 4 for `left`; 5 and 6 take turns for `right`
+            if factors is None:
+                instruction("tilezero", n)
+            else:
+                move("tileloadd64", n, out + n * BYTES, self.out)
+        with code.loop(0, self.depth, LANES) as k:
+            move("tileloadd64", 4, left + k * 4, self.left)
+            for n in columns:
+                move("tileloadd64", 5 + n % 2, right + k * self.right + n * BYTES, self.right)
+                instruction("tdpbf16ps", n, 4, 5 + n % 2)
+        for n in columns:
+            move("tilestored64", n, out + n * BYTES, self.out)
 
 
 def pack_keys(

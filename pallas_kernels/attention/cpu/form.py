@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from pallas_kernels.llvm import amx
 from pallas_kernels.llvm.formats import processor
 from pallas_kernels.llvm.native import Target
 from pallas_kernels.llvm.types import LANES
@@ -30,6 +31,7 @@ class Form:
         ahead: whether queries of tiles may see later tokens.
         pair_keys, pair_values: whether keys, and weights and values, are multiplied as pairs of bfloat16
             rather than as float32.
+        tiles: whether these pairs are multiplied by AMX.
     """
 
     stored: str
@@ -44,6 +46,7 @@ class Form:
     decode: bool
     pair_keys: bool
     pair_values: bool
+    tiles: bool = False
     ahead: bool = False
 
     @property
@@ -117,8 +120,10 @@ def form(
     max_rows = {16: 6, 8: 6}.get(at.lanes, 4 if target.architecture == "aarch64" else 2)
     strip = -(-group // -(-group // max_rows)) if decode else max_rows
     pairs = at.pairs and target.architecture == "x86" and inputs == "bfloat16" and stored != "float32"
-    # Intel's processors, those with tiles, multiply pairs more slowly than float32
-    pairs = pairs and (decode or not at.tiles)
+    tiles = pairs and not decode and amx.permitted() and at.tiles
+    strip = amx.SIDE if tiles else strip
+    # Intel's processors, those with tiles, multiply pairs more slowly than float32 without them
+    pairs = pairs and (decode or not at.tiles or tiles)
     rows = group if decode else max(group, TILE_ROWS if head_dim <= SHORT else ROWS)
-    key = rows, max_rows, strip, columns, decode, pairs, pairs and not decode, ahead
+    key = rows, max_rows, strip, columns, decode, pairs, pairs and not decode, tiles, ahead
     return Form(stored, inputs, head_dim, page_size, group, *key)

@@ -13,6 +13,7 @@ Single queries at consecutive positions of a sequence, whose tables name the sam
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,6 +29,7 @@ from pallas_kernels.attention.cpu.blocks import (
     pack_values,
 )
 from pallas_kernels.attention.cpu.form import Form
+from pallas_kernels.llvm import amx
 from pallas_kernels.llvm.code import Code
 from pallas_kernels.llvm.formats import SIZES
 from pallas_kernels.llvm.math import LOG2_E, rounded
@@ -48,6 +50,12 @@ def source(form: Form) -> str:
     """
     code = Code()
     frame, part, parts = code.kernel(form.name)
+    with amx.configured(code) if form.tiles else nullcontext():
+        _write(code, form, frame, part, parts)
+    return code.text()
+
+
+def _write(code: Code, form: Form, frame: Value, part: Value, parts: Value) -> None:
     args = Arguments(code, frame, form, parts)
     alone = _Item(code, form, args)
     together = _Item(code, form.several, args) if form.several else None
@@ -69,7 +77,6 @@ def source(form: Form) -> str:
                     together.write(block, head)
                 with single:
                     alone.write(block, head)
-    return code.text()
 
 
 def _memory(code: Code, size: int) -> Value:
@@ -129,11 +136,12 @@ class _Item:
             cap=cap,
             twice=scale / cap.most(1e-30) * (2 * LOG2_E),
         )
+        strip, tiles, line = form.strip, form.tiles, SPAN * 4
         self.of_scores = Product(
-            form.strip, form.columns, form.depth, form.pair_keys, form.depth * 4, SPAN * 4, SPAN * 4
+            strip, form.columns, form.depth, form.pair_keys, tiles, form.depth * 4, line, line
         )
         self.of_values = Product(
-            form.strip, form.block, self.depth, form.pair_values, self.depth * 4, self.wide, self.wide
+            strip, form.block, self.depth, form.pair_values, tiles, self.depth * 4, self.wide, self.wide
         )
 
     def write(self, block: Block, head: Value) -> None:

@@ -11,7 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.llvm import native
+from pallas_kernels.llvm import amx, native
 from pallas_kernels.llvm.calls import call, register
 from pallas_kernels.llvm.formats import processor
 from pallas_kernels.llvm.kinds import INPUTS
@@ -55,7 +55,7 @@ def supported(form: str, x: str, weight: WeightFormat, outs: int, size: int) -> 
     to use tiles, "kernel".
     """
     if form == "amx":
-        return form if tiles.permitted() and why_no_tiles(x, weight, outs) is None else "kernel"
+        return form if amx.permitted() and why_no_tiles(x, weight, outs) is None else "kernel"
     return form if form == "panels" and why_no_panels(x, weight, outs, size) is None else "kernel"
 
 
@@ -281,7 +281,7 @@ def register_transform(x: str, block: int) -> str:
 def prepare_int4(x: str, parameter: Int4, weight: WeightFormat) -> None:
     """Compile the kernels for a weight in four bits; see `prepare`."""
     by_panels = why_no_panels(x, weight, parameter.shape[-2], parameter.size) is None
-    by_tiles = tiles.permitted() and why_no_tiles(x, weight, parameter.shape[-2]) is None
+    by_tiles = amx.permitted() and why_no_tiles(x, weight, parameter.shape[-2]) is None
     kind = parameter.group, weight.offset, parameter.kind
     if by_tiles:
         register_int4_tiles(*kind)
@@ -307,7 +307,7 @@ def prepare(x: str, weight: WeightFormat, hadamard: int = 1) -> None:
         hadamard: of the weight, if rows are quantized to int8.
     """
     of_bytes = weight.inputs == "int8"
-    if tiles.permitted() and why_no_tiles(x, weight, tiles.OUTS) is None:
+    if amx.permitted() and why_no_tiles(x, weight, tiles.OUTS) is None:
         register_tiles(x, of_bytes, hadamard)
     if why_no_panels(x, weight, panels.OUTS, panels.inputs_at_once(weight)) is None:
         if of_bytes:

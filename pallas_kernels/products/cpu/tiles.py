@@ -2,21 +2,16 @@
 Four-bit weights become bfloat16, some tiles at a time.
 
 Sums are output-major and are transposed at the end.
-
-Linux allows a process to use tiles on request (`permitted`). Each part loads their configuration and releases
-them.
 """
 
 from __future__ import annotations
 
-import ctypes
-import platform
-import sys
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from typing import NamedTuple
 
-from pallas_kernels.llvm import native
+from pallas_kernels.llvm import amx, native
+from pallas_kernels.llvm.amx import LINE, SIDE, TILE
 from pallas_kernels.llvm.blocks import rounded, transposed
 from pallas_kernels.llvm.code import Code, share
 from pallas_kernels.llvm.formats import SIZES, Processor, plain_format, processor
@@ -26,27 +21,10 @@ from pallas_kernels.products.cpu import int4
 from pallas_kernels.products.cpu.multiply import quantize
 from pallas_kernels.quantization.int4 import TILE as INT4_TILE
 
-SIDE, LINE = 16, 64  # rows of a tile, and bytes of a row
-TILE = SIDE * LINE  # bytes
 OUTS = 2 * SIDE  # outputs of a block, and the minimum for a weight
 CHUNKS, ROWS = 16, 256  # maximum tiles of inputs unpacked at a time, and rows that are multiplied by them
 CHUNK = LINE // 2  # inputs of a tile, bfloat16
-REQUEST, TILE_DATA = 0x1023, 18  # of arch_prctl: permission to use part of the registers
-# palette; bytes of a row and rows of each tile
-CONFIG = bytes([1, *[0] * 15, *[LINE, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8])
 WEIGHTS, PACKED = (4, 5), (6, 7)  # registers; sums are in the first four
-
-
-@cache
-def permitted() -> bool:
-    """Requests permission to use the tiles. Returns whether this process has it."""
-    if (
-        not sys.platform.startswith("linux")
-        or platform.machine() != "x86_64"
-        or not processor(native.host()).tiles
-    ):
-        return False
-    return int(ctypes.CDLL(None).syscall(158, REQUEST, TILE_DATA)) == 0
 
 
 def packed_bytes(rows: int, size: int, x: str) -> int:
@@ -181,8 +159,8 @@ def _multiply(code: Code, item: int, step: int, provide: Provide, of_bytes: bool
     )
     out_size, chunks = code.result_size(frame, 0), (code.word(shape, 1) * item + (LINE - 1)) // LINE
     sums = code.memory(ROWS * OUTS * 4)
-    code.call("llvm.x86.ldtilecfg", VOID, code.data("config", CONFIG))
     with (
+        amx.configured(code),
         code.loop(*share((count + (OUTS - 1)) // OUTS, part, parts)) as unit,
         code.loop(0, rows, ROWS) as begin,
     ):
@@ -222,7 +200,6 @@ def _multiply(code: Code, item: int, step: int, provide: Provide, of_bytes: bool
                         code.call("block_2", VOID, *call)
                     with single:
                         code.call("block_1", VOID, *call)
-    code.call("llvm.x86.tilerelease", VOID)
 
 
 def _in_place(code: Code, item: int) -> Provide:
@@ -275,13 +252,7 @@ def _block(code: Code, name: str, blocks: int, step: int, of_bytes: bool) -> Non
     call = TileOperands(*code.function(name, KINDS))
     # register, half of the outputs, block
     sums = [(2 * n + block, n, block) for n in range(2) for block in range(blocks)]
-    line = code.whole(LINE)
-
-    def instruction(name: str, *operands: Value | int) -> None:
-        """An instruction for tiles. Python integers are registers."""
-        operands = tuple(code.constant(I8, each) if isinstance(each, int) else each for each in operands)
-        code.call(f"llvm.x86.{name}", VOID, *operands)
-
+    line, instruction = code.whole(LINE), partial(amx.instruction, code)
     for register, *_ in sums:
         instruction("tilezero", register)
     with code.when(call.before > 0):
@@ -289,8 +260,8 @@ def _block(code: Code, name: str, blocks: int, step: int, of_bytes: bool) -> Non
             instruction("tileloadd64", register, call.sums + register * TILE, line)
     with code.loop(0, call.chunks) as chunk:
         here = call.weight + chunk * step
-        with code.loop(call.first_ahead, call.end_ahead) as n:
-            code.prefetch(here + (call.ahead + call.row_bytes * n), far=True)
+        with code.loop(call.first_ahead, call.end_ahead) as out:
+            code.prefetch(here + (call.ahead + call.row_bytes * out), far=True)
         for n in range(2):
             instruction("tileloadd64", WEIGHTS[n], here + call.row_bytes * (n * SIDE), call.row_bytes)
         for block in range(blocks):
