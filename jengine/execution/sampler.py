@@ -33,6 +33,7 @@ from jengine.execution.trunk import Adapt, ToSample, without_adapters
 from jengine.models import Model, Params
 from jengine.parallel.collectives import all_gather, all_to_all, own_rows
 from jengine.table.program_table import MOST_DRAFTS, Variant
+from pallas_kernels.devices import traced_for_cpu
 
 
 class Sampled(NamedTuple):
@@ -161,11 +162,11 @@ def accepted(to: ToSample, tokens: jax.Array) -> jax.Array:
 
 def drafts_before(to: ToSample) -> jax.Array:
     """Drafts that precede each row's sample, int32 [rows, n], padded with -1."""
-    drafts, known, columns = drafted(to), jnp.ones(to.slots.shape[0], bool), []
-    for back in range(min(MOST_DRAFTS, to.slots.shape[0] - 1)):
-        known &= jnp.roll(drafts, back)
-        columns.append(jnp.where(known, jnp.roll(to.tokens, back), -1))
-    return jnp.stack(columns, axis=1) if columns else jnp.zeros((to.slots.shape[0], 0), jnp.int32)
+    rows = jnp.arange(len(to.slots))
+    # the last row up to each one that is no draft; compared in pairs, see `accepted`
+    start = jnp.where(~drafted(to) & (rows <= rows[:, None]), rows, 0).max(-1, keepdims=True)
+    before = rows[:, None] - jnp.arange(min(MOST_DRAFTS, len(rows) - 1))
+    return jnp.where(before > start, to.tokens.at[before].get(mode="clip"), -1)
 
 
 def with_drafts(counts: jax.Array, drafts: jax.Array) -> jax.Array:
@@ -287,15 +288,10 @@ def uniform(sampling: Sampling, positions: jax.Array) -> jax.Array:
     def fold(keys: jax.Array, words: jax.Array) -> tuple[jax.Array, None]:
         return jax.vmap(jax.random.fold_in)(keys, words), None
 
-    def folded(keys: jax.Array, words: jax.Array, unroll: bool) -> jax.Array:
-        return lax.scan(fold, keys, words, unroll=unroll)[0]
-
     keys = jnp.broadcast_to(jax.random.key(0), positions.shape)
     # on a CPU a loop compiles faster; on a GPU a loop would make XLA wait for the host
-    loop, unrolled = partial(folded, unroll=False), partial(folded, unroll=True)
-    return jax.vmap(jax.random.uniform)(
-        lax.platform_dependent(keys, jnp.stack(words), cpu=loop, default=unrolled)
-    )
+    keys, _ = lax.scan(fold, keys, jnp.stack(words), unroll=not traced_for_cpu())
+    return jax.vmap(jax.random.uniform)(keys)
 
 
 def sample_from_cdf(mass: jax.Array, u: jax.Array, otherwise: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from jengine.execution.sampling_row import Sampling
+from pallas_kernels.devices import traced_for_cpu
 
 DIGIT = 4  # bits of a key per pass
 BLOCK = 128  # vocabulary entries in a block
@@ -28,8 +29,7 @@ def either[T](needed: jax.Array, work: Callable[[], T], otherwise: Callable[[], 
 
     On a GPU always work(), which must give the same result if none is set.
     """
-    result: T = lax.platform_dependent(cpu=lambda: lax.cond(needed.any(), work, otherwise), default=work)
-    return result
+    return lax.cond(needed.any(), work, otherwise) if traced_for_cpu() else work()
 
 
 def if_any(needed: jax.Array, change: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
@@ -76,8 +76,7 @@ def _threshold(x: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:
     A search over the integers that order float32 numbers needs a fixed number of sums over the row, whatever
     its values.
     """
-    t: jax.Array = lax.platform_dependent(x, weight, wanted, cpu=by_bits, default=by_digits)
-    return t
+    return (by_bits if traced_for_cpu() else by_digits)(x, weight, wanted)
 
 
 def by_bits(x: jax.Array, weight: jax.Array, wanted: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from jengine.models.family import Fields
 from jengine.models.layers import GatedMlp, dense, exact_matrix, matrix, value
 from jengine.models.pieces import EVERY, Piece
 from jengine.parallel.collectives import DATA, TENSOR, all_reduce, gather_rows, reduce_scatter, shard_index
-from pallas_kernels.devices import traced_for
+from pallas_kernels.devices import traced_for, traced_for_cpu
 from pallas_kernels.elementwise.activations import gated
 from pallas_kernels.products.dispatch import grouped_product, why_product_unsupported
 from pallas_kernels.products.groups import counted, grouped
@@ -224,10 +224,9 @@ class Experts(nnx.Module):
         x = self.entering(x)
         experts, apart = self.held(chosen)
         params = self.gate_up[...], self.down[...], value(self.gate_up_bias)
-        if any(weight.eager for weight in params[:2]):
-            y = self.by_group(x, experts, *params)
-        else:
-            y = lax.platform_dependent(x, experts, *params, cpu=self.by_block, default=self.by_group)
+        eager = any(weight.eager for weight in params[:2])
+        apply = self.by_block if traced_for_cpu() and not eager else self.by_group
+        y = apply(x, experts, *params)
         y = _weighted(y, weights)
         if self.down_bias is not None:
             bias = _weighted(self.down_bias.at[experts].get(mode="fill", fill_value=0), weights)
