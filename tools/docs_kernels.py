@@ -152,7 +152,7 @@ def operations() -> Iterator[Operation]:
             weight.table(grouped=True),
             (_shape(8, 512), weight),
             {"Hopper": (hopper, words[0][1:]), "Ampere": ("product", words[1][1:])},
-            ("experts: bfloat16",) if form.bits == 16 else (),
+            (f"experts: {name} weights",),
         )
 
 

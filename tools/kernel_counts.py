@@ -6,8 +6,9 @@ Kernels with few rows are bound by the instructions that a multiprocessor issues
 takes for a tile, rather than by memory. The columns are:
 
 - bytes: of weights and scales, or keys and values, that are read for a tile.
-- multiply, copy: instructions for a tile, of the warpgroup that multiplies it, and of the one that copies it
-  and, for a cache in eight bits, converts it. Four warps issue each. Rare branches are left out.
+- multiply, copy: instructions that each of a multiprocessor's four schedulers issues for a tile, of the
+  warpgroup that multiplies it, and of the warp that copies it, or of the warpgroup that copies and converts
+  it. Rare branches are left out.
 - waits: how often the first waits for the tensor cores.
 - TB/s by issue: the rate of an H100 if each scheduler issues one of these instructions in each cycle.
 - tiles at a time: on which a multiprocessor works.
@@ -84,7 +85,8 @@ class Tile:
         name: what a tile is.
         bytes: read from memory for a tile.
         products: matrix instructions of a tile.
-        copies: TMA copies of a tile, by another warpgroup; 0: there is none.
+        copies: TMA copies of a tile, by other warps; 0: there is none.
+        warps: that copy.
         stores: of 16 bytes in each thread, to shared memory, of a tile that another warpgroup converts.
         pairs: whether each warpgroup that multiplies has another that copies for it.
     """
@@ -93,13 +95,14 @@ class Tile:
     bytes: int
     products: int
     copies: float
+    warps: int = 1
     stores: int = 0
     pairs: bool = False
 
 
 @dataclass(frozen=True)
 class Count:
-    """What a tile costs: instructions of each warpgroup that works on it, and what they allow.
+    """What a tile costs: instructions that a scheduler issues for it, and what they allow.
 
     Attributes:
         products, copies: instructions.
@@ -225,9 +228,8 @@ def count(facts: KernelFacts, tile: Tile) -> Count:
     copies, _ = instructions(blocks, STORE if tile.stores else COPY, tile.stores or tile.copies)
     resident = min(facts.blocks(facts.threads), -(-facts.grid // CORES))
     warpgroups = facts.threads // 128
-    return Count(
-        tile, products, copies, waits, resident * (warpgroups // 2 if tile.pairs else warpgroups - 1)
-    )
+    chains = resident * (warpgroups // 2 if tile.pairs else warpgroups - 1)
+    return Count(tile, products, copies * tile.warps / 4, waits, chains)
 
 
 def counted(case: Case, tile: Tile, kernel: str) -> Count:
@@ -308,11 +310,14 @@ FORMATS = {
 }
 ROWS = 8, 16, 64, 256
 CACHES = {
-    "bfloat16": (decode(128, 64), Tile("64 tokens", 4 * 64 * 128, products=16, copies=2, pairs=True)),
+    "bfloat16": (
+        decode(128, 64),
+        Tile("64 tokens", 4 * 64 * 128, products=16, copies=2, warps=4, pairs=True),
+    ),
     **{
         kind: (
             decode_eight_bits(128, 64, kind),
-            Tile("64 tokens", 2 * 64 * (128 + 4), products=16, copies=4, stores=16, pairs=True),
+            Tile("64 tokens", 2 * 64 * (128 + 4), products=16, copies=4, warps=4, stores=16, pairs=True),
         )
         for kind in ("int8", FP8)
     },

@@ -29,6 +29,14 @@ def tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any], columns: int = COLUMNS,
     return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(columns * dtype.itemsize)))  # type: ignore[abstract]
 
 
+def in_one_warp(run: Callable[[], None]) -> None:
+    """Runs a function in one warp of the warpgroup.
+
+    All four would issue the same instructions, and wait for each other before each copy.
+    """
+    plgpu.warp_map(lambda warp: pl.when(warp == 0)(run))
+
+
 def copy_rows_out(smem: Any, target: Any) -> None:
     """Copies the first rows of smem [parts, rows, COLUMNS] to global memory [fewer rows, parts * COLUMNS],
     and waits for nothing.

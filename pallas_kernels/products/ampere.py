@@ -31,12 +31,11 @@ from pallas_kernels.products.ampere_registers import (
     OUTS,
     SUMS,
     by_grid,
-    columns_of,
-    layout_of_scales,
     layout_of_weights,
     operand,
 )
 from pallas_kernels.products.groups import GRID, Groups, input_splits, one_group
+from pallas_kernels.products.scales_in_registers import columns_of, layout_of_scales
 from pallas_kernels.quantization.formats import FP8
 from pallas_kernels.quantization.int4 import KINDS, SCALES, TILE, WORDS, Int4
 from pallas_kernels.targets import has_tma
@@ -304,7 +303,7 @@ def _multiply(refs: Refs[Inputs, Outputs, Scratch], form: Form, group: Any, star
     def fold(chunk: Any, carry: Any) -> Any:
         total, now = carry
         following = scales(chunk + 1)
-        factors = [columns_of(array) for array in now]
+        factors = [columns_of(array, SUMS.reduce(1)) for array in now]
         for place in range(form.tiles):
             total = fold_tile(chunk * form.tiles + place, place, factors, total)
         return total, following

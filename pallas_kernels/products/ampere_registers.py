@@ -11,9 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 
 from pallas_kernels.mosaic.ampere import NUMBERS, ROWS, fragment, left_side
 from pallas_kernels.mosaic.words import (
@@ -29,6 +27,7 @@ from pallas_kernels.mosaic.words import (
     shifted,
 )
 from pallas_kernels.products.groups import GRID
+from pallas_kernels.products.scales_in_registers import elements
 from pallas_kernels.quantization.int4 import KINDS
 
 OUTS = ROWS  # of a warpgroup
@@ -41,32 +40,9 @@ APART = plgpu.Layout.TILED(  # sums [OUTS, GRID], a number in each register
 )
 
 
-def layout_of_scales(count: int) -> Any:
-    """The layout of float32 [OUTS, count]: each thread with a part of a row has all of the row's numbers."""
-    tiles, lanes = ((64, count), (16, count), (8, count)), (-2, plgpu.Replicated(4))
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-6,), lane_dims=lanes, vector_dim=-1)
-
-
 def layout_of_weights(kind: str) -> Any:
     """The layout of a tile of weights."""
     return WORDS if kind in KINDS else NUMBERS
-
-
-def columns_of(x: jax.Array) -> list[jax.Array]:
-    """Splits float32 [OUTS, count] into its columns [OUTS]."""
-    count, line = x.shape[1], SUMS.reduce(1)
-
-    def split(_: Any, x: Any) -> Any:
-        layout = line.to_mgpu()
-        registers = np.array([_elements(of_row) for of_row in x.registers.flat], object).T
-        shape = layout.registers_shape((OUTS,))
-        return [fragment(column.reshape(shape), layout) for column in registers]
-
-    returned = [plgpu.ShapeDtypeStruct((OUTS,), x.dtype, layout=line)] * count
-    columns: list[jax.Array] = plgpu.inline_mgpu(arg_types=(layout_of_scales(count),), return_type=returned)(
-        split
-    )(x)
-    return columns
 
 
 def by_grid(sums: jax.Array) -> list[jax.Array]:
@@ -76,7 +52,7 @@ def by_grid(sums: jax.Array) -> list[jax.Array]:
         layout = APART.to_mgpu()
         shape = layout.registers_shape((OUTS, GRID))
         columns = np.moveaxis(sums.registers, 1, 0)
-        apart = [np.array([*map(_elements, column.flat)], object) for column in columns]
+        apart = [np.array([*map(elements, column.flat)], object) for column in columns]
         return [fragment(registers.reshape(shape), layout) for registers in apart]
 
     returned = [plgpu.ShapeDtypeStruct((OUTS, GRID), sums.dtype, layout=APART)] * (sums.shape[1] // GRID)
@@ -94,12 +70,6 @@ def operand(weights: jax.Array, step: int, kind: str, dtype: Any) -> jax.Array:
 
     place = (step % 2, 0, 0) if kind in KINDS else (step, 0, 0)
     return left_side(weights, layout_of_weights(kind), place, of_words, dtype)
-
-
-def _elements(register: Any) -> list[Any]:
-    """The elements of a register that holds a vector, as vectors."""
-    count = ir.VectorType(register.type).shape[0]
-    return [mgpu.utils.vector_slice(register, slice(i, i + 1)) for i in range(count)]
 
 
 def _of_nibble(word: Any, nibble: int, kind: str, dtype: Any) -> Any:

@@ -72,6 +72,9 @@ SPREAD = r"(prmt\.b32 both, %r\d+, 0), 0x4140;"
 # coordinates of a copy of scales, arrivals at its barrier, and a load of scales before their slot is released
 SCALES = r"(2d\.shared::cta\.global[^\n]*\{)(%r\d+),(%r\d+)\}"
 ARRIVALS = r"(mov\.b32 \t%r\d+), 384;"
+# of the tensor cores: a wait for products, and the descriptor of the columns after the first 64
+AWAITED = r"(wgmma\.wait_group\.sync\.aligned) 0"
+COLUMNS = r"(add\.s64 x, %rd\d+), 64;"
 RELEASED = r"(ld\.shared\.v2\.b32[^\n]*\n)([\s\S]*?)(mbarrier\.arrive\.release[^\n]*\n)"
 # of products with four-bit weights: the shift of a nibble, a right side, scales of a row
 NIBBLE = r"(shr\.u32 \t%r\d+, %r\d+), 4;(?=\s[^;]*\slop3)"
@@ -180,17 +183,20 @@ FAULTS = (
     Fault("swapped fragment", "decode", FRAGMENT, r"{\1,\3,\2,\4}, \5, p", "other results"),
     Fault("length off by one", "decode", MASKS, r"setp.le.s32 \t\1", "other results", at=None),
     Fault("missing pair of barriers", "prefill", PAIR, rf"\1{FENCE}\2".replace("\\.", "."), "race"),
-    Fault("products not awaited", "prefill", r"(wgmma\.wait_group\.sync\.aligned) 0", r"\1 1", "race"),
+    Fault("products not awaited", "prefill", AWAITED, r"\1 1", "race"),
     Fault("stores not awaited", "prefill", r"(cp\.async\.bulk\.wait_group\.read) \t0", r"\1 \t1", "race"),
     Fault("sums not awaited", "product", WAIT, "\n\n", "race", at=1),
     Fault("swapped bytes", "product", SPREAD, r"\1, 0x4041;", "other results"),
     Fault("stages not awaited", "product", WAIT, "\n\n", "race"),
-    Fault("stages copied early", "product", WAIT, "\n\n", "race", at=2),
+    Fault("stages copied early", "product", WAIT, "\n\n", "race", at=3),
+    Fault("arrivals for other warps missing", "product", r"mbarrier\.arrive\.noComplete[^\n]*", "", "fault"),
     Fault("scales of other inputs", "scaled product", SCALES, r"\1\2,\2}", "other results", at=1),
     Fault("arrivals of scales not counted", "scaled product", ARRIVALS, r"\1, 256;", "fault"),
     Fault("scales released early", "scaled product", RELEASED, r"\2\3\1", "race"),
     Fault("tiles not awaited", "MXFP4 product", WAIT, "\n\n", "race", at=None),
     Fault("arrivals of a tile's scales not counted", "MXFP4 product", ARRIVALS, r"\1, 256;", "fault"),
+    Fault("columns of another product", "MXFP4 product", COLUMNS, r"\1, 62;", "other results"),
+    Fault("tiles' products not awaited", "MXFP4 product", AWAITED, r"\1 1", "race", at=None),
     Fault("factor of another nibble", "MXFP4 product", r"\{f0, f0\}", r"{f1, f1}", "other results", at=None),
     Fault("copies not awaited", "Ampere", r"(cp\.async\.wait_group) \t0", r"\1 \t1", "race"),
     Fault("a tile too few awaited", "Ampere product", r"(cp\.async\.wait_group) \t2", r"\1 \t4", "race"),

@@ -15,7 +15,8 @@ from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels.products.groups import Groups, grouped
 from pallas_kernels.products.hopper.int4_product import grouped_int4_product, int4_product, splits_of
-from pallas_kernels.products.hopper.int4_registers import SCALE_TILING, STEP, WORD_TILING, factor, numbers
+from pallas_kernels.products.hopper.int4_registers import STEP, WORD_LAYOUT, factor, numbers
+from pallas_kernels.products.scales_in_registers import layout_of_scales
 from pallas_kernels.quantization.int4 import E2M1, KINDS, SCALES, TILE, WORDS, Int4, pack
 from tests.kernels.interpreted import INTERPRETED, RACES, Runner, interpret, largest_error
 from tests.kernels.test_int4 import packed
@@ -50,7 +51,7 @@ def held(layout: mgpu.TiledLayout, shape: tuple[int, int]) -> np.ndarray[Any, An
 
 def test_each_thread_finds_its_pairs_in_the_words_that_it_loads() -> None:
     """Register i of nibble k's quarter has the inputs that word i has there, in order."""
-    words, columns = held(WORD_TILING, (64, WORDS)), held(mgpu.WGMMA_LAYOUT, (64, TILE))
+    words, columns = held(WORD_LAYOUT.to_mgpu(), (64, WORDS)), held(mgpu.WGMMA_LAYOUT, (64, TILE))
     row, word = np.divmod(words[..., 0], WORDS)  # [128, 8]
     for nibble in range(4):
         first = STEP * nibble + 2 * word
@@ -61,7 +62,7 @@ def test_each_thread_finds_its_pairs_in_the_words_that_it_loads() -> None:
 
 
 def test_scales_are_held_where_rows_of_sums_are() -> None:
-    scales, sums = held(SCALE_TILING, (64, SCALES)), held(mgpu.WGMMA_LAYOUT, (64, 8))
+    scales, sums = held(layout_of_scales(SCALES).to_mgpu(), (64, SCALES)), held(mgpu.WGMMA_LAYOUT, (64, 8))
     np.testing.assert_array_equal(scales[..., 0] // SCALES, sums[..., 0] // 8)
     np.testing.assert_array_equal(scales % SCALES, np.broadcast_to(np.arange(SCALES), scales.shape))
 

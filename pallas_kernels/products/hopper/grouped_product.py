@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.hopper import COLUMNS, ROWS, store_transposed, tiled
+from pallas_kernels.mosaic.hopper import COLUMNS, ROWS, in_one_warp, store_transposed, tiled
 from pallas_kernels.mosaic.versions import store
 from pallas_kernels.products.groups import BLOCK, GRID, Groups, input_splits, out_per_block
 from pallas_kernels.products.hopper.eight_bit_registers import operand_of
@@ -288,7 +288,7 @@ def _kernel(
             plgpu.barrier_wait(free.at[slot])
 
     pl.when((length > 0) & (warpgroup < turns * warpgroups))(compute)
-    pl.when((length > 0) & (warpgroup == turns * warpgroups))(memory)
+    pl.when((length > 0) & (warpgroup == turns * warpgroups))(partial(in_one_warp, memory))
 
 
 def scale_of(ref: Any, reduced: int) -> jax.Array:

@@ -13,19 +13,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.hopper import COLUMNS, ROWS, store_transposed
+from pallas_kernels.mosaic.hopper import COLUMNS, ROWS, in_one_warp, store_transposed
 from pallas_kernels.mosaic.refs import Refs
 from pallas_kernels.products.groups import GRID
 from pallas_kernels.products.hopper.int4_registers import (
-    SCALE_LAYOUT,
     SCALED,
     STEP,
     WORD_LAYOUT,
-    columns_of,
+    add_scaled,
     factor,
     numbers,
-    scaled,
 )
+from pallas_kernels.products.scales_in_registers import columns_of, layout_of_scales
 from pallas_kernels.quantization.int4 import SCALES, TILE, WORDS
 
 REGISTERS = 216, 72  # per compute thread and per memory thread, in blocks of 64 rows or more
@@ -95,7 +94,7 @@ class Form:
         chunk: tiles of a chunk.
         group: inputs with a common scale.
         kind: of four-bit numbers.
-        scaled: weights are multiplied by their scales before the product, see `scaled`.
+        scaled: weights are multiplied by their scales before the product, see `add_scaled`.
     """
 
     each: int
@@ -178,8 +177,7 @@ class ThreadBlock:
         if block >= COLUMNS and self._warpgroups == 2:
             plgpu.set_max_registers(REGISTERS[0], action="increase")
         if self.form.scaled:
-            accumulator = plgpu.WGMMAAccumulatorRef((ROWS, block), jnp.float32)
-            y = pl.run_scoped(self._in_one_sum, accumulator) * SCALED
+            y = self._in_one_sum() * SCALED
         else:
             tiles = place.chunks * self.form.chunk
             zeros = plgpu.layout_cast(jnp.zeros((ROWS, block), jnp.float32), plgpu.Layout.WGMMA)
@@ -197,33 +195,31 @@ class ThreadBlock:
             at, size = at + taken, size // 2
         plgpu.wait_smem_to_gmem(0)
 
-    def _in_one_sum(self, acc: Any) -> jax.Array:
+    def _in_one_sum(self) -> jax.Array:
         """The sum of chunks of weights that are scaled first."""
-        scratch = self.refs.scratch
+        scratch, chunks = self.refs.scratch, self.place.chunks
+        stages = scratch.x.shape[0]
 
-        def add(step: jax.Array) -> None:
-            slot = lax.rem(step, scratch.x.shape[0])
+        def add(slot: int, total: jax.Array) -> jax.Array:
             w, scales = (ref.at[slot, self.outputs] for ref in (scratch.w, scratch.scale))
             plgpu.barrier_wait(scratch.full.at[slot])
             for tile in range(self.form.chunk):
                 of_tile = pl.ds(tile * SCALES, SCALES)
-                scale = plgpu.load(scales.at[:, of_tile], layout=SCALE_LAYOUT, optimized=False)
+                scale = plgpu.load(scales.at[:, of_tile], layout=layout_of_scales(SCALES), optimized=False)
                 words = plgpu.load(w.at[:, pl.ds(tile * WORDS, WORDS)], layout=WORD_LAYOUT)
-                columns = scratch.x.at[slot, :, pl.ds(tile * TILE, TILE)]
-                # a tile at once: each product computes a descriptor, by ten instructions
-                plgpu.wgmma(acc, scaled(words, scale), columns.transpose((1, 0)))
-                plgpu.wgmma_wait(0)  # with more weights in registers, fewer blocks fit
+                # waits for each tile: with more weights in registers, fewer blocks fit
+                total = add_scaled(total, words, scale, scratch.x.at[slot], tile)
             plgpu.barrier_arrive(scratch.free.at[slot])
+            return total
 
-        pairs = lax.div(self.place.chunks, 2)  # whose addresses are computed together
+        def turn(number: jax.Array, total: jax.Array) -> jax.Array:
+            for slot in range(stages):  # constant: addresses and phases take fewer instructions
+                there = number * stages + slot < chunks
+                total = lax.cond(there, partial(add, slot), lambda total: total, total)
+            return total
 
-        @pl.loop(0, pairs)
-        def _(pair: jax.Array) -> None:
-            add(2 * pair)
-            add(2 * pair + 1)
-
-        pl.loop(2 * pairs, self.place.chunks)(add)
-        total: jax.Array = acc[...]
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS, self._rows), jnp.float32), plgpu.Layout.WGMMA)
+        total: jax.Array = lax.fori_loop(0, lax.div(chunks + stages - 1, stages), turn, zeros)
         return total
 
     def _ones(self) -> Any:
@@ -293,8 +289,12 @@ class ThreadBlock:
 
     def _of_outputs(self, ref: Any, place: Any, inside: Any, group: int) -> jax.Array:
         """Scales or offsets of a group in tile `inside` of the chunk, broadcast to [64, block]."""
-        loaded = plgpu.load(ref.at[place, self.outputs], layout=SCALE_LAYOUT, optimized=False)
-        lines = columns_of(loaded, self._in_registers)[group :: self._in_tile]
+        loaded = plgpu.load(ref.at[place, self.outputs], layout=layout_of_scales(SCALES), optimized=False)
+        if self._in_registers:
+            columns = columns_of(loaded, plgpu.Layout.WGMMA.reduce(1))
+        else:
+            columns = [loaded[:, column] for column in range(SCALES)]
+        lines = columns[group :: self._in_tile]
         line = lines[0]
         for tile in range(1, self.form.chunk):
             line = jnp.where(jnp.broadcast_to(inside == tile, line.shape), lines[tile], line)
@@ -310,11 +310,14 @@ class ThreadBlock:
 
     def memory(self) -> None:
         """Copies tiles and chunks, as far ahead of the compute warpgroups as shared memory allows."""
+        if self._rows >= COLUMNS and self._warpgroups == 2:
+            plgpu.set_max_registers(REGISTERS[1], action="decrease")
+        in_one_warp(self._copy)
+
+    def _copy(self) -> None:
         inputs, scratch, at, chunk = self.refs.inputs, self.refs.scratch, self.place, self.form.chunk
         stages, places, size = scratch.x.shape[0], scratch.scale.shape[0], scratch.x.shape[2]
         together, tiles = scratch.scale_full is None, size // TILE  # a stage's
-        if self._rows >= COLUMNS and self._warpgroups == 2:
-            plgpu.set_max_registers(REGISTERS[1], action="decrease")
         outs, rows = pl.ds(at.first_out, self._warpgroups * ROWS), pl.ds(at.start * GRID, self._rows)
         count = at.chunks * (chunk // tiles)
 

@@ -18,27 +18,19 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels.mosaic.hopper import ROWS
-from pallas_kernels.mosaic.words import MANTISSA, asm, bits_of, both, constant, rotated
+from pallas_kernels.mosaic.hopper import COLUMNS, ROWS, tiled
+from pallas_kernels.mosaic.words import MANTISSA, asm, bits_of, both, constant, rotated, words_of
+from pallas_kernels.products.scales_in_registers import layout_of_scales
 from pallas_kernels.quantization.int4 import TILE, WORDS
 
 STEP = 2 * WORDS  # columns in the same nibble of all words
-WORD_TILING = mgpu.TiledLayout(
+WORD_LAYOUT = plgpu.Layout.TILED(  # int32 [64, 4 n], with a word in place of each pair of numbers in WGMMA
     plgpu.Tiling(((64, 4), (16, 4), (8, 4), (1,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
-)  # int32 [64, 4 n], with a word in place of each pair of numbers in plgpu.Layout.WGMMA
-WORD_LAYOUT = plgpu.Layout.TILED(
-    WORD_TILING.tiling, WORD_TILING.warp_dims, WORD_TILING.lane_dims, WORD_TILING.vector_dim
 )
-SCALE_TILING = mgpu.TiledLayout(
-    plgpu.Tiling(((64, 4), (16, 4), (8, 4))),
-    warp_dims=(-6,),
-    lane_dims=(-2, plgpu.Replicated(4)),
-    vector_dim=-1,
-)  # float32 [64, 4]; each thread that holds a part of a row has all four of the row's numbers
-SCALE_LAYOUT = plgpu.Layout.TILED(
-    SCALE_TILING.tiling, SCALE_TILING.warp_dims, SCALE_TILING.lane_dims, SCALE_TILING.vector_dim
-)
+DEPTH = 16  # columns of a product of the tensor cores
+UNIT = 16  # bytes, of addresses in descriptors
 SCALED = 2.0**64  # unit of scaled weights, whose factors would be infinite without it
 
 
@@ -78,8 +70,8 @@ def numbers(
     return lax.bitcast_convert_type(signed, dtype)
 
 
-def scaled(words: jax.Array, scale: jax.Array) -> jax.Array:
-    """Unpacks words int32 [64, 16] of e2m1 and multiplies the numbers by their scales.
+def add_scaled(total: jax.Array, words: jax.Array, scale: jax.Array, x: Any, tile: int) -> jax.Array:
+    """Adds a product with words int32 [64, 16] of e2m1, whose numbers are multiplied by their scales first.
 
     The three bits of a magnitude become the lowest exponent bits and the highest mantissa bit of a number,
     which is the magnitude times 2^-127, also if it is subnormal. So its factor is the scale times 2^127. The
@@ -87,34 +79,78 @@ def scaled(words: jax.Array, scale: jax.Array) -> jax.Array:
     places.
 
     Args:
+        total: float32 [64, rows], in units of SCALED.
         scale: float32 [64, 4], powers of two.
+        x: bfloat16 [rows, TILE * n] in shared memory, in tiles of 8 by COLUMNS.
+        tile: of x.
 
     Returns:
-        An operand of the tensor cores, bfloat16 [64, TILE], in units of SCALED.
+        total plus the product, when the tensor cores are done.
     """
 
-    def multiply(_: Any, words: Any, scale: Any) -> Any:
-        i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
-        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape((ROWS, TILE)), object)
-        count = words.registers.shape[1]
-        for half, of_row in enumerate(scale.registers.flat):
-            of_groups = [mgpu.utils.vector_slice(of_row, slice(n, n + 1)) for n in range(TILE // STEP)]
-            factors = [asm(FACTORS, *of_groups[first : first + 2]) for first in (0, 2)]
-            for word in range(count):
-                register = mgpu.utils.bitcast(words.registers[0, word, 0, 0, half].item(), i32)
-                for nibble in range(len(of_groups)):
-                    signs = constant(0x88 << 4 * (nibble // 2 * 2))
-                    apart = asm("lop3.b32 $0, $1, $2, $3, 0xe4;", register, rotated(register, 6), signs)
-                    placed = rotated(apart, 4 * nibble - 12)
-                    number = asm(SCALED_PAIR[nibble % 2], placed, factors[nibble // 2])
-                    registers[0, word + nibble * count, 0, 0, half] = mgpu.utils.bitcast(number, pair)
-        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+    def add(_: Any, total: Any, words: Any, scale: Any, x: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        sums = [word for register in total.registers.flat for word in words_of(register)]
+        count = len(sums)
+        names = ", ".join(f"${n}" for n in range(count))
+        shape = f"m64n{2 * count}k{DEPTH}.f32.bf16.bf16"
+        first, part = _descriptor(x)
+        code = ["wgmma.fence.sync.aligned;"]
+        for step in range(TILE // DEPTH):
+            left = ", ".join(f"${2 * count + 1 + 4 * step + n}" for n in range(4))
+            columns = tile * TILE + step * DEPTH
+            place = columns // COLUMNS * part + columns % COLUMNS * 2 // UNIT
+            code.append(f"add.s64 x, ${2 * count}, {place};")
+            code.append(f"wgmma.mma_async.sync.aligned.{shape} {{{names}}}, {{{left}}}, x, 1, 1, 1, 0;")
+        code += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"]
+        struct = llvm.inline_asm(
+            llvm.StructType.get_literal([i32] * count),
+            [*sums, first, *_scaled(words, scale)],
+            "{\n.reg .b64 x;\n" + "\n".join(code) + "\n}",
+            ",".join(["=r"] * count + [*map(str, range(count)), "l"] + ["r"] * (TILE // 4) + ["~{memory}"]),
+            has_side_effects=True,
+        )
+        number = ir.VectorType.get((1,), ir.F32Type.get())
+        added = [mgpu.utils.bitcast(llvm.extractvalue(i32, struct, [n]), number) for n in range(count)]
+        registers = np.empty_like(total.registers)
+        for n, at in enumerate(np.ndindex(registers.shape)):
+            registers[at] = mgpu.utils.vector_concat(added[2 * n : 2 * n + 2])
+        return mgpu.FragmentedArray(_registers=registers, _layout=total.layout, _is_signed=None)
 
-    returned = plgpu.ShapeDtypeStruct((ROWS, TILE), jnp.dtype("bfloat16"), layout=plgpu.Layout.WGMMA)
-    result: jax.Array = plgpu.inline_mgpu(arg_types=(WORD_LAYOUT, SCALE_LAYOUT), return_type=returned)(
-        multiply
-    )(words, scale)
+    smem = plgpu.RefType(tiled(x.shape, x.dtype).transforms)
+    types = plgpu.Layout.WGMMA, WORD_LAYOUT, layout_of_scales(scale.shape[1]), smem
+    returned = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=plgpu.Layout.WGMMA)
+    result: jax.Array = plgpu.inline_mgpu(arg_types=types, return_type=returned)(add)(total, words, scale, x)
     return result
+
+
+def _descriptor(x: Any) -> tuple[Any, int]:
+    """The descriptor of the first columns of x for the tensor cores, and what it grows by for the next
+    COLUMNS. One addition gives another product's; Pallas computes each tile's from its address, in 64 bits.
+    """
+    i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+    rows, part = (2 * stride // UNIT for stride in ir.MemRefType(x.type).get_strides_and_offset()[0][:2])
+    address = arith.trunci(i32, llvm.ptrtoint(i64, mgpu.utils.memref_ptr(x)))
+    place = arith.extui(i64, arith.shrui(address, mgpu.c(UNIT.bit_length() - 1, i32)))
+    swizzled = 1 << 62  # in rows of 128 bytes
+    return arith.ori(place, mgpu.c(swizzled | rows << 32, i64)), part
+
+
+def _scaled(words: Any, scale: Any) -> list[Any]:
+    """Pairs of scaled numbers, in units of SCALED, in the order of products and of their registers."""
+    i32, (_, count, *_) = ir.IntegerType.get_signless(32), words.registers.shape
+    pairs = np.empty((TILE // STEP, count, 2), object)
+    for half, of_row in enumerate(scale.registers.flat):
+        of_groups = [mgpu.utils.vector_slice(of_row, slice(n, n + 1)) for n in range(TILE // STEP)]
+        factors = [asm(FACTORS, *of_groups[first : first + 2]) for first in (0, 2)]
+        for word in range(count):
+            register = mgpu.utils.bitcast(words.registers[0, word, 0, 0, half].item(), i32)
+            for nibble in range(len(of_groups)):
+                signs = constant(0x88 << 4 * (nibble // 2 * 2))
+                apart = asm("lop3.b32 $0, $1, $2, $3, 0xe4;", register, rotated(register, 6), signs)
+                placed = rotated(apart, 4 * nibble - 12)
+                pairs[nibble, word, half] = asm(SCALED_PAIR[nibble % 2], placed, factors[nibble // 2])
+    return list(pairs.flat)
 
 
 # The factors of two nibbles, 2^127 / SCALED times their scales; signs and magnitudes, times one of these.
@@ -194,27 +230,4 @@ def _pairs_in_registers(bits: Sequence[jax.Array], dtype: jnp.dtype[Any]) -> jax
     result: jax.Array = plgpu.inline_mgpu(arg_types=tuple(WORD_LAYOUT for _ in bits), return_type=returned)(
         join
     )(*bits)
-    return result
-
-
-def columns_of(x: jax.Array, in_registers: bool) -> list[jax.Array]:
-    """Splits float32 [64, 4] into four columns [64]."""
-    if not in_registers:
-        return [x[:, column] for column in range(x.shape[1])]
-
-    def split(_: Any, x: Any) -> Any:
-        columns = []
-        for column in range(x.shape[1]):
-            registers = np.empty(mgpu.WGMMA_ROW_LAYOUT.registers_shape((ROWS,)), object)
-            for into, register in zip(np.ndindex(registers.shape), x.registers.flat, strict=True):
-                registers[into] = mgpu.utils.vector_slice(register, slice(column, column + 1))
-            columns.append(
-                mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_ROW_LAYOUT, _is_signed=None)
-            )
-        return columns
-
-    line = plgpu.ShapeDtypeStruct((ROWS,), x.dtype, layout=plgpu.Layout.WGMMA.reduce(1))
-    result: list[jax.Array] = plgpu.inline_mgpu(arg_types=(SCALE_LAYOUT,), return_type=[line] * x.shape[1])(
-        split
-    )(x)
     return result
