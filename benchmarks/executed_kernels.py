@@ -31,7 +31,7 @@ sys.path.append(str(ROOT / "tools"))  # as pytest does
 
 from tests.kernels import shipped
 from tests.kernels.executed import FEW, Executed, anonymous
-from tests.kernels.faults import FAULTS, ON_AMPERE, Report, reports_of
+from tests.kernels.faults import FAULTS, ON_AMPERE, ON_BLACKWELL, Report, reports_of
 from tools.ptx_machine.capture import Compiled
 
 
@@ -59,7 +59,7 @@ TARGETS: dict[str, tuple[shipped.Cases, tuple[str, ...]]] = {
     "rtx5090": (AMPERE, ()),
     "rtx3090": (AMPERE, ()),
     "l4": (AMPERE, ()),
-    "b200": (AMPERE, ()),
+    "b200": (AMPERE | shipped.BLACKWELL, ON_BLACKWELL),
 }
 ALIKE = {"rtx3090": "a100", "l4": "a100", "b200": "rtx5090"}  # whose PTX may be the same
 

@@ -143,6 +143,10 @@ AMPERE_OR_NEWER = Target(
     "GPUs of compute capability 8.0 and newer",
     lambda device: (capability(device) or (0, 0)) >= (8, 0),
 )
+# tcgen05, of 10.0; its kernels were not executed for 10.3
+BLACKWELL = Target(
+    "Blackwell", "mosaic", "GPUs of compute capability 10.0", lambda device: capability(device) == (10, 0)
+)
 CPU = Target("CPU", "llvm", "CPUs", on_cpu)
 
 
@@ -184,6 +188,7 @@ def explain(table: Table, device: jax.Device | None, *call: Any) -> Choice:
     """
     device = device or jax.devices()[0]
     table = [kernel for kernel in table if (kernel.target is CPU) == on_cpu(device)]
+    table = [kernel for kernel in table if kernel.target is not BLACKWELL or BLACKWELL.includes(device)]
     why = None
     for kernel in table:
         refused = kernel.why_unsupported(device, *call)

@@ -1,4 +1,6 @@
-"""Forms of Ampere's attention, cache writes and page copies, to be compiled for GPUs that are not there."""
+"""Forms of Ampere's attention, cache writes and page copies, and of Blackwell's prompts, to be compiled for
+GPUs that are not there.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from kernel_facts import ALL, E4M3, Case, cache_of, copy, decode, latent, with_sinks, write
+from kernel_facts import ALL, E4M3, Case, cache_of, copy, decode, latent, prefill, with_sinks, write
 
-from pallas_kernels.attention import ampere
+from pallas_kernels.attention import ampere, blackwell
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.cache import ampere_write
 
@@ -99,4 +101,22 @@ AMPERE_CASES: dict[str, Case] = {
     "copy, pages of 64": copy("", 64, tma=False),
     "copy, pages of 16, int8": copy("int8", 16, tma=False),
     "copy, pages of 128, fp8": copy(E4M3, 128, tma=False),
+}
+tcgen05 = partial(prefill, kernel=blackwell.paged_attention_prefill)
+BLACKWELL_CASES: dict[str, Case] = {
+    "prompts, head dim 64": tcgen05(64, 64),
+    "prompts, head dim 128": tcgen05(128, 64),
+    "prompts, head dim 256": tcgen05(256, 64),
+    "prompts, head dim 128, group 7, float16": tcgen05(128, 64, group=7, dtype=jnp.float16),
+    "prompts, head dim 64, pages of 16, window, cap": tcgen05(64, 16, **ALL),
+    "prompts, head dim 128, pages of 16, window, cap": tcgen05(128, 16, **ALL),
+    "prompts, head dim 256, pages of 16, window, cap": tcgen05(256, 16, **ALL),
+    "prompts, head dim 128, pages of 16, tiles of 128": tcgen05(128, 16, tile=128),
+    "prompts, head dim 128, tiles of 16": tcgen05(128, 64, tile=16),
+    "prompts, head dim 128, int8": tcgen05(128, 64, kind="int8"),
+    "prompts, head dim 64, fp8, pages of 16, window, cap": tcgen05(64, 16, kind=E4M3, **ALL),
+    "prompts, head dim 128, fp8, pages of 16, window, cap": tcgen05(128, 16, kind=E4M3, **ALL),
+    "prompts, head dim 256, fp8": tcgen05(256, 64, kind=E4M3),
+    "prompts, head dim 128, window, sinks": with_sinks(*tcgen05(128, 64, window=128)),
+    "prompts, head dim 64, group 8, window, sinks": with_sinks(*tcgen05(64, 64, group=8, window=128)),
 }

@@ -94,6 +94,7 @@ def operations() -> Iterator[Operation]:
     prompts = {
         "Hopper": ("paged_attention_prefill", ("",)),
         "Ampere": ("paged_attention", ("prefill, head",)),
+        "Blackwell": ("paged_attention_prefill", ("group",)),
     }
     yield Operation(
         "prompts, cache in 16 bits", PREFILL, (tiles, pages, pages, plain, False), prompts, ("prefill: ",)
@@ -106,6 +107,7 @@ def operations() -> Iterator[Operation]:
             {
                 "Hopper": ("paged_attention_prefill", (word,)),
                 "Ampere": ("paged_attention", (f"prefill, {word}",)),
+                "Blackwell": ("paged_attention_prefill", (word,)),
             },
             (f"prefill: bfloat16 in {kind}",),
         )

@@ -221,7 +221,7 @@ def prefill(
     tile: int = 64,
     dtype: Any = jnp.bfloat16,
     kind: str = "",
-    in_registers: bool = True,
+    kernel: Callable[..., Any] = paged_attention_prefill,
     **ways: Any,
 ) -> Case:
     """Tiles of sequences of up to 4096 tokens, so many that blocks walk over several, and eight kv heads;
@@ -234,11 +234,7 @@ def prefill(
         jax.ShapeDtypeStruct((tiles, 4096 // page_size), jnp.int32),
         jax.ShapeDtypeStruct((tiles,), jnp.int32),
     )
-    function = partial(
-        paged_attention_prefill,
-        options=AttentionOptions(head_dim**-0.5, **ways),
-        operand_in_registers=in_registers,
-    )
+    function = partial(kernel, options=AttentionOptions(head_dim**-0.5, **ways))
     return function, (q, cache, cache, tables, numbers, numbers)
 
 
@@ -406,7 +402,8 @@ PREFILL_ALONE: dict[str, Case] = {
     f"head dim {size}, one head a kv head": prefill(size, 64, group=1) for size in (64, 128)
 }
 PREFILL_INTERPRETED: dict[str, Case] = {
-    f"head dim {size}": prefill(size, 64, in_registers=False) for size in (64, 128, 256)
+    f"head dim {size}": prefill(size, 64, kernel=partial(paged_attention_prefill, operand_in_registers=False))
+    for size in (64, 128, 256)
 }
 
 

@@ -24,7 +24,7 @@ from pallas_kernels.attention.support import (
 )
 from pallas_kernels.attention.work_list import WorkList, decode_blocks, even_work, fixed_work, most_rows
 from pallas_kernels.quantization.quantized import Pages, Quantized
-from pallas_kernels.targets import AMPERE, CPU, HOPPER, Impl, Implementation, choose, lazy
+from pallas_kernels.targets import AMPERE, BLACKWELL, CPU, HOPPER, Impl, Implementation, choose, lazy
 
 
 def _why_no_hopper_decode(q: Any, k_pages: Pages, v_pages: Pages, options: AttentionOptions) -> str | None:
@@ -46,6 +46,12 @@ def _why_no_hopper_prefill(
     return f"tile={q.shape[1]}: the kernel takes multiples of {TILE_GRID}" if q.shape[1] % TILE_GRID else None
 
 
+def _why_no_blackwell_prefill(*call: Any) -> str | None:
+    if jax.__version_info__ < (0, 12):  # whose Mosaic infers no layouts for it
+        return f"jax={jax.__version__}: the kernel needs jax 0.12"
+    return _why_no_hopper_prefill(*call)
+
+
 def _hopper_decode_work(
     k_pages: Pages, lengths: jax.Array, tokens: int | None, device: jax.Device, **grouping: Any
 ) -> WorkList:
@@ -65,6 +71,7 @@ DECODE = (
 )
 DECODE_WORK = (Implementation(HOPPER, lambda: None, _hopper_decode_work),)  # of kernels that need a list
 PREFILL = (
+    Implementation(BLACKWELL, _why_no_blackwell_prefill, lazy("attention.blackwell", _PREFILL)),
     Implementation(HOPPER, _why_no_hopper_prefill, lazy("attention.hopper.prefill", _PREFILL)),
     Implementation(AMPERE, why_no_ampere_attention, lazy("attention.ampere", _PREFILL, "until", "device")),
     Implementation(CPU, why_no_cpu_attention, lazy("attention.cpu.attention", _PREFILL, "device")),

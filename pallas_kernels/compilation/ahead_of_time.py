@@ -183,7 +183,7 @@ def _read(report: Path, device: jax.Device, swizzled: dict[str, bool]) -> Kernel
     [registers] = re.findall(r"Used (\d+) registers", text)
     [spills] = re.findall(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
     code = report.with_suffix(".sass_ctrl").read_text()
-    products, copies = (len(re.findall(rf"\b{name}\b", code)) for name in ("[HQI]G?MMA", "LDGSTS"))
+    products, copies = (len(re.findall(rf"\b{name}\b", code)) for name in ("(?:UTC)?[HQI]G?MMA", "LDGSTS"))
     most_shared: int = device.shared_memory_per_block_optin
     bulk = bulk_copies(report.with_suffix(".ptx").read_text())
     misaligned = tuple(copy for copy, aligned in bulk if not aligned)

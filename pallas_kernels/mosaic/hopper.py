@@ -59,9 +59,9 @@ def store_transposed(target: Any, values: jax.Array) -> None:
     store(target.transpose((1, 0)), values)
 
 
-def per_row(value: float) -> jax.Array:
-    """float32 [ROWS] filled with the value."""
-    filled: jax.Array = plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), plgpu.Layout.WGMMA.reduce(1))
+def per_row(value: float, rows: int = ROWS, layout: Any = plgpu.Layout.WGMMA) -> jax.Array:
+    """float32 [rows] filled with the value."""
+    filled: jax.Array = plgpu.layout_cast(jnp.full((rows,), value, jnp.float32), layout.reduce(1))
     return filled
 
 

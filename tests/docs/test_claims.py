@@ -12,8 +12,9 @@ from typing import Any
 
 import docs_figures
 import docs_kernels
+import jax
 import pytest
-from ampere_attention import AMPERE_CASES
+from ampere_attention import AMPERE_CASES, BLACKWELL_CASES
 from ampere_products import AMPERE_FORMATS, AMPERE_PRODUCTS
 from kernel_facts import AMPERE
 
@@ -80,6 +81,9 @@ def test_compiled_kernels() -> None:
         assert cases(ampere.test_a_kernel_spills_nothing_and_fits, "target") == (["a100", "b200"], [*AMPERE])
         assert cases(ampere.test_every_kernel_spills_nothing_and_fits, "target") == ([], [*AMPERE])
         few += len(ampere.FEW)
+    pattern = r"and (\d+) for Blackwell, of which CI compiles (\d+)\."
+    few_on_blackwell = importlib.import_module("tests.kernels.test_blackwell").FEW
+    assert numbers(page, pattern) == [len(BLACKWELL_CASES), len(few_on_blackwell)]
     pattern = r"CI compiles (\d+) of the former for an H200 and (\d+) of the latter for an A100 and a\s+B200"
     assert numbers(page, pattern) == [in_ci, few]
 
@@ -91,6 +95,8 @@ def test_evidence_of_kernels_by_card() -> None:
     by_card = {card: {row[0]: row[place] for row in rows} for place, card in enumerate(titles) if card}
     evidence = {card: {cell for cell in by_card[card].values() if "Ampere" in cell} for card in by_card}
     assert all(cells == {"Ampere, executed"} for cells in evidence.values())
+    cells = {cell for of_card in by_card.values() for cell in of_card.values() if "Blackwell" in cell}
+    assert cells == ({"Blackwell, executed"} if jax.__version_info__ >= (0, 12) else set())
     assert [target for _, target in docs_kernels.CARDS.values() if target not in (*AMPERE, "h200")] == []
     by_xla = {name for name, cell in by_card["RTX 40, L4, L40S (8.9)"].items() if cell == "XLA"}
     assert {"products, bfloat16", "row quantization"} <= by_xla

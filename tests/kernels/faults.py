@@ -26,6 +26,7 @@ from tests.kernels.shipped import (
     int4,
     mma,
     prefill,
+    tcgen05,
 )
 from tools.ptx_machine.capture import Compiled
 from tools.ptx_machine.findings import Finding
@@ -43,8 +44,10 @@ VICTIMS: dict[str, Check] = {
     "Ampere, latent prompts": ampere_prefill(192, 1, 3, 16, 2, "bfloat16", PLAIN, rank=128),
     "Ampere page copy": ampere_copy("int8", "float16", 64, 1, 128),
     "Ampere product": mma(9, 64, 1280, INT4, "bfloat16"),
+    "Blackwell prompts": tcgen05(128, 1, 4, 64, 64, "bfloat16", PLAIN),
 }
 ON_AMPERE = tuple(name for name in VICTIMS if name.startswith("Ampere"))
+ON_BLACKWELL = ("Blackwell prompts",)
 # The first that tells of a fault counts.
 SCHEDULES = (
     Schedule(seed=0, order="random", garbage="nan"),
@@ -88,6 +91,13 @@ SCALED = r"(mul\.f32 \t%r\d+, )(%r\d+)(, %r\d+;\s*mul\.f32 \t%r\d+, \2, %r\d+;\s
 THIRD = r"(mul\.hi\.u32 \t%r\d+, %r\d+,) -1431655765;"
 DESTINATION = r"(setp\.lt\.s64 \t%p\d+, %rd\d+,) 1;"
 TOKEN = r"or\.b32 \t(%r\d+), (%r\d+), %r3;(?=[^;]*mul\.wide\.u32)"
+# of products in tensor memory: a product and its commit, waits for products, fences of threads, descriptors
+COMMIT = r"tcgen05\.commit[^\n]*"
+EARLY = rf"(tcgen05\.mma[\s\S]*?)({COMMIT})"
+MULTIPLIED = rf"{WAIT}(?=[^{{]*tcgen05\.fence)"
+BEFORE, AFTER = r"tcgen05\.fence::before_thread_sync;", rf"({BAR}[^;]*)tcgen05\.fence::after_thread_sync;"
+STRIDE = r"(mov\.b64 b_desc, \{b_desc_low, )1073741952"
+FORM = r"(mov\.b32 \t%r\d+), (13\d{7});"
 MASKS = r"setp\.lt\.s32 \t(%p\d+, %r\d+, %r\d+;)(?=\n\tsetp\.lt)"
 
 
@@ -172,6 +182,11 @@ def double_stride(match: re.Match[str]) -> str:
     return f"{match[1]}{number + (number & (0x3FFF << 32))};"
 
 
+def other_format(match: re.Match[str]) -> str:
+    """Of an instruction descriptor of tcgen05: A in float16, not bfloat16."""
+    return f"{match[1]}, {int(match[2]) ^ 1 << 7};"
+
+
 FAULTS = (
     Fault("missing wait", "decode", WAIT, "\n\n", "race", at=1),
     Fault("wrong phase", "decode", PHASE, r"not.b32 \1, \2; and.b32 \1, \1, 1;", "fault"),
@@ -217,5 +232,23 @@ FAULTS = (
     Fault("barrier of a tile missing", "Ampere, latent prompts", LANDED, r"\1", "race"),
     Fault("position of another query", "Ampere, latent prompts", THIRD, r"\1 1431655765;", "other results"),
     Fault("null page copied", "Ampere page copy", DESTINATION, r"\1 0;", "race"),
+    Fault("product not committed", "Blackwell prompts", COMMIT, "", "fault"),
+    Fault("product committed too early", "Blackwell prompts", EARLY, r"\2\1", "race"),
+    Fault("scores not awaited", "Blackwell prompts", MULTIPLIED, "\n\n", "race"),
+    Fault("weights not awaited", "Blackwell prompts", r"tcgen05\.wait::st[^\n]*", "", "race"),
+    Fault(
+        "scores overwritten before they are loaded",
+        "Blackwell prompts",
+        r"tcgen05\.wait::ld[^\n]*",
+        "",
+        "race",
+    ),
+    Fault("fence before a barrier missing", "Blackwell prompts", BEFORE, "", "race"),
+    Fault("fence after a barrier missing", "Blackwell prompts", AFTER, r"\1", "race"),
+    Fault(
+        "wrong descriptor of keys", "Blackwell prompts", STRIDE, r"\g<1>1073741888", "other results", at=None
+    ),
+    Fault("wrong descriptor of a product", "Blackwell prompts", FORM, other_format, "other results", at=None),
+    Fault("tensor memory kept", "Blackwell prompts", r"tcgen05\.dealloc[^\n]*", "", "exit"),
     Fault("scales of other tokens", "Ampere page copy", TOKEN, r"mov.b32 \t\1, \2;", "other results"),
 )

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pallas_kernels.attention import blackwell
 from pallas_kernels.quantization.formats import FP8_BY_FP8, INT8, WeightFormat
 from tests.kernels import (
     test_ampere,
@@ -54,6 +55,7 @@ ampere_write = partial(kv_write, cores=None)
 copy_pages = partial(partial, test_copy_pages.check)
 ampere_copy = partial(copy_pages, tma=False)
 rows = partial(partial, test_quantize_rows.check)
+tcgen05 = partial(prefill, kernel=blackwell.paged_attention_prefill)
 int4 = partial(partial, test_int4_product.check)
 int4_groups = partial(partial, test_int4_product.check_grouped)
 grouped = partial(partial, test_grouped_product.check)
@@ -317,6 +319,36 @@ MORE_AMPERE: Cases = {
         "every int8 number, bfloat16": mma_numbers("int8", "bfloat16"),
         "every fp8 number, float16": mma_numbers(E4M3, "float16"),
     },
+}
+# For data-centre Blackwell, besides Ampere's.
+BLACKWELL: Cases = {
+    "paged_attention_prefill": {
+        "head dim 128, group 4": tcgen05(128, 1, 4, 64, 64, "bfloat16", PLAIN),
+        "head dim 64, group 3, pages of 16, sinks": tcgen05(64, 1, 3, 16, 64, "bfloat16", SINKS),
+        "head dim 64, two heads, window, float16": tcgen05(64, 2, 1, 32, 64, "float16", LONG),
+        "head dim 256, group 5, tiles of 16, window, cap": tcgen05(256, 1, 5, 64, 16, "bfloat16", BOTH),
+        "head dim 128, group 4, tiles of 8, cap, int8": tcgen05(128, 1, 4, 64, 8, "bfloat16", CAP, "int8"),
+        "head dim 64, group 4, pages of 32, window, fp8": tcgen05(64, 1, 4, 32, 64, "bfloat16", WINDOW, E4M3),
+        "head dim 64, group 3, queries see later tokens": tcgen05(
+            64, 1, 3, 16, 48, "bfloat16", BOTH, further=37
+        ),
+    }
+}
+MORE_BLACKWELL: Cases = {
+    "paged_attention_prefill": {
+        f"head dim {size}, group {group}, tiles of {tile}, pages of {page}, {kind or dtype}, {name}": tcgen05(
+            size, 1, group, page, tile, dtype, ways, kind or None
+        )
+        for size, group, tile, page, dtype, kind, name, ways in (
+            (64, 1, 128, 64, "float16", "", "window, cap", BOTH),
+            (64, 9, 16, 192, "bfloat16", "int8", "sinks", SINKS),
+            (128, 6, 48, 16, "bfloat16", "", "sinks", SINKS),
+            (128, 3, 48, 16, "bfloat16", E4M3, "window, cap", BOTH),
+            (128, 2, 128, 128, "float16", "int8", "window", WINDOW),
+            (256, 2, 64, 16, "bfloat16", "", "long window", LONG),
+            (256, 3, 48, 32, "float16", E4M3, "plain", PLAIN),
+        )
+    }
 }
 
 

@@ -5,6 +5,7 @@ detection on.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -66,6 +67,7 @@ def check(
     blocks: int | None = 3,
     runner: Runner = INTERPRETED,
     further: int | None = None,
+    kernel: Callable[..., jax.Array] = paged_attention_prefill,
 ) -> float:
     """The largest error, see `largest_error`.
 
@@ -92,12 +94,12 @@ def check(
     form: Ways = {"stages": stages, "blocks": blocks, "until": until} | runner.form(
         operand_in_registers=False
     )
-    run = jax.jit(partial(paged_attention_prefill, options=options, **form))
+    run = jax.jit(partial(kernel, options=options, **form))
     where = jnp.asarray(positions), jnp.asarray(lengths)
     got = np.asarray(runner.run(run, q, *paged[:3], *where), np.float32)
     # neither what is behind the first query's window nor the blocks that items fall to change a bit
     if ways is BOTH:
-        run = jax.jit(partial(paged_attention_prefill, options=options, **form | {"blocks": 2}))
+        run = jax.jit(partial(kernel, options=options, **form | {"blocks": 2}))
         np.testing.assert_array_equal(got, np.asarray(runner.run(run, q, *whole[:3], *where), np.float32))
     want = np.asarray(
         jax.jit(partial(reference.paged_attention_prefill, options=options, until=until))(

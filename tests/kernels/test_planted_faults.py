@@ -7,9 +7,12 @@ import functools
 import pytest
 
 from tests.extras import compiler_for_gpus
-from tests.kernels.faults import FAULTS, ON_AMPERE, Fault, Report, Victim, reports_elsewhere
+from tests.kernels.faults import FAULTS, ON_AMPERE, ON_BLACKWELL, Fault, Report, Victim, reports_elsewhere
 
 compiler_for_gpus()
+
+
+ELSEWHERE = dict.fromkeys(ON_AMPERE, "a100") | dict.fromkeys(ON_BLACKWELL, "b200")
 
 
 @functools.cache
@@ -26,14 +29,14 @@ def check(fault: Fault, report: Report | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(fault, id=fault.name) for fault in FAULTS if fault.kernel not in ON_AMPERE]
+    "fault", [pytest.param(fault, id=fault.name) for fault in FAULTS if fault.kernel not in ELSEWHERE]
 )
 def test_a_fault_is_noticed(fault: Fault) -> None:
     check(fault, victim(fault.kernel).report(fault))
 
 
-@pytest.mark.parametrize("kernel", ON_AMPERE)
-def test_faults_are_noticed_in_the_kernels_for_ampere(kernel: str) -> None:
+@pytest.mark.parametrize("kernel", ELSEWHERE)
+def test_faults_are_noticed_in_the_kernels_for_ampere_and_blackwell(kernel: str) -> None:
     faults = [fault for fault in FAULTS if fault.kernel == kernel]
-    for fault, report in zip(faults, reports_elsewhere(kernel, faults, "a100"), strict=True):
+    for fault, report in zip(faults, reports_elsewhere(kernel, faults, ELSEWHERE[kernel]), strict=True):
         check(fault, report)

@@ -119,6 +119,7 @@ class MBarrier:
         phase: number of complete phases.
         agent: of the asynchronous copies that report to it: their count is the phase that they end, from 1.
         gathered: what arrivals of this phase gave; last: of the last complete phase.
+        started: what was known where asynchronous arrivals of this phase began, which they do not give.
         observers: who saw the last complete phase: warp's agent and lanes, to count and PTX line.
         ready: its initialisation is visible to the async proxy.
     """
@@ -128,6 +129,7 @@ class MBarrier:
         self.tx = self.phase = 0
         self.agents = warp.device.agents
         self.gathered, self.last = Knowledge(self.agents), Knowledge(self.agents)
+        self.started = Knowledge(self.agents)
         self.observers: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self.creator = warp.clock.agents[PLAIN], lane, warp.clock.count[PLAIN]
         self.line = warp.line
@@ -145,7 +147,8 @@ class MBarrier:
         if self.pending or self.tx:
             return
         for (agent, lanes), (count, seen_at) in self.observers.items():
-            if not all(self.gathered.knows(SEEN, agent, lane, count) for lane in lanes):
+            known = self.gathered, self.started
+            if not all(any(x.knows(SEEN, agent, lane, count) for x in known) for lane in lanes):
                 self.device.findings.add(
                     "barrier",
                     "an mbarrier is reused too early: its next phase can complete before a waiter has looked",
@@ -156,7 +159,7 @@ class MBarrier:
         self.phase += 1
         self.pending = self.count
         self.gathered.table[:, self.agent] = self.phase
-        self.last, self.gathered = self.gathered, Knowledge(self.agents)
+        self.last, self.gathered, self.started = self.gathered, Knowledge(self.agents), Knowledge(self.agents)
         self.device.moved()
 
     def land(self, size: int, line: int) -> None:

@@ -35,6 +35,7 @@ class Block:
         named: barriers by number, see `barriers.Named`.
         mbarriers: by address, see `barriers.MBarrier`.
         pending: in no order.
+        tensor: tensor memory, see `tensor.TensorMemory`, once it is used.
     """
 
     def __init__(self, device: Device, number: int) -> None:
@@ -51,6 +52,7 @@ class Block:
             device.log, device.shared_base, device.shared_size, device.granules[0], device.scheduler.garbage
         )
         self.pending: list[Pending] = []
+        self.tensor: Any = None
 
     def new_agent(self) -> int:
         """An agent for the copies that report to a new mbarrier."""

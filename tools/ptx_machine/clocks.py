@@ -21,10 +21,11 @@ import numpy as np
 SEEN, SHARED_FENCED, GLOBAL_FENCED = range(3)
 """Rows of a knowledge: what is over, and what a proxy fence covers in shared and in global memory."""
 
-PLAIN, COPY, READ, WRITE, WGMMA = range(5)
-"""Kinds of a warp's agents: plain accesses, cp.async, reads and writes of bulk stores, and wgmma's reads."""
+PLAIN, COPY, READ, WRITE, WGMMA, TENSOR, TENSOR_READ, TENSOR_WRITE = range(8)
+"""Kinds of a warp's agents: plain accesses, cp.async, reads and writes of bulk stores, wgmma's reads; what
+tcgen05.mma accesses, loads and stores of tensor memory."""
 
-KINDS = 5
+KINDS = 8
 LANES_DIFFER = 4  # kinds below this one have counts that differ between lanes
 MANY = 32  # the lane of an access by several lanes, or by the warp as a whole
 

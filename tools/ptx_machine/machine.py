@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tools.ptx_machine import accesses, barriers, control, copies, exchange, products
+from tools.ptx_machine import accesses, barriers, control, copies, exchange, products, tensor
 from tools.ptx_machine.block import Block
 from tools.ptx_machine.device import Device
 from tools.ptx_machine.findings import Fault, Finding
@@ -21,7 +21,7 @@ from tools.ptx_machine.translate import Program, Unsupported
 from tools.ptx_machine.warp import Operation
 
 FINDERS: tuple[Callable[[Instruction], Operation | None], ...] = tuple(
-    part.find for part in (accesses, barriers, copies, products, exchange, control)
+    part.find for part in (accesses, barriers, copies, products, tensor, exchange, control)
 )
 IDLE = 30  # a kernel never ends if nothing but polling happens in this part of the limit
 

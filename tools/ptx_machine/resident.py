@@ -63,6 +63,8 @@ class Resident:
 
     def _leave(self, warp: Warp) -> None:
         self.running.remove(warp)
+        if not self.running and self.block.tensor is not None and self.block.tensor.allocated:
+            self.device.note("exit", "a block ends without tcgen05.dealloc")
         for x in self.block.pending if not self.running else ():
             if x.fills:
                 text = "a block ends while a copy to its shared memory is on its way"

@@ -26,6 +26,8 @@ def written(ins: Instruction) -> frozenset[str]:
     """Names of registers that an instruction writes."""
     if not ins.args or ins.parts[0] in NO_RESULT or (ins.parts[0] == "mbarrier" and not _has_result(ins)):
         return frozenset()
+    if ins.parts[0] == "tcgen05" and ins.parts[1] != "ld":
+        return frozenset()
     return _names(ins.args[0])
 
 

@@ -38,7 +38,7 @@ SPECIAL = (
 # Instructions that touch memory or other threads, by their first part.
 OPERATIONS = {"ld", "st", "ldmatrix", "stmatrix", "mma", "wgmma", "bar", "barrier", "mbarrier", "cp", "fence"}
 OPERATIONS |= {"membar", "red", "atom", "prefetch", "applypriority", "shfl", "vote", "elect", "activemask"}
-OPERATIONS |= {"redux", "match", "setmaxnreg", "nanosleep", "griddepcontrol", "trap"}
+OPERATIONS |= {"redux", "match", "setmaxnreg", "nanosleep", "griddepcontrol", "trap", "tcgen05"}
 BRANCHES = {"bra": "branch", "ret": "return", "exit": "return"}
 NAMES = {name: value for module in (numbers, arithmetic) for name, value in vars(module).items()}
 

@@ -15,6 +15,7 @@ computed, and an item's result is stored while the next item runs.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +23,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import targets
 from pallas_kernels.attention.hopper.prefill_feed import ring
-from pallas_kernels.attention.hopper.prefill_form import form_of
-from pallas_kernels.attention.hopper.prefill_kernel import Inputs, Outputs, PrefillCall, Scratch, run
+from pallas_kernels.attention.hopper.prefill_form import Form, form_of
+from pallas_kernels.attention.hopper.prefill_kernel import Inputs, Outputs, PrefillCall, Scratch, Warpgroup
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.softmax import LOG2_E
 from pallas_kernels.attention.support import GPU_OPTIONS
 from pallas_kernels.attention.walk import Walk, longest_first
-from pallas_kernels.mosaic.hopper import ROWS, tiled
+from pallas_kernels.mosaic.hopper import tiled
 from pallas_kernels.mosaic.refs import body
 from pallas_kernels.quantization.quantized import Pages, Quantized, numbers
 
@@ -82,47 +83,75 @@ def paged_attention_prefill(
     Returns:
         [tiles, tile, heads, head_dim], in q's dtype.
     """
+    pages = numbers(k_pages) if isinstance(k_pages, Quantized) else k_pages
+    rows, (*_, page_size, head_dim) = q.shape[1] * (q.shape[2] // pages.shape[1]), pages.shape
+    eight_bits = pages.dtype != q.dtype
+    form = form_of(rows, head_dim, page_size, eight_bits=eight_bits, block_k=block_k, stages=stages)
+    turn = plgpu.Barrier(num_arrivals=2) if form.warpgroups == 2 else None
+    p = None if operand_in_registers else tiled((form.warpgroups, form.rows, form.block_k), q.dtype)
+    arrays = q, k_pages, v_pages, block_tables, positions, lengths, options, until
+    where: dict[str, Any] = {"blocks": blocks, "device": device, "interpret": interpret}
+    return launch(form, Warpgroup, {"p": p, "turn": turn}, *arrays, **where)
+
+
+def launch(
+    form: Form,
+    kind: type[Warpgroup],
+    scratch: dict[str, Any],
+    *call: Any,
+    blocks: int | None,
+    device: jax.Device | None,
+    **kernel: Any,
+) -> jax.Array:
+    """Launches the kernel.
+
+    Args:
+        kind: the class of warpgroups; scratch: fields of `Scratch` of its own; kernel: of `plgpu.kernel`.
+        call: arrays, options and `until` of `paged_attention_prefill`.
+    """
+    q, k_pages, v_pages, block_tables, positions, lengths, options, until = call
     options.require(*GPU_OPTIONS)
     tiles, tile, heads, head_dim = q.shape
-    kv_heads, page_size = k_pages.shape[1:3]
+    kv_heads = k_pages.shape[1]
     pages = [numbers(x) if isinstance(x, Quantized) else x for x in (k_pages, v_pages)]
     scales = [x.scale for x in (k_pages, v_pages) if isinstance(x, Quantized)]
-    rows = heads // kv_heads * tile
-    form = form_of(rows, head_dim, page_size, eight_bits=bool(scales), block_k=block_k, stages=stages)
+    rows, of_warpgroup = heads // kv_heads * tile, form.rows
     warpgroups, items = form.warpgroups, tiles * kv_heads * form.shares
     # With one compute warpgroup, two blocks share a multiprocessor: one computes while the other starts or
     # ends.
     walk = Walk(items, min(items, blocks or (targets.cores(device) if warpgroups == 2 else items)))
-    scratch = Scratch(
+    memory = Scratch(
         k=ring(pages[0], q.dtype, form.stages, form.block_k, warpgroups),
-        out=tiled((warpgroups, ROWS, form.columns), q.dtype),
-        p=None if operand_in_registers else tiled((warpgroups, ROWS, form.block_k), q.dtype),
-        q_full=plgpu.Barrier(num_arrivals=ROWS // math.gcd(tile, ROWS), num_barriers=warpgroups),
-        q=tiled((warpgroups, ROWS, head_dim), q.dtype),
-        turn=plgpu.Barrier(num_arrivals=2) if warpgroups == 2 else None,
+        out=tiled((warpgroups, of_warpgroup, form.columns), q.dtype),
+        q_full=plgpu.Barrier(
+            num_arrivals=of_warpgroup // math.gcd(tile, of_warpgroup), num_barriers=warpgroups
+        ),
+        q=tiled((warpgroups, of_warpgroup, head_dim), q.dtype),
         v=ring(pages[1], q.dtype, form.stages, form.block_k, warpgroups),
+        **scratch,
     )
+    places = form.shares * warpgroups * of_warpgroup
     by_row = None
     if options.sinks is not None:  # one value per (head, token) pair
         values = jnp.repeat(options.sinks.reshape(kv_heads, -1) * LOG2_E, tile, axis=1)
-        by_row = jnp.pad(values, ((0, 0), (0, form.shares * warpgroups * ROWS - rows)))
+        by_row = jnp.pad(values, ((0, 0), (0, places - rows)))
     if until is not None:
         real = jnp.arange(tile) < lengths[:, None]
         longest = jnp.where(real, until, 0).max(1, keepdims=True)
         lengths = jnp.where(lengths > 0, longest[:, 0] + 1 - positions, 0)
         # one for each (head, token) pair; padding sees no more than others
         last = jnp.tile(jnp.minimum(until, longest), (1, heads // kv_heads))
-        until = jnp.pad(last, ((0, 0), (0, form.shares * warpgroups * ROWS - rows)))
+        until = jnp.pad(last, ((0, 0), (0, places - rows)))
     out: jax.Array = plgpu.kernel(
-        body(run, Outputs, PrefillCall(walk, form, options.static)),
+        body(kind.run, Outputs, PrefillCall(walk, form, options.static)),
         out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        scratch_types=[scratch],
+        scratch_types=[memory],
         grid=(walk.blocks,),
         grid_names=("block",),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="paged_attention_prefill",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
+        **kernel,
     )(Inputs(q, block_tables, longest_first(positions, lengths), by_row, until, *pages, *scales))
     return out

@@ -11,9 +11,10 @@ some row.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from pallas_kernels.attention.hopper.prefill_form import Form
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.softmax import MASKED, SMALLEST, scores
 from pallas_kernels.attention.walk import Walk
-from pallas_kernels.mosaic.hopper import ROWS, accumulate, per_row, product, product_then_accumulate
+from pallas_kernels.mosaic.hopper import accumulate, per_row, product, product_then_accumulate
 from pallas_kernels.mosaic.refs import Refs
 
 
@@ -87,12 +88,13 @@ class Scratch(NamedTuple):
 
     Attributes:
         k, v: keys and values in flight.
-        out: [warpgroups, ROWS, columns], results on their way.
-        p: [warpgroups, ROWS, block_k], weights, if the second product reads them from shared memory; else
+        out: [warpgroups, rows, columns], results on their way.
+        p: [warpgroups, rows, block_k], weights, if the second product reads them from shared memory; else
             None.
         q_full: barriers of queries, one for each warpgroup.
-        q: [warpgroups, ROWS, head_dim].
-        turn: the barrier at which two compute warpgroups alternate; None if there is one.
+        q: [warpgroups, rows, head_dim].
+        turn: the barrier at which two compute warpgroups alternate; None if they do not.
+        tensor: tensor memory and its barriers, see `attention.blackwell`.
     """
 
     k: Ring
@@ -102,6 +104,7 @@ class Scratch(NamedTuple):
     q: Any
     turn: Any
     v: Ring
+    tensor: Any = None
 
 
 @dataclass(frozen=True)
@@ -119,23 +122,28 @@ class PrefillCall:
     options: AttentionOptions
 
 
-def run(refs: Refs[Inputs, Outputs, Scratch], call: PrefillCall) -> None:
-    block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
-    mine = Warpgroup(refs.inputs, refs.outputs.out, refs.scratch, call, block, warpgroup)
-    pl.when(warpgroup < call.form.warpgroups)(mine.compute)
-    pl.when(warpgroup == call.form.warpgroups)(mine.memory)
-
-
 @dataclass(frozen=True)
 class Warpgroup:
-    """A warpgroup of a thread block."""
+    """A warpgroup of a thread block.
 
+    Attributes:
+        layout: of scores in registers.
+    """
+
+    layout: ClassVar[Any] = plgpu.Layout.WGMMA
     inputs: Inputs
     out: Any
     scratch: Scratch
     call: PrefillCall
     block: jax.Array
     warpgroup: jax.Array
+
+    @classmethod
+    def run(cls, refs: Refs[Inputs, Outputs, Scratch], call: PrefillCall) -> None:
+        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        mine = cls(refs.inputs, refs.outputs.out, refs.scratch, call, block, warpgroup)
+        pl.when(warpgroup < call.form.warpgroups)(mine.compute)
+        pl.when(warpgroup == call.form.warpgroups)(mine.memory)
 
     @property
     def _tile(self) -> int:
@@ -157,12 +165,12 @@ class Warpgroup:
     @property
     def _piece(self) -> int:
         """Rows of one head per copy."""
-        return math.gcd(self._tile, ROWS)
+        return math.gcd(self._tile, self.call.form.rows)
 
     def compute(self) -> None:
         """Attends from the warpgroup's rows of the block's items."""
-        call, turn, rows = self.call, self.scratch.turn, self._rows
-        if turn is not None:
+        call, rows = self.call, self._rows
+        if call.form.warpgroups == 2:
             plgpu.set_max_registers(call.form.registers[0], action="increase")
         self._fetch_queries(jnp.int32(0))
         pl.when(self.warpgroup == 1)(self._take_turn)
@@ -170,7 +178,7 @@ class Warpgroup:
         def step(number: jax.Array, done: jax.Array) -> jax.Array:
             item = self._item_at(number)
             pl.when(item.row < rows)(partial(self._attend, number, item, done))
-            if -(-rows // ROWS) % call.form.warpgroups:
+            if -(-rows // call.form.rows) % call.form.warpgroups:
                 pl.when(item.row >= rows)(partial(self._idle, number, item, done))
             return done + item.count
 
@@ -181,7 +189,7 @@ class Warpgroup:
     def memory(self) -> None:
         """Copies the keys and values of the block's items."""
         inputs, call = self.inputs, self.call
-        if self.scratch.turn is not None:
+        if call.form.warpgroups == 2:
             plgpu.set_max_registers(call.form.registers[1], action="decrease")
 
         def blocks_at(number: jax.Array) -> Blocks:
@@ -207,7 +215,7 @@ class Warpgroup:
         first = jnp.int32(0) if window is None else jnp.maximum(position - window + 1, 0)
         start = lax.div(first, form.block_k)
         count = jnp.where(length > 0, lax.div(end + form.block_k - 1, form.block_k) - start, 0)
-        row = (lax.rem(item, form.shares) * form.warpgroups + self.warpgroup) * ROWS
+        row = (lax.rem(item, form.shares) * form.warpgroups + self.warpgroup) * form.rows
         return WarpgroupItem(index, head, row, position, end, first, start, count)
 
     def _slot_of(self, number: jax.Array) -> jax.Array:
@@ -240,7 +248,7 @@ class Warpgroup:
 
             @pl.when((item.count > 0) & (item.row < self._rows))
             def _() -> None:
-                for at in range(0, ROWS, piece):
+                for at in range(0, self.call.form.rows, piece):
                     source = self._place(self.inputs.q, item, at)
                     plgpu.copy_gmem_to_smem(source, mine.at[pl.ds(at, piece)], full.at[self.warpgroup])
 
@@ -249,27 +257,34 @@ class Warpgroup:
         queries.
         """
         form, rows, piece = self.call.form, self._rows, self._piece
-
-        def none() -> Any:
-            return plgpu.layout_cast(
-                jnp.zeros((ROWS, self.inputs.q.shape[3]), self.inputs.q.dtype), plgpu.Layout.WGMMA
-            )
-
-        result = lax.cond(item.count > 0, partial(self._result, number, item, done), none)
+        columns_of = self._result(number, item, done)
         staged = self.scratch.out.at[self.warpgroup]
         for column in range(0, self.inputs.q.shape[3], form.columns):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            staged[...] = result[:, column : column + form.columns]
+            self._stage(staged, columns_of(column))
             plgpu.commit_smem()
-            for at in range(0, ROWS, piece):
+            for at in range(0, form.rows, piece):
                 to = self._place(self.out, item, at).at[:, pl.ds(column, form.columns)]
                 pl.when(item.row + at < rows)(
                     partial(plgpu.copy_smem_to_gmem, staged.at[pl.ds(at, piece)], to)
                 )
         pl.when(item.count > 0)(self._take_turn)
 
-    def _result(self, number: jax.Array, item: WarpgroupItem, done: jax.Array) -> jax.Array:
-        """An item's result [ROWS, head_dim]."""
+    def _stage(self, staged: Any, result: jax.Array) -> None:
+        """Writes columns of a result to shared memory."""
+        staged[...] = result
+
+    def _result(self, number: jax.Array, item: WarpgroupItem, done: jax.Array) -> Callable[[int], jax.Array]:
+        """A function that returns columns of an item's result [rows, head_dim], from a first one on."""
+        form, (*_, head_dim), dtype = self.call.form, self.inputs.q.shape, self.inputs.q.dtype
+
+        def none() -> Any:
+            return plgpu.layout_cast(jnp.zeros((form.rows, head_dim), dtype), self.layout)
+
+        result = lax.cond(item.count > 0, partial(self._folded, number, item, done), none)
+        return lambda column: result[:, column : column + form.columns]
+
+    def _folded(self, number: jax.Array, item: WarpgroupItem, done: jax.Array) -> jax.Array:
         scratch, dtype = self.scratch, self.inputs.q.dtype
         k, v = scratch.k, scratch.v
 
@@ -283,18 +298,24 @@ class Warpgroup:
         s = product(scratch.q.at[self.warpgroup], k.smem.at[slot].transpose((1, 0)), self._take_turn)
         m, total, weights, _ = self._weigh(item, done, jnp.int32(0), per_row(MASKED), per_row(0.0), s)
         self._take_turn()
-        zeros = plgpu.layout_cast(jnp.zeros((ROWS, self.inputs.q.shape[3]), jnp.float32), plgpu.Layout.WGMMA)
+        zeros = jnp.zeros((self.call.form.rows, self.inputs.q.shape[3]), jnp.float32)
+        zeros = plgpu.layout_cast(zeros, self.layout)
         start = m, total, weights, zeros
         m, total, weights, acc = lax.fori_loop(1, item.count, partial(self._fold, item, done), start)
         last = self._slot_of(done + item.count - 1)
         acc = accumulate(acc, self._operand(weights), v.smem.at[last], then_fetch)
         plgpu.barrier_arrive(v.free.at[last])
         if self.inputs.sinks is not None:
-            of_rows = self.inputs.sinks.at[item.kv_head, pl.ds(item.row, ROWS)]
-            total += jnp.exp2(plgpu.load(of_rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False) - m)
+            total += jnp.exp2(self._sinks(item) - m)
         inverse = 1.0 / jnp.maximum(total, SMALLEST)
         result: jax.Array = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(dtype)
         return result
+
+    def _sinks(self, item: WarpgroupItem) -> jax.Array:
+        """float32 [rows], see `Inputs`."""
+        of_rows = self.inputs.sinks.at[item.kv_head, pl.ds(item.row, self.call.form.rows)]
+        sinks: jax.Array = plgpu.load(of_rows, layout=self.layout.reduce(1), optimized=False)
+        return sinks
 
     def _fold(self, item: WarpgroupItem, done: jax.Array, i: jax.Array, carry: Any) -> Any:
         """Adds the values of the block of keys before the i-th, and folds the scores of the i-th into the
@@ -329,7 +350,7 @@ class Warpgroup:
         slot = self._slot_of(done + i)
         token = (item.start + i) * block_k
         if k.scale is not None:
-            s = s * _along_columns(k.scale.at[slot])
+            s = s * self._along_columns(k.scale.at[slot])
         plgpu.barrier_arrive(k.free.at[slot])
         s, factor = scores(s, options)
         every, window = token + block_k - 1 <= item.position, options.window
@@ -346,7 +367,7 @@ class Warpgroup:
         p = jnp.exp2(s * factor - lax.broadcast_in_dim(m_new, s.shape, [0]))
         total = total * alpha + p.sum(axis=1)
         plgpu.barrier_wait(v.full.at[slot])
-        weights = p if v.scale is None else p * _along_columns(v.scale.at[slot])
+        weights = p if v.scale is None else p * self._along_columns(v.scale.at[slot])
         return m_new, total, weights.astype(self.inputs.q.dtype), alpha
 
     def _masked(self, item: WarpgroupItem, token: jax.Array, s: jax.Array) -> jax.Array:
@@ -354,9 +375,9 @@ class Warpgroup:
         the window, if `_until` has the others.
         """
         window = self.call.options.window
-        at = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA) + item.row
+        at = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=self.layout) + item.row
         at = item.position + lax.rem(at, self._tile)
-        tokens = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + token
+        tokens = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=self.layout) + token
         if self.inputs.until is not None:
             assert window is not None
             return jnp.where(tokens > at - window, s, -jnp.inf)
@@ -365,9 +386,9 @@ class Warpgroup:
 
     def _until(self, item: WarpgroupItem, token: jax.Array, s: jax.Array) -> jax.Array:
         """Masks scores of keys behind the last one that a row sees."""
-        of_rows = self.inputs.until.at[item.tile, pl.ds(item.row, ROWS)]
-        last = plgpu.load(of_rows, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-        tokens = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA) + token
+        of_rows = self.inputs.until.at[item.tile, pl.ds(item.row, self.call.form.rows)]
+        last = plgpu.load(of_rows, layout=self.layout.reduce(1), optimized=False)
+        tokens = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=self.layout) + token
         return jnp.where(tokens <= lax.broadcast_in_dim(last, s.shape, [0]), s, -jnp.inf)
 
     def _operand(self, weights: jax.Array) -> Any:
@@ -397,8 +418,7 @@ class Warpgroup:
             self._take_turn()
             self._take_turn()
 
-
-def _along_columns(x: Any) -> jax.Array:
-    """Broadcasts float32 [n] in shared memory to [ROWS, n]."""
-    row = plgpu.load(x, layout=plgpu.Layout.WGMMA.reduce(0))
-    return lax.broadcast_in_dim(row, (ROWS, *row.shape), [1])
+    def _along_columns(self, x: Any) -> jax.Array:
+        """Broadcasts float32 [n] in shared memory to [rows, n]."""
+        row = plgpu.load(x, layout=self.layout.reduce(0))
+        return lax.broadcast_in_dim(row, (self.call.form.rows, *row.shape), [1])
