@@ -341,8 +341,8 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
     function.__name__ = function.__qualname__ = program.name
     device = spec.mesh.devices.flat[0]
     gpu = device.platform == "gpu"
-    # kernels are lowered for this device's instruction set
-    place = jax.default_device(device if gpu else None)
+    # what is traced asks the default device for which one it is
+    place = jax.default_device(device if gpu or jax.default_backend() != "cpu" else None)
     with place, reused() if gpu else nullcontext(), batch_invariant(spec.table.batch_invariant):
         return jax.jit(function, donate_argnums=program.donated, **shardings).lower(*program.args)
 
