@@ -362,11 +362,12 @@ def checked(validator: SchemaValidator, value: Any, root: str = "") -> Any:
         return validator.validate_python(value)
     except ValidationError as wrong:
         errors = wrong.errors(include_url=False)
-        # for a union, the error of the type that fits best: of another `type`, only if none has this one
+        # for a union, those of the type that fits best: the deepest, and of its `type` if some are
+        depth = max(len(error["loc"]) for error in errors)
+        errors = [error for error in errors if len(error["loc"]) == depth]
         other_types = [error["loc"][:-1] for error in errors if error["type"] == "literal_error"]
         errors = [error for error in errors if error["loc"][:-1] not in other_types] or errors
-        error = max(errors, key=lambda error: len(error["loc"]))
-        reasons = dict.fromkeys(other["msg"] for other in errors if len(other["loc"]) == len(error["loc"]))
+        error, reasons = errors[0], dict.fromkeys(error["msg"] for error in errors)
         path = root + "".join(
             f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"] if _shown(part)
         )

@@ -118,10 +118,9 @@ def form(
     at = processor(target)
     columns = 4 if at.lanes == LANES else 1
     max_rows = {16: 6, 8: 6}.get(at.lanes, 4 if target.architecture == "aarch64" else 2)
-    strip = -(-group // -(-group // max_rows)) if decode else max_rows
     pairs = at.pairs and target.architecture == "x86" and inputs == "bfloat16" and stored != "float32"
     tiles = pairs and not decode and amx.permitted() and at.tiles
-    strip = amx.SIDE if tiles else strip
+    strip = -(-group // -(-group // max_rows)) if decode else amx.SIDE if tiles else max_rows
     # Intel's processors, those with tiles, multiply pairs more slowly than float32 without them
     pairs = pairs and (decode or not at.tiles or tiles)
     rows = group if decode else max(group, TILE_ROWS if head_dim <= SHORT else ROWS)
