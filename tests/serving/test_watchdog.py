@@ -130,6 +130,24 @@ def test_a_stopped_process_is_given_up(busy: bool) -> None:
         wait_until(lambda: not alive(process.pid or 0))
 
 
+def test_the_reason_is_told_before_the_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So whoever sees the process end knows it."""
+    monkeypatch.setattr(watchdog, "START_SECONDS", 0.2)
+    at_end: list[int | None] = []
+
+    def spawn(beats: int, interval: float) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sh", "-c", "trap '' USR1; exec sleep 600"], pass_fds=[beats])
+
+    def tell(why: str) -> None:
+        time.sleep(0.5)  # a killed process ends meanwhile
+        at_end.append(watched.process.poll())
+
+    watched = watchdog.Watchdog(0.2, spawn, tell)
+    assert watched.process.wait(60) == -signal.SIGKILL
+    watched.join(60)
+    assert at_end == [None]
+
+
 def test_a_loop_that_hangs_is_given_up_and_shows_where(capfd: pytest.CaptureFixture[str]) -> None:
     """Though the process answers."""
     with watched(seconds=3600) as (process, deaths, ends):

@@ -151,7 +151,7 @@ class Watchdog:
     Args:
         seconds: see Patience; 0: does not watch.
         spawn: starts the process, which inherits this descriptor and must send heartbeats at this interval.
-        on_hang: called in the thread with the reason, after a hanging process has been killed.
+        on_hang: called in the thread with the reason, before a hanging process is killed.
 
     Attributes:
         process: the process.
@@ -219,8 +219,8 @@ class Watchdog:
         log.error("the engine process %s; its state is %s; killing it", why, _state(process.pid))
         process.send_signal(signal.SIGUSR1)  # makes it write its threads' stacks to stderr, if it still runs
         time.sleep(DUMP_SECONDS)
+        self._on_hang(why)  # first, or who sees the process end would not know why
         process.kill()
-        self._on_hang(why)
 
 
 def _state(pid: int) -> str:
