@@ -131,7 +131,7 @@ def test_a_stopped_process_is_given_up(busy: bool) -> None:
 
 
 def test_the_reason_is_told_before_the_process_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So whoever sees the process end knows it."""
+    """Callers that see the process end must already have the reason."""
     monkeypatch.setattr(watchdog, "START_SECONDS", 0.2)
     at_end: list[int | None] = []
 

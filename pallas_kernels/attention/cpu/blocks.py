@@ -87,7 +87,6 @@ class Product:
             left, out, factors: addresses.
             meanwhile: writes code that runs before row k of `right` is multiplied.
         """
-
         if self.tiles:
             assert isinstance(right, Value)
             return self._write_tiles(code, left, right, out, factors)

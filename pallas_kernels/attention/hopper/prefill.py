@@ -106,8 +106,9 @@ def launch(
     """Launches the kernel.
 
     Args:
-        kind: the class of warpgroups; scratch: fields of `Scratch` of its own; kernel: of `plgpu.kernel`.
+        kind, scratch: the class of the warpgroups, and the fields of `Scratch` that only this class has.
         call: arrays, options and `until` of `paged_attention_prefill`.
+        kernel: more arguments of `plgpu.kernel`.
     """
     q, k_pages, v_pages, block_tables, positions, lengths, options, until = call
     options.require(*GPU_OPTIONS)
