@@ -253,7 +253,7 @@ class Compute:
         m_new = jnp.maximum(m, s.max(axis=1))
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [0]))
-        total = total * alpha + p.sum(axis=1)
+        total = total * alpha + (few_lines.line_sums(p) if self.few else p.sum(axis=1))
         if v.scale is not None:
             scales = self._along_columns(v.scale.at[lax.rem(number, v.scale.shape[0])])
             scales = lax.cond(whole, lambda x: x, partial(self._used, item, tile), scales)

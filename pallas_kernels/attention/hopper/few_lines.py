@@ -64,6 +64,16 @@ def all_lines(first: jax.Array, others: jax.Array | None = None) -> jax.Array:
     return result
 
 
+def line_sums(x: jax.Array) -> jax.Array:
+    """[LINES, n] -> [LINES], with the bits of the sums of an array [ROWS, n] in ALL: Mosaic gives a thread
+    eight partial sums, which its lines share.
+    """
+    returned = plgpu.ShapeDtypeStruct((LINES,), x.dtype, layout=LAYOUT.reduce(1))
+    add = plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=returned)
+    result: jax.Array = add(lambda _, x: x.reduce("add", 1, acc_ilp=4))(x)
+    return result
+
+
 def per_line(x: jax.Array) -> jax.Array:
     """[LINES] -> [ROWS], the same for a thread's lines."""
 
