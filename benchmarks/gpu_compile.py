@@ -117,7 +117,7 @@ def before(quick: bool) -> dict[str, Any]:
     """The whole table, from a few programs of each kind."""
     spec = described()
     sizes = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "tile_size": 64}
-    spec = dataclasses.replace(spec, table=ProgramTable.build(**sizes, single_row=True))  # type: ignore[arg-type]
+    spec = dataclasses.replace(spec, table=ProgramTable.build(**sizes))
     counts = Counter(KINDS[type(key)] for key in program_keys(spec))
     found: dict[str, tuple[float, ...]] = {}
     for kind, keys in BEFORE.items():

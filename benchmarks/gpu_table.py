@@ -153,12 +153,18 @@ def variations(table: ProgramTable) -> Iterator[tuple[str, ProgramTable]]:
         for bucket in buckets[:-1]:
             yield (
                 f"without {bucket} {name}",
-                replace(table, **{field: tuple(b for b in buckets if b != bucket)}),
+                replace(table, **{field: tuple(b for b in buckets if b != bucket)}, sample_buckets=()),
             )
     for variant in table.variants[:-1]:
         yield f"without {variant}", replace(table, variants=tuple(v for v in table.variants if v != variant))
-    yield "with 64 rows", replace(table, row_buckets=tuple(sorted({*table.row_buckets, 64})))
-    yield "with 1 and 8 rows", replace(table, row_buckets=tuple(sorted({*table.row_buckets, 1, 8})))
+    yield (
+        "with 64 rows",
+        replace(table, row_buckets=tuple(sorted({*table.row_buckets, 64})), sample_buckets=()),
+    )
+    yield (
+        "with 1 and 8 rows",
+        replace(table, row_buckets=tuple(sorted({*table.row_buckets, 1, 8})), sample_buckets=()),
+    )
     yield (
         "with 64 rows beside tiles",
         replace(table, mixed_row_buckets=tuple(sorted({*table.mixed_row_buckets, 64}))),
@@ -176,9 +182,7 @@ def variations(table: ProgramTable) -> Iterator[tuple[str, ProgramTable]]:
 
 
 def measure(model: Model, device: DeviceSpec, *, quick: bool) -> dict[str, dict[str, Any]]:
-    whole = ProgramTable.build(
-        max_num_seqs=ROWS, max_num_batched_tokens=TOKENS, tile_size=TILE, single_row=True
-    )
+    whole = ProgramTable.build(max_num_seqs=ROWS, max_num_batched_tokens=TOKENS, tile_size=TILE)
     small = ProgramTable.build_for_gpu(max_num_seqs=ROWS, max_num_batched_tokens=TOKENS, tile_size=TILE)
     tables = {"every power of two": whole, "a GPU's": small, **({} if quick else dict(variations(small)))}
     every, results = loads(model.rate), {}

@@ -71,7 +71,7 @@ class NoPrograms:
         # Many arrays, since reading one keeps a copy on the host. Ids start at 2, since 0 and 1 would end a
         # text.
         rng = np.random.default_rng(0)
-        vocab, rows = spec.model.config.vocab_size, spec.table.sample_buckets[-1]
+        vocab, rows = spec.model.config.vocab_size, spec.table.max_rows
         self._supply = [jax.device_put(rng.integers(2, vocab, rows, dtype=np.int32)) for _ in range(64)]
         self._calls = 0
 

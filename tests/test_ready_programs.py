@@ -36,7 +36,7 @@ sizes: dict[str, Any] = {
 }
 tables = st.builds(
     dataclasses.replace,
-    st.builds(ProgramTable.build, **sizes, single_row=st.booleans())
+    st.builds(ProgramTable.build, **sizes, by_row=st.booleans())
     | st.builds(ProgramTable.build_for_gpu, **{**sizes, "max_num_seqs": st.integers(1, 600)}),
     page_buckets=st.sampled_from([(0,), (2, 8, 64)]),
     paged_rows=st.booleans(),
@@ -187,11 +187,26 @@ def test_trunks_with_adapters_serve_steps_without_but_not_the_reverse(
     assert {str(key) for key in by_use(table)} == {str(key) for key in table.all_keys()}
 
 
+def test_a_cpu_has_trunks_between_powers_of_two_but_no_samplers() -> None:
+    table = ProgramTable.build(max_num_seqs=64, max_num_batched_tokens=576, tile_size=64, by_row=True)
+    assert table.row_buckets == (1, 4, 8, 12, 16, 24, 32, 48, 64) and table.sample_buckets == (
+        1,
+        8,
+        16,
+        32,
+        64,
+    )
+    assert table.sampler(table.trunk(17, 0), "greedy") == SamplerKey(32, "greedy")
+    assert table.sample_rows(table.trunk(60, 8)) == table.max_rows == 64  # a sample for each sequence
+    few = ProgramTable.build(max_num_seqs=10, max_num_batched_tokens=576, tile_size=64, by_row=True)
+    assert few.row_buckets == (1, 4, 8, 10) and few.sample_buckets == (1, 8, 10)
+
+
 def test_the_table_of_a_gpu_is_small() -> None:
-    """With the programs of other kinds (5) at most 28."""
+    """With the programs of other kinds (5) at most 25."""
     assert GPU.row_buckets == (16, 128, 256) and GPU.mixed_row_buckets == (16, 256)
-    assert GPU.tile_buckets == (4, 16, 128) and GPU.sample_buckets == (16, 128, 256, 384)
-    assert len(GPU.trunks()) == 9 and len(GPU.all_keys()) == 23
+    assert GPU.tile_buckets == (4, 16, 128) and {key.rows for key in GPU.samplers()} == {16, 128, 256}
+    assert len(GPU.trunks()) == 9 and len(GPU.all_keys()) == 20
     long = ProgramTable.build_for_gpu(max_num_seqs=1000, max_num_batched_tokens=20_000, tile_size=64)
     assert long.row_buckets == (16, 128, 256, 512, 1000) and long.tile_buckets == (4, 16, 64, 312)
     assert ProgramTable.build_for_gpu(max_num_seqs=1, max_num_batched_tokens=72, tile_size=64).trunks() == [
@@ -214,15 +229,15 @@ def test_padding_of_a_gpu_costs_little(rows: int, tokens: int, tile_size: int) -
 
 
 def test_a_gpu_serves_a_burst_and_a_stream_first() -> None:
-    """The first programs take 256 rows and 1,024 prompt tokens a step. With one stream's, there are 7; five
+    """The first programs take 256 rows and 1,024 prompt tokens a step. With one stream's, there are 6; five
     of other kinds precede them.
     """
     order = by_use(GPU)
-    assert order[:5] == first_needed(GPU)
-    ready = ReadyPrograms(GPU, order[:5])
+    assert order[:4] == first_needed(GPU)
+    ready = ReadyPrograms(GPU, order[:4])
     assert (ready.max_rows, ready.max_tiles) == (256, 16)
-    assert ReadyPrograms(GPU, order[:7]).trunk(1, 0) == TrunkKey(16, 0)
-    assert ReadyPrograms(GPU, order[:9]).max_tiles == GPU.max_tiles
+    assert ReadyPrograms(GPU, order[:6]).trunk(1, 0) == TrunkKey(16, 0)
+    assert ReadyPrograms(GPU, order[:8]).max_tiles == GPU.max_tiles
 
 
 def test_each_variant_has_the_cheapest_sampler_that_includes_it() -> None:

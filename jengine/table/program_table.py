@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 from jengine.core.request import SamplingParams
@@ -208,18 +208,13 @@ class ProgramTable:
     # tiles of the trunk that an engine starts with, beside the most rows; 0: it starts with few of both
     first_tiles: int = 0
     variants: tuple[Variant, ...] = VARIANTS  # of samplers; the last one is "full"
-    sample_buckets: tuple[int, ...] = field(init=False, repr=False)  # row counts of samplers
+    # row counts of samplers, and of programs of a draft model; empty: row_buckets
+    sample_buckets: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """A step samples its rows, and a prompt may end in any tile; at most one sample for each sequence."""
+        object.__setattr__(self, "sample_buckets", self.sample_buckets or self.row_buckets)
         if self.batch_invariant:  # two variants may round differently
             object.__setattr__(self, "variants", VARIANTS[-1:])
-            object.__setattr__(self, "sample_buckets", self.row_buckets)
-            return
-        sums = {r + t for r in self.mixed_row_buckets for t in self.tile_buckets}
-        over = max(sums)
-        inside = {next((b for b in self.row_buckets if b >= s), over) for s in sums}
-        object.__setattr__(self, "sample_buckets", tuple(sorted({*self.row_buckets, *inside})))
 
     @classmethod
     def build(
@@ -230,7 +225,7 @@ class ProgramTable:
         tile_size: int,
         page_buckets: tuple[int, ...] = (0,),
         paged_rows: bool = True,
-        single_row: bool = False,
+        by_row: bool = False,
         pooling: bool = False,
         steps: int = 1,
         drafts: int = 0,
@@ -240,16 +235,21 @@ class ProgramTable:
 
         Args:
             page_buckets, paged_rows: see the class.
-            single_row: whether to add a trunk for a single row.
+            by_row: whether a step costs nearly in proportion to its rows, as on a CPU. Then there are trunks
+                for 1, 4, 12, 24, 48, ... rows, too. All but the first share the samplers of the next ones.
             pooling: whether to add programs for embeddings.
             steps: steps of a burst; 1: no programs for bursts.
             drafts, adapters: see the class.
         """
-        rows = _powers(MIN_ROWS, max(max_num_seqs, MIN_ROWS))
+        samples = rows = _powers(MIN_ROWS, max(max_num_seqs, MIN_ROWS))
         tiles = _powers(1, max(1, max_num_batched_tokens // tile_size))
-        all_rows, mixed = (1, *rows) if single_row else rows, tuple(sorted({rows[0], rows[-1]}))
+        mixed = tuple(sorted({rows[0], rows[-1]}))
+        if by_row:
+            samples = 1, *rows
+            between = {count * 3 // 2 for count in rows[:-1]}
+            rows = tuple(sorted({1, MIN_ROWS // 2, *rows, *(count for count in between if count < rows[-1])}))
         more = page_buckets, paged_rows, pooling, steps, drafts, adapters
-        return cls(all_rows, mixed, tiles, tile_size, *more)
+        return cls(rows, mixed, tiles, tile_size, *more, sample_buckets=samples)
 
     @classmethod
     def build_for_gpu(
@@ -372,8 +372,12 @@ class ProgramTable:
         return SamplerKey(self.sample_rows(trunk), cheapest)
 
     def sample_rows(self, trunk: TrunkKey) -> int:
-        """Number of hidden states that a trunk passes to its sampler."""
-        return self.max_rows if self.batch_invariant else _fit(self.sample_buckets, trunk.rows + trunk.tiles)
+        """Number of hidden states that a trunk passes to its sampler. A prompt may end in any tile, but the
+        samples of a step are at most the rows of the largest trunk: one for each sequence, and drafts.
+        """
+        if self.batch_invariant:
+            return self.max_rows
+        return _fit(self.sample_buckets, min(trunk.rows + trunk.tiles, self.max_rows))
 
     def all_keys(self) -> list[TableKey]:
         """Keys of all kinds of programs that the scheduler picks."""
@@ -410,7 +414,7 @@ class ProgramTable:
     def draft_keys(self) -> list[DraftKey]:
         """Keys of programs of the draft model, if there is one."""
         pages = self._page_buckets(0)
-        return [DraftKey(r, self.drafts, p) for r in self.row_buckets for p in pages if self.drafts]
+        return [DraftKey(r, self.drafts, p) for r in self.sample_buckets for p in pages if self.drafts]
 
     def encoder_keys(self) -> list[EncoderKey]:
         return [EncoderKey(patches) for patches in self.encoders]
@@ -419,7 +423,7 @@ class ProgramTable:
         """Programs that propose tokens for all rows of a trunk, whatever their sequences' lengths."""
         if not rows or not self.drafts:
             return []
-        return [DraftKey(_fit(self.row_buckets, rows), self.drafts, self._page_buckets(0)[-1])]
+        return [DraftKey(_fit(self.sample_buckets, rows), self.drafts, self._page_buckets(0)[-1])]
 
     def tile_programs(self, tiles: int) -> list[ScoreKey | PoolKey]:
         """Programs that process the hidden states of a trunk's tiles, for requests that need them."""

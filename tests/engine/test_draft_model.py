@@ -158,7 +158,7 @@ def test_a_whole_start(tmp_path: Path, folder: Any, make_engine: Callable[..., E
     engine, started = start_engine(config, progress=False)
     costs = engine.scheduler.predictor.costs
     keys = engine.scheduler.table.draft_keys()
-    assert [*keys] == [DraftKey(rows, 3) for rows in engine.scheduler.table.row_buckets]
+    assert [*keys] == [DraftKey(rows, 3) for rows in engine.scheduler.table.sample_buckets]
     assert all(costs.known[key].seconds > 0 for key in keys)
     run(engine, greedy(2, most=20))
     assert engine.compiles_since_start == 0 and started.programs_compiled == started.programs

@@ -296,16 +296,17 @@ class Loop:
         prompt_rows: whether ends of prompts may lie on rows.
         drafts: tokens that a draft model proposes for a sequence; 0: there is none.
         of_gpu: whether the table is that of a GPU.
+        by_row: whether other tables have more row buckets, as those of CPUs have.
     """
 
     def __init__(self, *, max_model_len: int, tile_size: int, page_size: int, num_pages: int,
                  max_num_seqs: int, max_num_batched_tokens: int, page_buckets: tuple[int, ...] = (0,),
                  groups: List[GroupPages] = FULL,
                  invariant_tiles: int = 0, num_states: int = 0, prompt_rows: bool = False, drafts: int = 0,
-                 of_gpu: bool = False, **options: object) -> None:  # fmt: skip
+                 of_gpu: bool = False, by_row: bool = False, **options: object) -> None:  # fmt: skip
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         steps = 8 if options.get("num_scheduler_steps", 1) != 1 else 1
-        build = ProgramTable.build_for_gpu if of_gpu else ProgramTable.build
+        build = ProgramTable.build_for_gpu if of_gpu else partial(ProgramTable.build, by_row=by_row)
         table = build(tile_size=tile_size, steps=steps, drafts=drafts, **limits)
         table = replace(table, page_buckets=page_buckets)
         if invariant_tiles:

@@ -373,7 +373,7 @@ def make_table(config: EngineConfig, chosen: Sizes, platform: str) -> ProgramTab
         "adapters": config.max_loras if config.enable_lora else 0,
     }
     if platform == "cpu":
-        return ProgramTable.build(**shapes, single_row=cpu_refused() is None)
+        return ProgramTable.build(**shapes, by_row=cpu_refused() is None)
     return ProgramTable.build_for_gpu(**shapes)
 
 

@@ -66,7 +66,7 @@ class Sampler(Kind[SamplerKey]):
         return {key: StepPlan(smallest[key.rows], key) for key in ready.samplers() if key.rows in smallest}
 
     def heaviest(self, spec: ExecutionSpec) -> SamplerKey:
-        return SamplerKey(spec.table.sample_buckets[-1], VARIANTS[-1])
+        return SamplerKey(spec.table.max_rows, VARIANTS[-1])
 
     def temporaries(self, spec: ExecutionSpec, key: SamplerKey) -> int:
         return sampler_temporaries(spec, key.rows)

@@ -170,7 +170,7 @@ def padding(window: Window) -> Finding | None:
         },
         "max_num_seqs" if by_rows else "tile_size",
         (
-            f"{max(-(-max_rows // 8) * 8, 8)}: programs have powers of two of rows, up to that number"
+            f"{max(-(-max_rows // 8) * 8, 8)}: programs have at most so many rows"
             if by_rows
             else f"{max(size // 2, 16)}: a prompt's last tile is padded by less"
         ),
