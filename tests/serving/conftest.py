@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
@@ -173,6 +174,14 @@ def serve_mock(
         loop.call_soon_threadsafe(stop.set)
         thread.join(10)
         assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_tls_context() -> Iterator[None]:
+    """Each call of httpx without a client would read all public certificates, with or without TLS: 40 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("httpx._transports.default.create_ssl_context", cache(httpx.create_ssl_context))
+        yield
 
 
 @pytest.fixture(scope="session")
