@@ -1,4 +1,4 @@
-"""Compiles Ampere's kernels for the cards that they serve, none of which need be here.
+"""Compiles the kernels of Ampere and Blackwell for the cards that they serve, none of which need be here.
 
     python -m benchmarks.compiled_kernels [TARGET ...]
 
@@ -21,33 +21,26 @@ from benchmarks.machine import RESULTS, ROOT, save
 
 sys.path.append(str(ROOT / "tools"))
 
-from ampere_attention import AMPERE_CASES
-from ampere_products import AMPERE_FORMATS, AMPERE_PRODUCTS
-from kernel_counts import INSTRUCTION, count, tile_of_attention, tile_of_mma
-from kernel_facts import AMPERE, AMPERE_THREADS, facts_elsewhere
+from kernel_counts import INSTRUCTION, cases_for, count, tiles
+from kernel_facts import AMPERE, facts_elsewhere
 
-CASES = AMPERE_PRODUCTS | AMPERE_CASES
+TILES = tiles()
 
 
 def row(name: str, facts: Any) -> dict[str, Any]:
-    form, _, rows = name.rpartition(", ")
     found = {
         "case": name,
         "registers": facts.registers,
         "spilled": facts.spilled,
         "shared": facts.shared,
-        "blocks": facts.blocks(AMPERE_THREADS),
+        "blocks": facts.blocks(facts.threads),
     }
     if name.startswith(("write", "copy")):
         return found | {"instructions": len(INSTRUCTION.findall(facts.code))}
-    if name in AMPERE_CASES:
-        tile = tile_of_attention(*AMPERE_CASES[name])
-        found["tile"] = tile.name
-    elif form in AMPERE_FORMATS:
-        tile = tile_of_mma(int(rows.split()[0]), AMPERE_FORMATS[form])
-    else:
+    if (tile := TILES.get(name)) is None:
         return found
-    return found | {"instructions": round(count(facts, tile).products), "bytes": tile.bytes}
+    shape = {} if name.endswith(" rows") else {"tile": tile.name}
+    return found | shape | {"instructions": round(count(facts, tile).products), "bytes": tile.bytes}
 
 
 def main() -> None:
@@ -56,8 +49,9 @@ def main() -> None:
     targets, file = parser.parse_args().targets or AMPERE, RESULTS / "compiled_kernels.json"
     found = json.loads(file.read_text())["targets"] if file.exists() else {}
     for target in targets:
-        every = facts_elsewhere(target, [*CASES.values()])
-        found[target] = [row(name, facts) for name, facts in zip(CASES, every, strict=True)]
+        cases = cases_for(target)
+        every = facts_elsewhere(target, [*cases.values()])
+        found[target] = [row(name, facts) for name, facts in zip(cases, every, strict=True)]
         print(target, len(every), flush=True)
         save("compiled_kernels", {"targets": found})
 

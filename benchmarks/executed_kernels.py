@@ -35,31 +35,23 @@ from tests.kernels.faults import FAULTS, ON_AMPERE, ON_BLACKWELL, Report, report
 from tools.ptx_machine.capture import Compiled
 
 
-def every_format(cases: shipped.Cases, more: shipped.Cases) -> shipped.Cases:
-    """Cases, and those of long tests that have other formats."""
-    return {
-        kernel: of
-        | {
-            name: check
-            for name, check in more.get(kernel, {}).items()
-            if re.match("experts|latent|prefill, int8|fp8 by fp8", name)
-        }
-        for kernel, of in cases.items()
-    }
+def every(cases: shipped.Cases, more: shipped.Cases) -> shipped.Cases:
+    """Cases, and those of long tests."""
+    return {kernel: of | more.get(kernel, {}) for kernel, of in cases.items()}
 
 
-AMPERE = every_format(shipped.AMPERE, shipped.MORE_AMPERE)
+AMPERE = every(shipped.AMPERE, shipped.MORE_AMPERE)
 NVFP4 = {name: check for name, check in AMPERE["product"].items() if "NVFP4" in name}
 TARGETS: dict[str, tuple[shipped.Cases, tuple[str, ...]]] = {
     "h200": (
-        every_format(shipped.CASES, shipped.MORE) | {"product": NVFP4},
+        every(shipped.CASES, shipped.MORE) | {"product": NVFP4},
         ("decode", "prefill", "product", "scaled product", "MXFP4 product"),
     ),
     "a100": (AMPERE, ON_AMPERE),
     "rtx5090": (AMPERE, ()),
     "rtx3090": (AMPERE, ()),
     "l4": (AMPERE, ()),
-    "b200": (AMPERE | shipped.BLACKWELL, ON_BLACKWELL),
+    "b200": (AMPERE | every(shipped.BLACKWELL, shipped.MORE_BLACKWELL), ON_BLACKWELL),
 }
 ALIKE = {"rtx3090": "a100", "l4": "a100", "b200": "rtx5090"}  # whose PTX may be the same
 

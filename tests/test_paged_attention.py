@@ -115,7 +115,7 @@ def test_prefill_matches_reference(tile, page_size, pages, how):
     run = jax.jit(partial(xla.paged_attention_prefill, options=options, pages=pages))
     got = np.asarray(run(q, *seen, *where))
     np.testing.assert_array_equal(got, run(q, *clean, *where))
-    want = np.asarray(reference.paged_attention_prefill(q, *seen, *where, options))
+    want = reference.paged_attention_prefill(q, *seen, *where, options)
     for i, n in enumerate(np.asarray(lengths)):
         np.testing.assert_allclose(got[i, :n], want[i, :n], atol=2e-6)
     assert np.isfinite(got).all()
@@ -143,8 +143,9 @@ def test_tokens_of_an_image_see_each_other_across_tiles(how, pages):
     until = jnp.asarray(until).reshape(3, tile)
     by_kernel = partial(dispatch.paged_attention_prefill, impl="llvm")
     by_xla = partial(xla.paged_attention_prefill, pages=pages)
-    for attend in (by_xla, reference.paged_attention_prefill, by_kernel):
-        got = jax.jit(partial(attend, options=options))(q.reshape(3, tile, 4, 32), *own, *where, until=until)
+    in_jit = (jax.jit(partial(attend, options=options)) for attend in (by_xla, by_kernel))
+    for attend in (*in_jit, partial(reference.paged_attention_prefill, options=options)):
+        got = attend(q.reshape(3, tile, 4, 32), *own, *where, until=until)
         np.testing.assert_allclose(got.reshape(48, 4, 32)[:tokens], want, atol=2e-6)
     with pytest.raises(ValueError, match=r"^until: not with slopes"):
         slopes = replace(options, slopes=jnp.ones(4))
@@ -158,7 +159,7 @@ def test_a_window_and_a_cap_change_the_result_and_a_wide_window_does_not():
     tables, lengths = jnp.arange(1, 1 + WIDTH, dtype=jnp.int32)[None], jnp.array([100], jnp.int32)
     q = jnp.asarray(rng.normal(size=(1, 4, 32)), jnp.float32)
     plain, *others = (
-        np.asarray(reference.paged_attention_decode(q, k, v, tables, lengths, AttentionOptions(0.3, **how)))
+        reference.paged_attention_decode(q, k, v, tables, lengths, AttentionOptions(0.3, **how))
         for how in WAYS
     )
     differs = [not np.allclose(plain, other, atol=1e-3) for other in others]

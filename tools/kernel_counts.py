@@ -1,6 +1,8 @@
-"""Print what a tile of weights or of a cache costs in the machine code of Hopper's kernels, without a GPU.
+"""Print what a tile of weights or of a cache costs in the machine code of a GPU's kernels, without the GPU.
 
-JAX_PLATFORMS=cpu python tools/kernel_counts.py [PART ...]  # with the extra `aot`; PART: of the rows' names
+JAX_PLATFORMS=cpu python tools/kernel_counts.py [--target NAME] [PART ...]  # with the extra `aot`
+
+PART is of the rows' names. The target is an H100, or one that takes the kernels of Ampere and Blackwell.
 
 Kernels with few rows are bound by the instructions that a multiprocessor issues, and by how long a warpgroup
 takes for a tile, rather than by memory. The columns are:
@@ -13,12 +15,15 @@ takes for a tile, rather than by memory. The columns are:
 - TB/s by issue: the rate of an H100 if each scheduler issues one of these instructions in each cycle.
 - tiles at a time: on which a multiprocessor works.
 - ns a tile: how long each may take from its first instruction to its last, if memory shall be busy.
+
+Other GPUs have one column of instructions, of the warp that issues most; and of attention those of warps for
+each score of a token with a query, and the rate of products that issue allows.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -28,10 +33,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from kernel_facts import Case, decode, decode_eight_bits
+from ampere_attention import AMPERE_CASES, BLACKWELL_CASES
+from ampere_products import AMPERE_FORMATS, AMPERE_PRODUCTS
+from docs_kernels import MACHINES
+from kernel_facts import AMPERE, Case, decode, decode_eight_bits
 
+from jengine.devices.device_spec import device_spec
+from pallas_kernels.attention import blackwell
 from pallas_kernels.attention.ampere import LATENT_PROMPTS, LATENT_ROWS, shape_of_block
 from pallas_kernels.compilation.ahead_of_time import KernelFacts, device, kernel_facts
+from pallas_kernels.mosaic import blackwell as tcgen05
 from pallas_kernels.mosaic.ampere import DEPTH
 from pallas_kernels.products import weights
 from pallas_kernels.products.ampere import FEW_ROWS, MOST_ROWS
@@ -47,8 +58,9 @@ ROWS_OF_PAIRS = 64  # of a block, at most, in which tiles of MXFP4 are copied in
 OUT, SIZE = 4096, 14336  # of the weight: the last of a layer of Llama 8B
 PRODUCT, COPY, STORE = r"\b(?:UTC)?[HQI]G?MMA", r"\bUTMALDG", r"\bSTS\.128"
 WAIT = r"WARPGROUP\.DEPBAR"
+TENSOR_MEMORY = rf"\bLDTM\.x{blackwell.PIECE}|\bUTCHMMA"  # loads of so many columns, and products
 LABEL, INSTRUCTION = re.compile(r"^(\.L\w+):"), re.compile(r"/\*[0-9a-f]{4,}\*/\s+(\S.*)")
-JUMP = re.compile(r"(@!?U?P\d+ )?BRA(?:\.\S+)?(?: \S+,)? `\((\.L\w+)\)")
+JUMP = re.compile(r"(@!?U?P\d+ )?BRA(?:\.\S+)?( \S+,)? `\((\.L\w+)\)")  # on conditions, if there are any
 END = re.compile(r"(@!?U?P\d+ )?(EXIT|RET|BRX)\b")
 
 
@@ -84,11 +96,13 @@ class Tile:
     Attributes:
         name: what a tile is.
         bytes: read from memory for a tile.
-        products: matrix instructions of a tile.
+        products: instructions of a tile that `pattern` finds.
         copies: TMA copies of a tile, by other warps; 0: there is none.
         warps: that copy.
         stores: of 16 bytes in each thread, to shared memory, of a tile that another warpgroup converts.
         pairs: whether each warpgroup that multiplies has another that copies for it.
+        pattern: of matrix instructions and others that are in each tile.
+        scores, operations: of a tile of attention in the kernels of Ampere and Blackwell.
     """
 
     name: str
@@ -98,6 +112,9 @@ class Tile:
     warps: int = 1
     stores: int = 0
     pairs: bool = False
+    pattern: str = PRODUCT
+    scores: int = 0
+    operations: int = 0
 
 
 @dataclass(frozen=True)
@@ -156,8 +173,8 @@ def blocks_of(code: str) -> list[Block]:
     def following(i: int) -> tuple[int, ...]:
         last = pieces[i][-1] if pieces[i] else ""
         jump, end = JUMP.search(last), END.search(last)
-        targets = [labels[jump[2]]] if jump else []
-        if not (jump or end) or (jump or end)[1]:  # type: ignore[index]
+        targets = [labels[jump[3]]] if jump else []
+        if not (jump or end) or (jump and (jump[1] or jump[2])) or (end and end[1]):
             targets.append(i + 1)
         return tuple(target for target in targets if target < len(pieces) and target not in slow)
 
@@ -221,7 +238,7 @@ def instructions(blocks: list[Block], pattern: str, each: float) -> tuple[float,
 
 def count(facts: KernelFacts, tile: Tile) -> Count:
     blocks = blocks_of(facts.code)
-    products, waits = instructions(blocks, PRODUCT, tile.products)
+    products, waits = instructions(blocks, tile.pattern, tile.products)
     if not tile.copies:
         resident = min(facts.blocks(facts.threads), -(-facts.grid // CORES))
         return Count(tile, products, 0, waits, resident * facts.threads // 128)
@@ -295,7 +312,51 @@ def tile_of_attention(function: Any, arrays: Any) -> Tile:
     size = step * head_dim * numbers.dtype.itemsize + (4 * step if numbers is not pages else 0)
     # four warps share the tile's products, of 16 rows, 8 columns and DEPTH numbers, of keys and of values
     products = columns // 8 * step // 16 * (head_dim + (rank or head_dim)) // DEPTH // 4
-    return Tile(f"{step} tokens, {columns} queries", size * (1 if rank else 2), products, copies=0)
+    return Tile(
+        f"{step} tokens, {columns} queries",
+        size * (1 if rank else 2),
+        products,
+        copies=0,
+        scores=step * columns,
+        operations=2 * step * columns * (head_dim + (rank or head_dim)),
+    )
+
+
+def tile_of_prompts(_: Any, arrays: Any) -> Tile:
+    """The tile of a prompt's attention, in Blackwell's kernel."""
+    pages, tokens = arrays[1], blackwell.BLOCK_K
+    numbers = getattr(pages, "values", pages)
+    head_dim, scales = numbers.shape[-1], 4 if numbers is not pages else 0
+    loaded = (tokens + head_dim) // blackwell.PIECE  # scores, and sums to be scaled
+    return Tile(
+        f"{tokens} tokens, {tcgen05.ROWS} rows",
+        2 * tokens * (head_dim * numbers.dtype.itemsize + scales),
+        loaded + (head_dim + tokens) // DEPTH,
+        copies=0,
+        pattern=TENSOR_MEMORY,
+        scores=tcgen05.ROWS * tokens,
+        operations=4 * tcgen05.ROWS * tokens * head_dim,
+    )
+
+
+def tiles() -> dict[str, Tile]:
+    """Of the cases for Ampere and Blackwell whose kernels have a loop over tiles."""
+    products = {
+        f"{name}, {rows} rows": tile_of_mma(rows, form)
+        for name, form in AMPERE_FORMATS.items()
+        for rows in (8, 64)
+    }
+    attention = {name: case for name, case in AMPERE_CASES.items() if not name.startswith(("write", "copy"))}
+    return (
+        products
+        | {name: tile_of_attention(*case) for name, case in attention.items()}
+        | {name: tile_of_prompts(*case) for name, case in BLACKWELL_CASES.items()}
+    )
+
+
+def cases_for(target: str) -> dict[str, Case]:
+    """The cases that a target's kernels are compiled for."""
+    return AMPERE_PRODUCTS | AMPERE_CASES | (BLACKWELL_CASES if target == "b200" else {})
 
 
 FP8_GROUPS = WeightFormat(FP8, 8, 128)
@@ -336,11 +397,39 @@ def every() -> Iterator[tuple[str, Callable[[], Count]]]:
         yield f"decode attention, cache in {name}", partial(counted, case, tile, "attention")
 
 
+def elsewhere(target: str, wanted: Callable[[str], bool]) -> Iterator[str]:
+    """A table of another GPU than Hopper's."""
+    spec, (_, clock) = device_spec(target), MACHINES[target]
+    issue = spec.cores * clock  # by each of the schedulers of a multiprocessor
+    yield f"| {spec.bandwidth / 1e12:.2g} TB/s | tile | bytes | instructions | TB/s | a score | TFLOP/s |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, tile in tiles().items():
+        if wanted(name) and (case := cases_for(target).get(name)):
+            [facts, *_], _ = kernel_facts(device(target), case[0], *case[1])
+            found = count(facts, tile).products
+            rate, products = (x / found * issue / 1e12 for x in (tile.bytes, tile.operations))
+            # four warps share a tile of attention
+            last = f"{4 * found / tile.scores:.2f} | {products:.0f}" if tile.scores else " | "
+            yield f"| {name} | {tile.name} | {tile.bytes} | {found:.0f} | {rate:.1f} | {last} |"
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--target", default=TARGET, choices=[TARGET, *AMPERE], help="the GPU")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="of the rows' names")
+    args = parser.parse_args()
+
+    def wanted(name: str) -> bool:
+        return not args.parts or any(part in name for part in args.parts)
+
+    if args.target != TARGET:
+        for line in elsewhere(args.target, wanted):
+            print(line, flush=True)
+        return
     print("| | tile | bytes | multiply | copy | waits | TB/s by issue | tiles at a time | ns a tile |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, run in every():
-        if not sys.argv[1:] or any(part in name for part in sys.argv[1:]):
+        if wanted(name):
             print(f"| {name} | {run().row}", flush=True)
 
 

@@ -1,5 +1,5 @@
-"""Compares every kernel with `reference.py`, which runs in float32 at the highest precision on the same
-device.
+"""Compares every kernel with `reference.py`: attention in float64 on the host, others in float32 at the
+highest precision on the same device.
 """
 
 from __future__ import annotations
@@ -211,13 +211,8 @@ def _decode(case: Case, impl: Impl, seed: int) -> Prepared:
             }
             work = dispatch.decode_work(paged.k, where[1], tokens=tokens, **how)
         attend = jax.jit(partial(dispatch.paged_attention_decode, options=options, work=work, impl=impl))
-        truth = _truth(reference.paged_attention_decode, options=options)
-        return _attention(
-            case,
-            attend(q, paged.k, paged.v, *where),
-            truth(_wide(q), _wide(paged.k), _wide(paged.v), *where),
-            paged,
-        )
+        args = q, paged.k, paged.v, *where
+        return _attention(case, attend(*args), reference.paged_attention_decode(*args, options), paged)
 
     return why_none(dispatch.DECODE, None, q, paged.k, paged.v, PLAIN), run
 
@@ -242,10 +237,8 @@ def _latent(case: Case, impl: Impl, seed: int) -> Prepared:
 
     def run() -> Comparison:
         attend = jax.jit(partial(kernel, rank=rank, options=AttentionOptions(0.1), impl=impl))
-        want = _truth(truth, options=AttentionOptions(0.1))(_wide(q), _wide(paged.k), _wide(paged.k), *args)
-        got, want = (
-            x.reshape(*real.shape, *x.shape[-2:])[real] for x in (attend(q, paged.k, *args), want[..., :rank])
-        )
+        want = truth(q, paged.k, paged.k[..., :rank], *args, AttentionOptions(0.1))
+        got, want = (x.reshape(*real.shape, *x.shape[-2:])[real] for x in (attend(q, paged.k, *args), want))
         return _attention(case, got, want, paged._replace(v=paged.k))
 
     return why_none(table, None, q, paged.k, PLAIN, rank), run
@@ -285,19 +278,19 @@ def _prefill(case: Case, impl: Impl, seed: int) -> Prepared:
         got = attend(q, paged.k, paged.v, *where)
         # other results are undefined, but must be finite
         got = jnp.where(real[..., None, None] | ~jnp.isfinite(got), got, 0)
-        truth = _truth(reference.paged_attention_prefill, options=_options(case))
-        return _attention(case, got, truth(_wide(q), _wide(paged.k), _wide(paged.v), *where), paged)
+        want = reference.paged_attention_prefill(q, paged.k, paged.v, *where, _options(case))
+        return _attention(case, got, want, paged)
 
     return why_none(dispatch.PREFILL, None, q, paged.k, paged.v, PLAIN), run
 
 
-def _attention(case: Case, got: jax.Array, want: jax.Array, paged: Paged) -> Comparison:
+def _attention(case: Case, got: jax.Array, want: reference.Float64, paged: Paged) -> Comparison:
     """Compares attention's results. The allowed error assumes that weights and results are rounded to dtype,
     and all else is float32.
     """
     largest = float(jnp.nanmax(jnp.abs(_numbers(paged.v))))
     rounding = 1.05 * float(jnp.finfo(case.dtype).eps) / 2
-    return compare(got, want, rounding * (np.abs(np.asarray(want)) + largest) + EXPONENTIALS * largest)
+    return compare(got, want, rounding * (np.abs(want) + largest) + EXPONENTIALS * largest)
 
 
 def _kv_write(case: Case, impl: Impl, seed: int) -> Prepared:
@@ -417,7 +410,7 @@ def compare(got: Any, want: Any, allowed: np.ndarray) -> Comparison:
     """Compares arrays of the same shape. If the allowed error is 0, `worst` is 0 for equal elements and
     infinite for others.
     """
-    got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     error = np.abs(got - want)
     with np.errstate(divide="ignore", invalid="ignore"):
         worst = np.where(error == 0, 0.0, error / allowed)

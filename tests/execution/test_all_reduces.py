@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import json
 from collections import Counter
 from typing import Any
 
@@ -12,13 +12,15 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.all_reduces import steps, sums
+from benchmarks.machine import RESULTS
 from jengine.capacity.planning.links import ONE_SHOT_BYTES, TWO_SHOT_BYTES, Cluster, Group
 from jengine.devices.device_spec import device_spec
 from jengine.execution.programs import UNTUNED, gpu_options, lower
 from jengine.parallel.mesh import make_mesh
 from jengine.table.program_table import TrunkKey
 from pallas_kernels.compilation import ahead_of_time
-from tests.compiling import compiled_with_thunks
+from tests.compiling import compiled_with_thunks, optimized
 from tests.execution.test_gpu_programs import HEADS, LAYERS, MODEL, described, elsewhere
 from tests.execution.thunks import leaves
 from tests.extras import compiler_for_gpus
@@ -26,7 +28,7 @@ from tests.extras import compiler_for_gpus
 compiler_for_gpus()
 
 ROW = 8192  # bytes
-NCCL, ONE_SHOT, TWO_SHOT = "DEFAULT", "TRITON_ONE_SHOT", "TRITON_TWO_SHOT"
+NCCL, ONE_SHOT, TWO_SHOT = "default", "triton_one_shot", "triton_two_shot"
 
 
 def strategy(target: str, devices: int, size: int, **options: Any) -> str:
@@ -40,8 +42,8 @@ def strategy(target: str, devices: int, size: int, **options: Any) -> str:
         (size // ROW, ROW // 2), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec())
     )
     text = jax.jit(function).lower(rows).compile(compiler_options=options).as_text()
-    [found] = set(re.findall(r"KERNEL_STRATEGY_(\w+)", text or ""))
-    return str(found)
+    [(_, found)] = {tuple(one.split()) for one in sums(text or "")}
+    return found
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
@@ -75,3 +77,33 @@ def check_launches(devices: int) -> None:
 def test_a_step_is_one_command_buffer(devices: int) -> None:
     """With its sums, beside which XLA would launch every kernel alone otherwise."""
     elsewhere(check_launches, devices)
+
+
+RECORD = json.loads((RESULTS / "all_reduces.json").read_text())
+
+
+def test_xla_replaces_some_of_nccls_sums() -> None:
+    """By kernels that tell other devices when to read, once or twice, and wait; none has multimem."""
+    for row in RECORD["steps"]:
+        strategies = {name.split()[1] for name in row["hlo"]}
+        kernels = strategies - {NCCL} and row["kind"] == "XLA's choice"
+        assert row["launches"] == {"kCollectiveKernel" if kernels else "kAllReduce": sum(row["hlo"].values())}
+        rounds = {ONE_SHOT: 1, TWO_SHOT: 2}.get(*strategies)
+        signs = [
+            f"{rounds} signals, {rounds} waits" in name and "0 multimem" in name for name in row["kernels"]
+        ]
+        assert signs == ([True] if kernels else [])
+
+
+def check_steps(devices: int) -> None:
+    rows = [row for row in RECORD["steps"] if row["devices"] == devices]
+    assert [*steps(RECORD["target"], devices)] == rows
+
+
+@pytest.mark.full
+@pytest.mark.skipif(jax.__version__ != RECORD["machine"]["jax"], reason="others compile to other code")
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_steps_have_the_sums_of_the_record(devices: int) -> None:
+    """Their HLO, and what XLA's kernels do in PTX."""
+    with optimized():
+        elsewhere(check_steps, devices)

@@ -1,7 +1,4 @@
-"""Naive float32 implementations of every function, as references for tests.
-
-They gather each sequence's whole block table, so they are only suitable for tests.
-"""
+"""Naive implementations of every function, references for tests: attention in float64, others in float32."""
 
 from __future__ import annotations
 
@@ -10,12 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
 
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.cache.qkv import Qkv, QkvProduct
 from pallas_kernels.cache.xla import Queries
 from pallas_kernels.elementwise.rotary import Rotation
-from pallas_kernels.quantization.quantized import Pages, Quantized, dequantize, movable, quantize
+from pallas_kernels.quantization.quantized import Pages, Quantized, movable, numbers, quantize
+
+Float64 = NDArray[np.float64]
 
 
 def kv_write(
@@ -82,10 +83,10 @@ def paged_attention_decode(
     block_tables: jax.Array,
     lengths: jax.Array,
     options: AttentionOptions,
-) -> jax.Array:
-    """See `xla.paged_attention_decode`."""
-    tiles, real = q[:, None], jnp.minimum(lengths, 1)
-    return paged_attention_prefill(tiles, k_pages, v_pages, block_tables, lengths - 1, real, options)[:, 0]
+) -> Float64:
+    """See `xla.paged_attention_decode`; in float64."""
+    tiles, last, real = q[:, None], np.asarray(lengths) - 1, np.minimum(lengths, 1)
+    return paged_attention_prefill(tiles, k_pages, v_pages, block_tables, last, real, options)[:, 0]
 
 
 def paged_attention_prefill(
@@ -98,43 +99,39 @@ def paged_attention_prefill(
     options: AttentionOptions,
     *,
     until: jax.Array | None = None,
-) -> jax.Array:
-    """See `xla.paged_attention_prefill`."""
-    tiles, tile, heads, head_dim = q.shape
-    kv_heads, page_size = k_pages.shape[1:3]
-    width = block_tables.shape[1] * page_size
+) -> Float64:
+    """See `xla.paged_attention_prefill`; in float64."""
+    tile, heads, head_dim = q.shape[1:]
+    queries, k, v = in_float64(q), in_float64(k_pages), in_float64(v_pages)
+    by_kv_head = k.shape[1], heads // k.shape[1], 1, 1
+    sinks = -np.inf if options.sinks is None else in_float64(options.sinks).reshape(by_kv_head)
+    out = np.zeros((*q.shape[:-1], v.shape[-1]))
+    where = (np.asarray(x) for x in (block_tables, positions, lengths))
+    for i, (table, position, length) in enumerate(zip(*where, strict=True)):
+        at = position + np.arange(length)
+        last = at if until is None else np.asarray(until)[i, :length]
+        window = options.window or position + tile
+        # tokens that a query sees
+        token = np.arange(max(0, position - window + 1), last.max(initial=-1) + 1)
+        page, place = table[token // k.shape[2]], token % k.shape[2]
+        keys, values = (pages[page, :, place].swapaxes(0, 1)[:, None] for pages in (k, v))
+        mine = queries[i, :length].reshape(length, *by_kv_head[:2], head_dim).transpose(1, 2, 0, 3)
+        scores = mine @ keys.swapaxes(-1, -2) * options.scale  # [kv_heads, group, length, tokens]
+        if options.soft_cap is not None:
+            scores = options.soft_cap * np.tanh(scores / options.soft_cap)
+        distance = at[:, None] - token
+        if options.slopes is not None:
+            scores -= in_float64(options.slopes).reshape(by_kv_head) * distance
+        scores = np.where((token <= last[:, None]) & (distance < window), scores, -np.inf)
+        largest = np.maximum(scores.max(-1, keepdims=True, initial=-np.inf), sinks)
+        weights = np.exp(scores - largest)
+        total = weights.sum(-1, keepdims=True) + np.exp(sinks - largest)
+        out[i, :length] = (weights @ values / total).transpose(2, 0, 1, 3).reshape(out[i, :length].shape)
+    return out
 
-    def tokens(pages: Pages) -> jax.Array:  # [tiles, kv_heads, width, head_dim]
-        pages = (
-            dequantize(dataclasses.replace(pages, dtype="float32")) if isinstance(pages, Quantized) else pages
-        )
-        return (
-            pages[block_tables]
-            .astype(jnp.float32)
-            .transpose(0, 2, 1, 3, 4)
-            .reshape(tiles, kv_heads, width, head_dim)
-        )
 
-    grouped = q.astype(jnp.float32).reshape(tiles, tile, kv_heads, heads // kv_heads, head_dim)
-    k, v = tokens(k_pages), tokens(v_pages)
-    at = positions[:, None] + jnp.arange(tile)
-    token, window = jnp.arange(width), options.window or width + tile
-    last = at if until is None else until
-    # attended to by any query
-    end = jnp.where(jnp.arange(tile) < lengths[:, None], last + 1, 0).max(1)
-    used = (token < end[:, None]) & (token > positions[:, None] - window)
-    v = jnp.where(used[:, None, :, None], v, 0.0)
-    distance = at[..., None] - token
-    seen = (token <= last[..., None]) & (distance < window) & used[:, None]
-    scores = jnp.einsum("tqhgd,thkd->thgqk", grouped, k) * options.scale
-    if options.soft_cap is not None:
-        scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
-    if options.slopes is not None:
-        scores -= options.slopes.reshape(*scores.shape[1:3], 1, 1) * distance[:, None, None]
-    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-    sink = jnp.full(heads, -jnp.inf) if options.sinks is None else options.sinks
-    sink = jnp.broadcast_to(sink.reshape(*scores.shape[1:3], 1, 1), (*scores.shape[:-1], 1))
-    weights = jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]
-    out = jnp.einsum("thgqk,thkd->tqhgd", weights, v).reshape(q.shape)
-    real = jnp.arange(tile) < lengths[:, None]
-    return jnp.where(real[..., None, None], out, 0.0).astype(q.dtype)
+def in_float64(x: Pages) -> Float64:
+    """The represented numbers."""
+    if isinstance(x, Quantized):
+        return in_float64(numbers(x)) * in_float64(x.scale)[..., None]
+    return np.asarray(x).astype(np.float64)

@@ -36,6 +36,7 @@ E4M3 = "float8_e4m3fn"
 INT4, INT4_64 = (WeightFormat("int4", 4, group, offset=True) for group in (128, 64))
 MXFP4, NVFP4 = (WeightFormat("e2m1", 4, group) for group in (32, 16))
 FP8, FP8_GROUPS, BFLOAT16 = WeightFormat(E4M3, 8), WeightFormat(E4M3, 8, 128), WeightFormat("bfloat16", 16)
+INT8_BY_INT8, BY_GROUP = replace(INT8, inputs="int8"), replace(FP8_GROUPS, inputs=E4M3)
 
 Check = Callable[..., float]
 Cases = dict[str, dict[str, Check]]  # kernel, name of the case, check: called with a runner
@@ -213,6 +214,8 @@ MORE: Cases = {
         "fp8, 16 rows, inputs split": inputs_split(E4M3, 16, 64, 2560, 2),
         "scales by group of inputs, 29 rows": scaled_by_group((20, 0, 9)),
         "both fp8 by group, 130 rows, split": eight_bits(E4M3, 130, 128, 512, 2, by_group=True),
+        "experts, int8 by int8": mma_groups((2, 0, 5), 64, 256, INT8_BY_INT8, "bfloat16", target="h200"),
+        "experts, fp8 by fp8": mma_groups((2, 0, 5), 64, 256, FP8_BY_FP8, "bfloat16", target="h200"),
         "experts, both fp8 by group, split": scaled_by_group((0, 64, 3), 2, inputs=True),
     },
     "quantize_rows": {
@@ -222,7 +225,7 @@ MORE: Cases = {
     "int4_product": {
         "20 rows, inputs split": int4(20, 64, 2304, 128, False, "int4", "float16"),
         "130 rows, groups of 64": int4(130, 128, 320, 64, True, "int4", "bfloat16"),
-        "64 rows": int4(64, 192, 576, 64, False, "int4", "bfloat16"),
+        "64 rows, groups of 64": int4(64, 192, 576, 64, False, "int4", "bfloat16"),
         "MXFP4, 130 rows": int4(130, 128, 1152, 32, False, "e2m1", "bfloat16"),
         "MXFP4, 8 rows, inputs split": int4(8, 192, 4224, 32, False, "e2m1", "bfloat16"),
         "MXFP4, float16": int4(9, 128, 640, 32, False, "e2m1", "float16"),
@@ -309,13 +312,18 @@ MORE_AMPERE: Cases = {
     "product": {
         "int4, offsets, 130 rows": mma(130, 128, 1152, INT4, "bfloat16"),
         "int4, groups of 32, float16": mma(8, 192, 416, replace(INT4, group=32), "float16"),
+        "int4, 3 rows": mma(3, 64, 384, replace(INT4, offset=False), "bfloat16"),
         "fp8 by fp8": mma(4, 64, 512, FP8_BY_FP8, "bfloat16"),
+        "fp8 by fp8, both by group": mma(4, 64, 512, BY_GROUP, "bfloat16"),
         "int8, float16, 100 rows": mma(100, 64, 256, INT8, "float16"),
         "experts, int8, more rows": mma_groups((0, 70, 0, 1), 64, 128, INT8, "bfloat16"),
         "experts, int4, offsets": mma_groups((40, 1, 0), 64, 640, INT4, "float16"),
         "experts, NVFP4": mma_groups((100, 0, 2), 64, 96, NVFP4, "bfloat16"),
         "experts, fp8, float16": mma_groups((2, 0, 5), 64, 256, FP8, "float16"),
         "experts, fp8 by group": mma_groups((5, 0, 9), 64, 256, FP8_GROUPS, "float16"),
+        "experts, int8 by int8": mma_groups((2, 0, 5), 64, 256, INT8_BY_INT8, "bfloat16"),
+        "experts, fp8 by fp8": mma_groups((2, 0, 5), 64, 256, FP8_BY_FP8, "bfloat16"),
+        "experts, fp8 by fp8, both by group": mma_groups((2, 0, 5), 64, 256, BY_GROUP, "bfloat16"),
         "every int8 number, bfloat16": mma_numbers("int8", "bfloat16"),
         "every fp8 number, float16": mma_numbers(E4M3, "float16"),
     },

@@ -1,4 +1,4 @@
-"""Attention's kernel for Ampere and newer GPUs: emulated, compared with the float32 reference, and compiled,
+"""Attention's kernel for Ampere and newer GPUs: emulated, compared with float64, and compiled,
 as cache writes and page copies are."""
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from tests.extras import compiler_for_gpus
 from tests.kernels import reference
 from tests.kernels.emulated import Landing, emulator
 from tests.kernels.interpreted import Cache, Runner, cache, largest_error, only_what_is_seen, options_of
+from tests.kernels.reference import Float64
 from tests.kernels.test_attention_decode import eight_bits
 
 RECORD = json.loads((RESULTS / "compiled_kernels.json").read_text())
@@ -43,17 +44,16 @@ BOTH: Ways = {"scale": 0.3, "window": 33, "soft_cap": 20.0}
 SINKS: Ways = {"scale": 0.3, "window": 70, "sinks": True}
 
 
-def close(got: jax.Array, want: jax.Array, clean: Cache) -> float:
+def close(got: jax.Array, want: Float64, clean: Cache) -> float:
     """Within the rounding of weights and results to the dtype; everything else is float32.
 
     Returns:
         The largest error, see `largest_error`.
     """
     rounding = float(jnp.finfo(got.dtype).eps) / 2
-    wanted = np.asarray(want, np.float32)
-    allowed = 1.05 * rounding * (np.abs(wanted) + float(jnp.abs(clean.v).max())) + 1e-5
-    assert (np.abs(np.asarray(got, np.float32) - wanted) <= allowed).all()  # false where got is NaN
-    return largest_error(got, wanted)
+    allowed = 1.05 * rounding * (np.abs(want) + float(jnp.abs(clean.v).max())) + 1e-5
+    assert (np.abs(np.asarray(got, np.float64) - want) <= allowed).all()  # false where got is NaN
+    return largest_error(got, want)
 
 
 def check_decode(
@@ -81,7 +81,7 @@ def check_decode(
     if ways is WINDOW:  # what is behind it changes no bit
         np.testing.assert_array_equal(got, runner.run(run, q, *whole, options))
     assert (got[2] == 0).all()
-    return close(got, reference.paged_attention_decode(q.astype(jnp.float32), *clean, options), clean)
+    return close(got, reference.paged_attention_decode(q, *clean, options), clean)
 
 
 def check_prefill(
@@ -121,10 +121,7 @@ def check_prefill(
     if ways is WINDOW:
         np.testing.assert_array_equal(got, runner.run(run, q, *whole[:3], starts, paged.lengths, options))
     assert jnp.isfinite(got).all()
-    k, v, tables, _ = clean
-    want = reference.paged_attention_prefill(
-        q.astype(jnp.float32), k, k if rank else v, tables, starts, paged.lengths, options
-    )[..., : v.shape[-1]]
+    want = reference.paged_attention_prefill(q, *clean[:3], starts, paged.lengths, options)
     real = np.arange(tile) < lengths[:, None]
     return close(got[real], want[real], clean)
 

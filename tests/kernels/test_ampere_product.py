@@ -20,7 +20,7 @@ from benchmarks.machine import RESULTS
 from pallas_kernels.compilation.ahead_of_time import device
 from pallas_kernels.products.groups import Groups, grouped
 from pallas_kernels.products.weights import stored
-from pallas_kernels.quantization.formats import FP8, WeightFormat
+from pallas_kernels.quantization.formats import WeightFormat
 from pallas_kernels.quantization.int4 import KINDS, Int4
 from pallas_kernels.quantization.quantized import Quantized, dequantize, quantize
 from tests.compiling import optimized
@@ -45,6 +45,12 @@ def weight_of(outs: int, size: int, form: WeightFormat, dtype: str) -> tuple[Any
     return weight, np.asarray(dequantize(weight), np.float64)
 
 
+def rounded(x: jax.Array, form: WeightFormat) -> np.ndarray[Any, Any]:
+    """Rows, as a product in this format takes them."""
+    rows = quantize(x, form.inputs, by_group=bool(form.group)) if form.inputs else None
+    return np.asarray(x if rows is None else dequantize(rows), np.float64)
+
+
 def on(target: str) -> dict[str, Any]:
     return {"impl": "mosaic", "device": device(target)}
 
@@ -55,12 +61,12 @@ def check(
     """The largest error, see `largest_error`."""
     weight, wide = weight_of(outs, size, form, dtype)
     x = jnp.asarray(np.random.default_rng(rows).normal(size=(rows, size)), dtype)
-    sides = dequantize(quantize(x.astype(jnp.float32), FP8)) if form.inputs else x
+    whole = x if form.group else x.astype(jnp.float32)  # numbers are multiplied before their scale
 
     def run(x: jax.Array, weight: Int4 | Quantized) -> jax.Array:
         return stored(weight).on_gpu(x, jnp.dtype("float32"), **on(target))
 
-    got, want = runner.run(run, x, weight), np.asarray(sides, np.float64) @ wide.T
+    got, want = runner.run(run, x, weight), rounded(whole, form) @ wide.T
     assert got.dtype == jnp.float32 and got.shape == want.shape
     np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
     return largest_error(got, want)
@@ -87,7 +93,7 @@ def check_grouped(
         return stored(weight).grouped_product(x[groups.row], groups, **on(target))[groups.place]
 
     got = np.asarray(runner.run(run, x, weight, groups), np.float64)
-    want = np.einsum("ri,roi->ro", np.asarray(x, np.float64), wide.reshape(len(sizes), outs, size)[chosen])
+    want = np.einsum("ri,roi->ro", rounded(x, form), wide.reshape(len(sizes), outs, size)[chosen])
     np.testing.assert_allclose(got, want, rtol=float(jnp.finfo(dtype).eps), atol=1e-5 * np.abs(want).max())
     return largest_error(got, want)
 

@@ -1,10 +1,14 @@
-"""What tiles cost in the machine code of Hopper's kernels."""
+"""What tiles cost in the machine code of kernels."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from kernel_counts import PRODUCT, blocks_of, every, instructions
+from kernel_facts import AMPERE
 
+from benchmarks.machine import RESULTS
 from tests.extras import compiler_for_gpus
 
 CODE = """
@@ -39,6 +43,13 @@ def test_the_shortest_way_through_a_loop_is_counted(tiles: int) -> None:
     assert instructions(blocks, "FADD", 1) == (5, 0.5), "of two"
 
 
+@pytest.mark.parametrize("jump", ["@P1 BRA", "@!UP2 BRA", "BRA.U UP0,", "BRA.U !UP0,", "BRA.DIV UR4,"])
+def test_a_jump_may_depend_on_a_condition(jump: str) -> None:
+    first, *_ = blocks_of(f"/*0000*/ {jump} `(.L_x_0)\n/*0010*/ EXIT\n.L_x_0:\n/*0020*/ EXIT")
+    assert first.following == (2, 1)
+    assert blocks_of("/*0000*/ BRA `(.L_x_0)\n.L_x_0:\n/*0010*/ EXIT")[0].following == (1,)
+
+
 LIMITS = {  # at most: instructions that multiply, that copy or convert, waits; at least: tiles at a time
     "int8, 8 rows": (102.5, 1.5, 0.5, 4),
     "fp8, 8 rows": (102.5, 1.5, 0.5, 4),
@@ -60,3 +71,43 @@ def test_a_tile_costs_no_more_than_before(name: str) -> None:
     multiply, copy, waits, tiles = LIMITS[name]
     assert count.products <= multiply and count.copies <= copy
     assert count.waits <= waits and count.chains >= tiles
+
+
+# of a warp for a tile, at most, on an A100, RTX 3090, L4, B200 and RTX 5090
+ELSEWHERE = {
+    "int4, groups of 128, 8 rows": (165, 165, 165, 150, 142),
+    "MXFP4, 8 rows": (225, 225, 225, 235, 229),
+    "NVFP4, 8 rows": (251, 251, 251, 259, 251),
+    "int8, 8 rows": (162, 162, 162, 178, 178),
+    "fp8, 8 rows": (193, 193, 193, 213, 207),
+    "decode, head dim 128": (149, 149, 149, 144, 160),
+    "decode, int8, head dim 128": (419, 419, 419, 415, 431),
+    "prefill, head dim 128": (410, 410, 410, 389, 481),
+    "latent decode, 16 heads": (355, 355, 355, 338, 386),
+    "latent prefill, 16 heads": (414, 413, 413, 387, 412),
+}
+PROMPTS = {  # by tcgen05 on a B200: of a warp for its 32 rows and 64 tokens
+    "prompts, head dim 64": 378,
+    "prompts, head dim 128": 438,
+    "prompts, head dim 256": 544,
+    "prompts, head dim 128, fp8, pages of 16, window, cap": 1032,
+}
+
+
+def test_tiles_of_the_record_cost_no_more_than_before() -> None:
+    """Other tests compare the record with what is compiled: `test_ampere` and its like."""
+    targets = json.loads((RESULTS / "compiled_kernels.json").read_text())["targets"]
+    counts = {
+        (target, row["case"]): row["instructions"]
+        for target, rows in targets.items()
+        for row in rows
+        if "instructions" in row
+    }
+    order = "a100", "rtx3090", "l4", "b200", "rtx5090"
+    limits = {
+        (target, name): limit
+        for name, of_targets in ELSEWHERE.items()
+        for target, limit in zip(order, of_targets, strict=True)
+    } | {("b200", name): limit for name, limit in PROMPTS.items()}
+    assert {*order} == {*AMPERE} == {*targets}
+    assert {case: counts[case] for case, limit in limits.items() if counts[case] > limit} == {}

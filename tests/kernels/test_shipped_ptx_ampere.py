@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any
@@ -19,12 +19,22 @@ import pytest
 from benchmarks.machine import RESULTS
 from tests.extras import compiler_for_gpus
 from tests.kernels.executed import FEW, Executed
-from tests.kernels.shipped import AMPERE, BLACKWELL, MORE_AMPERE, MORE_BLACKWELL, Cases, Check, parameters
+from tests.kernels.shipped import (
+    AMPERE,
+    BLACKWELL,
+    CASES,
+    MORE_AMPERE,
+    MORE_BLACKWELL,
+    Cases,
+    Check,
+    parameters,
+)
 
 compiler_for_gpus()
 
 RECORD = json.loads((RESULTS / "executed_kernels.json").read_text())
-COPY, FULL = ("copy_pages", "int8"), ("a100", "rtx3090", "b200", "rtx5090")
+COPY = "copy_pages", "int8"
+AMPERE_CASES, HOPPER_CASES = (AMPERE, MORE_AMPERE), (CASES,)
 
 
 def process() -> ProcessPoolExecutor:
@@ -80,21 +90,57 @@ def test_the_reference_is_met_by_kernels_for_blackwell(
     assert blackwell.submit(least_covered, check, schedules, "b200").result() >= covered
 
 
-def digest(target: str) -> str:
-    from benchmarks.executed_kernels import digest  # which configures JAX
+def compiled(target: str, cases: Sequence[tuple[str, str]]) -> list[tuple[str, list[str]]]:
+    """Of each kernel and case, the digest of the PTX, and what prepares the launches."""
+    from benchmarks.executed_kernels import TARGETS, digest  # which configures JAX
 
-    return digest(Executed(FEW, target).compiled(AMPERE["copy_pages"]["int8"]))
+    every = [Executed(FEW, target).compiled(TARGETS[target][0][kernel][name]) for kernel, name in cases]
+    return [(digest(kernels), [one.host.replace(one.name, "") for one in kernels]) for kernels in every]
 
 
-@pytest.mark.parametrize("target", ["l4", *(pytest.param(one, marks=pytest.mark.full) for one in FULL)])
+def check_record(target: str, cases: Sequence[tuple[str, str]]) -> None:
+    """The PTX is that of the record. Where it is that of another card, it was executed there, and blocks,
+    threads and shared memory are equal, too.
+    """
+    rows = {(row["target"], row["kernel"], row["case"]): row for row in RECORD["kernels"]}
+    like = {case: rows[target, *case].get("same_as", target) for case in cases}
+    launches = dict[tuple[str, str, str], list[str]]()
+    for card in {target, *like.values()}:
+        some = [case for case in cases if card in (target, like[case])]
+        with process() as pool:
+            found = pool.submit(compiled, card, some).result()
+        for case, (digest, hosts) in zip(some, found, strict=True):
+            row, launches[card, *case] = rows[card, *case], hosts
+            assert digest == row["ptx"] or jax.__version__ != RECORD["machine"]["jax"], (card, case)
+    for case, card in like.items():
+        assert rows[card, *case]["ptx"] == rows[target, *case]["ptx"], case
+        assert rows[card, *case]["instructions"] > 0, case
+        assert launches[card, *case] == launches[target, *case], case
+
+
+def test_a_card_has_the_ptx_of_the_record() -> None:
+    check_record("l4", [COPY])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", ["a100", "rtx3090", "l4", "h200", "b200", "rtx5090"])
 def test_cards_have_the_ptx_of_the_record(target: str) -> None:
-    """Where it is that of another card, it was executed there."""
-    rows = {row["target"]: row for row in RECORD["kernels"] if (row["kernel"], row["case"]) == COPY}
-    with process() as pool:
-        found = pool.submit(digest, target).result()
-    assert found == rows[target]["ptx"] or jax.__version__ != RECORD["machine"]["jax"]
-    like = rows[rows[target].get("same_as", target)]
-    assert like["ptx"] == rows[target]["ptx"] and like["instructions"] > 0
+    rows = [row for row in RECORD["kernels"] if row["target"] == target]
+    check_record(target, [(row["kernel"], row["case"]) for row in rows])
+
+
+def test_every_case_was_executed_for_ampere_ada_and_hopper() -> None:
+    """For Ampere and Ada also those of long tests."""
+    rows = {(row["target"], row["kernel"], row["case"]) for row in RECORD["kernels"]}
+    wanted = {"a100": AMPERE_CASES, "rtx3090": AMPERE_CASES, "l4": AMPERE_CASES, "h200": HOPPER_CASES}
+    cases = {
+        (target, kernel, name)
+        for target, every in wanted.items()
+        for of in every
+        for kernel, names in of.items()
+        for name in names
+    }
+    assert cases - rows == set()
 
 
 # formats that Hopper's kernels do not support
