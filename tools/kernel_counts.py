@@ -1,6 +1,9 @@
-"""Print what a tile of weights or of a cache costs in the machine code of Hopper's kernels, without a GPU.
+"""Print what a tile of weights or of a cache costs in the machine code of Hopper's kernels and of Blackwell's
+products, without a GPU.
 
 JAX_PLATFORMS=cpu python tools/kernel_counts.py [PART ...]  # with the extra `aot`; PART: of the rows' names
+
+A process compiles for one of them: rows of a B200 are printed if PART is "B200".
 
 Kernels with few rows are bound by the instructions that a multiprocessor issues, and by how long a warpgroup
 takes for a tile, rather than by memory. The columns are:
@@ -10,7 +13,7 @@ takes for a tile, rather than by memory. The columns are:
   warpgroup that multiplies it, and of the warp that copies it, or of the warpgroup that copies and converts
   it. Rare branches are left out.
 - waits: how often the first waits for the tensor cores.
-- TB/s by issue: the rate of an H100 if each scheduler issues one of these instructions in each cycle.
+- TB/s by issue: the rate of an H100 or B200 if each scheduler issues one of these instructions in each cycle.
 - tiles at a time: on which a multiprocessor works.
 - ns a tile: how long each may take from its first instruction to its last, if memory shall be busy.
 """
@@ -24,7 +27,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,16 +43,25 @@ from pallas_kernels.products.hopper.int4_product import TWO_BLOCKS
 from pallas_kernels.quantization.formats import FP8, FP8_BY_FP8, INT8, WeightFormat
 from pallas_kernels.quantization.int4 import GROUPS, TILE
 
-CORES, CLOCK = 132, 1.755e9  # multiprocessors of an H100, and cycles a second of its boost clock
-MEMORY = 3.35e12  # bytes a second of an H100's memory
-TARGET = "h100"
 ROWS_OF_PAIRS = 64  # of a block, at most, in which tiles of MXFP4 are copied in pairs
 OUT, SIZE = 4096, 14336  # of the weight: the last of a layer of Llama 8B
 PRODUCT, COPY, STORE = r"\b(?:UTC)?[HQI]G?MMA", r"\bUTMALDG", r"\bSTS\.128"
 WAIT = r"WARPGROUP\.DEPBAR"
 LABEL, INSTRUCTION = re.compile(r"^(\.L\w+):"), re.compile(r"/\*[0-9a-f]{4,}\*/\s+(\S.*)")
-JUMP = re.compile(r"(@!?U?P\d+ )?BRA(?:\.\S+)?(?: \S+,)? `\((\.L\w+)\)")
+JUMP = re.compile(r"(@!?U?P\d+ |(?=BRA\S* !?U?P\d))?BRA(?:\.\S+)?(?: \S+,)? `\((\.L\w+)\)")
 END = re.compile(r"(@!?U?P\d+ )?(EXIT|RET|BRX)\b")
+
+
+class Card(NamedTuple):
+    """Multiprocessors, cycles a second of the boost clock, and bytes a second of the memory."""
+
+    target: str
+    cores: int
+    clock: float
+    memory: float
+
+
+H100, B200 = Card("h100", 132, 1.755e9, 3.35e12), Card("b200", 148, 1.965e9, 8e12)
 
 
 @dataclass(frozen=True)
@@ -110,6 +122,7 @@ class Count:
         chains: tiles that a multiprocessor works on at a time.
     """
 
+    card: Card
     tile: Tile
     products: float
     copies: float
@@ -119,12 +132,12 @@ class Count:
     @property
     def issued(self) -> float:
         """Bytes a second, if only the number of instructions counts."""
-        return self.tile.bytes / (self.products + self.copies) * CLOCK * CORES
+        return self.tile.bytes / (self.products + self.copies) * self.card.clock * self.card.cores
 
     @property
     def time(self) -> float:
         """Seconds that a tile may take."""
-        return self.tile.bytes * self.chains * CORES / MEMORY
+        return self.tile.bytes * self.chains * self.card.cores / self.card.memory
 
     @property
     def row(self) -> str:
@@ -157,7 +170,7 @@ def blocks_of(code: str) -> list[Block]:
         last = pieces[i][-1] if pieces[i] else ""
         jump, end = JUMP.search(last), END.search(last)
         targets = [labels[jump[2]]] if jump else []
-        if not (jump or end) or (jump or end)[1]:  # type: ignore[index]
+        if not (jump or end) or (jump or end)[1] is not None:  # type: ignore[index]
             targets.append(i + 1)
         return tuple(target for target in targets if target < len(pieces) and target not in slow)
 
@@ -219,31 +232,30 @@ def instructions(blocks: list[Block], pattern: str, each: float) -> tuple[float,
     return best.length / tiles, best.waits / tiles
 
 
-def count(facts: KernelFacts, tile: Tile) -> Count:
+def count(facts: KernelFacts, tile: Tile, card: Card = H100) -> Count:
     blocks = blocks_of(facts.code)
     products, waits = instructions(blocks, PRODUCT, tile.products)
+    resident = min(facts.blocks(facts.threads), -(-facts.grid // card.cores))
     if not tile.copies:
-        resident = min(facts.blocks(facts.threads), -(-facts.grid // CORES))
-        return Count(tile, products, 0, waits, resident * facts.threads // 128)
+        return Count(card, tile, products, 0, waits, resident * facts.threads // 128)
     copies, _ = instructions(blocks, STORE if tile.stores else COPY, tile.stores or tile.copies)
-    resident = min(facts.blocks(facts.threads), -(-facts.grid // CORES))
     warpgroups = facts.threads // 128
     chains = resident * (warpgroups // 2 if tile.pairs else warpgroups - 1)
-    return Count(tile, products, copies * tile.warps / 4, waits, chains)
+    return Count(card, tile, products, copies * tile.warps / 4, waits, chains)
 
 
-def counted(case: Case, tile: Tile, kernel: str) -> Count:
+def counted(case: Case, tile: Tile, kernel: str, card: Card = H100) -> Count:
     """Count the kernel of a case whose name contains `kernel`."""
-    kernels, _ = kernel_facts(device(TARGET), case[0], *case[1])
-    return next(count(facts, tile) for facts in kernels if kernel in facts.name)
+    kernels, _ = kernel_facts(device(card.target), case[0], *case[1])
+    return next(count(facts, tile, card) for facts in kernels if kernel in facts.name)
 
 
-def product(rows: int, form: WeightFormat) -> Case:
+def product(rows: int, form: WeightFormat, card: Card = H100) -> Case:
     """Rows by a dense weight, as an engine multiplies them."""
     weight = weights.abstract(jax.ShapeDtypeStruct((OUT, SIZE), jnp.bfloat16), form)
 
     def run(x: jax.Array, weight: Any) -> jax.Array:
-        kernel: Any = {"impl": "mosaic", "device": device(TARGET)}
+        kernel: Any = {"impl": "mosaic", "device": device(card.target)}
         return weights.stored(weight).on_gpu(x, jnp.dtype("bfloat16"), **kernel)
 
     return run, (jax.ShapeDtypeStruct((rows, SIZE), jnp.bfloat16), weight)
@@ -268,6 +280,12 @@ def tile_of(rows: int, form: WeightFormat) -> Tile:
     if form.group == 32 and not form.offset and rows <= ROWS_OF_PAIRS:
         copies /= 2
     return Tile("64 x 128", 64 * TILE // 2 + scales, products, copies)
+
+
+def tile_in_tensor_memory(form: WeightFormat) -> Tile:
+    """The tile of a product in Blackwell's kernel."""
+    scales = 4 * 128 if form.group else 0
+    return Tile("128 x 128", 128 * 128 + scales, 4 if form.inputs else 8, 3 if form.inputs else 2)
 
 
 def tile_of_mma(rows: int, form: WeightFormat) -> Tile:
@@ -332,6 +350,11 @@ def every() -> Iterator[tuple[str, Callable[[], Count]]]:
                 f"{name}, {rows} rows",
                 partial(counted, product(rows, form), tile_of(rows, form), "product"),
             )
+    for name in "int8", "fp8", "fp8 in groups of 128", "fp8 x fp8, both in groups of 128":
+        for rows in ROWS[1:]:
+            form = FORMATS[name]
+            case = product(rows, form, B200), tile_in_tensor_memory(form), "product", B200
+            yield f"on a B200: {name}, {rows} rows", partial(counted, *case)
     for name, (case, tile) in CACHES.items():
         yield f"decode attention, cache in {name}", partial(counted, case, tile, "attention")
 
@@ -340,7 +363,7 @@ def main() -> None:
     print("| | tile | bytes | multiply | copy | waits | TB/s by issue | tiles at a time | ns a tile |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, run in every():
-        if not sys.argv[1:] or any(part in name for part in sys.argv[1:]):
+        if any(part in name for part in sys.argv[1:]) or not (sys.argv[1:] or B200.target in name.lower()):
             print(f"| {name} | {run().row}", flush=True)
 
 
