@@ -65,6 +65,9 @@ class Implementation:
         """Why it does not support a call on the device, or None."""
         if not self.target.includes(device):
             return f"device={device.device_kind}: the kernel is for {self.target.devices}"
+        # older ones infer no layouts for tensor memory
+        if self.target is BLACKWELL and jax.__version_info__ < (0, 12):
+            return f"jax={jax.__version__}: the kernel needs jax 0.12"
         refused = devices.cpu_refused() if self.target is CPU else devices.kernels_refused()
         return refused or self.why_not(*call)
 

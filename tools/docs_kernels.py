@@ -140,27 +140,27 @@ def operations() -> Iterator[Operation]:
     yield Operation("row quantization", ROW_QUANTIZATION, (rows,), {"Hopper": ("quantize_rows", ("",))})
     for name, form, *words, measured in FORMATS:
         hopper = "int4_product" if form.bits == 4 else "grouped_product"
+        kernels = ("Hopper", hopper, words[0]), ("Ampere", "product", words[1])
+        dense, experts = (
+            {
+                by: (kernel, of[place : place + 1])
+                for by, kernel, of in (*kernels, ("Blackwell", "grouped_product", words[1]))
+            }
+            for place in range(2)
+        )
         weight = stored(abstract(_shape(128, 512), form))
         yield Operation(
-            f"products, {name}",
-            weight.table(grouped=False),
-            (_shape(1, 512), weight),
-            {"Hopper": (hopper, words[0][:1]), "Ampere": ("product", words[1][:1])},
-            measured,
+            f"products, {name}", weight.table(grouped=False), (_shape(16, 512), weight), dense, measured
         )
-        weight = stored(abstract(_shape(2, 128, 512), form))
+        weight, ran = stored(abstract(_shape(2, 128, 512), form)), (f"experts: {name} weights",)
         yield Operation(
-            f"experts, {name}",
-            weight.table(grouped=True),
-            (_shape(8, 512), weight),
-            {"Hopper": (hopper, words[0][1:]), "Ampere": ("product", words[1][1:])},
-            (f"experts: {name} weights",),
+            f"experts, {name}", weight.table(grouped=True), (_shape(64, 512), weight), experts, ran
         )
 
 
 FP8_GROUPS, INT4 = WeightFormat(FP8, 8, 128), WeightFormat("int4", 4, 128, offset=True)
 MXFP4 = WeightFormat("e2m1", 4, 32)
-# words in the names of cases of dense products and of experts, of Hopper and of Ampere, and what was measured
+# words in the names of cases of dense products and of experts, of Hopper and of the others; what was measured
 FORMATS: tuple[tuple[str, WeightFormat, tuple[str, str], tuple[str, str], tuple[str, ...]], ...] = (
     ("bfloat16", WeightFormat("bfloat16", 16), ("bfloat16",) * 2, ("", "experts, bfloat16"), ()),
     ("int8", INT8, ("int8",) * 2, ("int8", "experts, int8"), ("int8 weights",)),

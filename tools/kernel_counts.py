@@ -12,7 +12,7 @@ takes for a tile, rather than by memory. The columns are:
   warpgroup that multiplies it, and of the warp that copies it, or of the warpgroup that copies and converts
   it. Rare branches are left out.
 - waits: how often the first waits for the tensor cores.
-- TB/s by issue: the rate of an H100 if each scheduler issues one of these instructions in each cycle.
+- TB/s by issue: the rate of an H100 or B200 if each scheduler issues one of these instructions in each cycle.
 - tiles at a time: on which a multiprocessor works.
 - ns a tile: how long each may take from its first instruction to its last, if memory shall be busy.
 
@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,9 +51,6 @@ from pallas_kernels.products.hopper.int4_product import TWO_BLOCKS
 from pallas_kernels.quantization.formats import FP8, FP8_BY_FP8, INT8, WeightFormat
 from pallas_kernels.quantization.int4 import GROUPS, TILE
 
-CORES, CLOCK = 132, 1.755e9  # multiprocessors of an H100, and cycles a second of its boost clock
-MEMORY = 3.35e12  # bytes a second of an H100's memory
-TARGET = "h100"
 ROWS_OF_PAIRS = 64  # of a block, at most, in which tiles of MXFP4 are copied in pairs
 OUT, SIZE = 4096, 14336  # of the weight: the last of a layer of Llama 8B
 PRODUCT, COPY, STORE = r"\b(?:UTC)?[HQI]G?MMA", r"\bUTMALDG", r"\bSTS\.128"
@@ -62,6 +59,18 @@ TENSOR_MEMORY = rf"\bLDTM\.x{blackwell.PIECE}|\bUTCHMMA"  # loads of so many col
 LABEL, INSTRUCTION = re.compile(r"^(\.L\w+):"), re.compile(r"/\*[0-9a-f]{4,}\*/\s+(\S.*)")
 JUMP = re.compile(r"(@!?U?P\d+ )?BRA(?:\.\S+)?( \S+,)? `\((\.L\w+)\)")  # on conditions, if there are any
 END = re.compile(r"(@!?U?P\d+ )?(EXIT|RET|BRX)\b")
+
+
+class Card(NamedTuple):
+    """Multiprocessors, cycles a second of the boost clock, and bytes a second of the memory."""
+
+    target: str
+    cores: int
+    clock: float
+    memory: float
+
+
+H100, B200 = Card("h100", 132, 1.755e9, 3.35e12), Card("b200", 148, 1.965e9, 8e12)
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,7 @@ class Count:
         chains: tiles that a multiprocessor works on at a time.
     """
 
+    card: Card
     tile: Tile
     products: float
     copies: float
@@ -136,12 +146,12 @@ class Count:
     @property
     def issued(self) -> float:
         """Bytes a second, if only the number of instructions counts."""
-        return self.tile.bytes / (self.products + self.copies) * CLOCK * CORES
+        return self.tile.bytes / (self.products + self.copies) * self.card.clock * self.card.cores
 
     @property
     def time(self) -> float:
         """Seconds that a tile may take."""
-        return self.tile.bytes * self.chains * CORES / MEMORY
+        return self.tile.bytes * self.chains * self.card.cores / self.card.memory
 
     @property
     def row(self) -> str:
@@ -236,31 +246,30 @@ def instructions(blocks: list[Block], pattern: str, each: float) -> tuple[float,
     return best.length / tiles, best.waits / tiles
 
 
-def count(facts: KernelFacts, tile: Tile) -> Count:
+def count(facts: KernelFacts, tile: Tile, card: Card = H100) -> Count:
     blocks = blocks_of(facts.code)
     products, waits = instructions(blocks, tile.pattern, tile.products)
+    resident = min(facts.blocks(facts.threads), -(-facts.grid // card.cores))
     if not tile.copies:
-        resident = min(facts.blocks(facts.threads), -(-facts.grid // CORES))
-        return Count(tile, products, 0, waits, resident * facts.threads // 128)
+        return Count(card, tile, products, 0, waits, resident * facts.threads // 128)
     copies, _ = instructions(blocks, STORE if tile.stores else COPY, tile.stores or tile.copies)
-    resident = min(facts.blocks(facts.threads), -(-facts.grid // CORES))
     warpgroups = facts.threads // 128
     chains = resident * (warpgroups // 2 if tile.pairs else warpgroups - 1)
-    return Count(tile, products, copies * tile.warps / 4, waits, chains)
+    return Count(card, tile, products, copies * tile.warps / 4, waits, chains)
 
 
-def counted(case: Case, tile: Tile, kernel: str) -> Count:
+def counted(case: Case, tile: Tile, kernel: str, card: Card = H100) -> Count:
     """Count the kernel of a case whose name contains `kernel`."""
-    kernels, _ = kernel_facts(device(TARGET), case[0], *case[1])
-    return next(count(facts, tile) for facts in kernels if kernel in facts.name)
+    kernels, _ = kernel_facts(device(card.target), case[0], *case[1])
+    return next(count(facts, tile, card) for facts in kernels if kernel in facts.name)
 
 
-def product(rows: int, form: WeightFormat) -> Case:
+def product(rows: int, form: WeightFormat, card: Card = H100) -> Case:
     """Rows by a dense weight, as an engine multiplies them."""
     weight = weights.abstract(jax.ShapeDtypeStruct((OUT, SIZE), jnp.bfloat16), form)
 
     def run(x: jax.Array, weight: Any) -> jax.Array:
-        kernel: Any = {"impl": "mosaic", "device": device(TARGET)}
+        kernel: Any = {"impl": "mosaic", "device": device(card.target)}
         return weights.stored(weight).on_gpu(x, jnp.dtype("bfloat16"), **kernel)
 
     return run, (jax.ShapeDtypeStruct((rows, SIZE), jnp.bfloat16), weight)
@@ -285,6 +294,12 @@ def tile_of(rows: int, form: WeightFormat) -> Tile:
     if form.group == 32 and not form.offset and rows <= ROWS_OF_PAIRS:
         copies /= 2
     return Tile("64 x 128", 64 * TILE // 2 + scales, products, copies)
+
+
+def tile_in_tensor_memory(form: WeightFormat) -> Tile:
+    """The tile of a product in Blackwell's kernel."""
+    scales = 4 * 128 if form.group else 0
+    return Tile("128 x 128", 128 * 128 + scales, 4 if form.inputs else 8, 3 if form.inputs else 2)
 
 
 def tile_of_mma(rows: int, form: WeightFormat) -> Tile:
@@ -385,8 +400,15 @@ CACHES = {
 }
 
 
-def every() -> Iterator[tuple[str, Callable[[], Count]]]:
-    """Names of the table's rows, and what counts them."""
+def every(card: Card = H100) -> Iterator[tuple[str, Callable[[], Count]]]:
+    """Names of the table's rows, and what counts them. A process compiles for one card."""
+    if card is B200:
+        for name in "int8", "fp8", "fp8 in groups of 128", "fp8 x fp8, both in groups of 128":
+            for rows in ROWS[1:]:
+                form = FORMATS[name]
+                case = product(rows, form, B200), tile_in_tensor_memory(form), "product", B200
+                yield f"{name}, {rows} rows", partial(counted, *case)
+        return
     for name, form in FORMATS.items():
         for rows in ROWS:
             yield (
@@ -415,22 +437,22 @@ def elsewhere(target: str, wanted: Callable[[str], bool]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--target", default=TARGET, choices=[TARGET, *AMPERE], help="the GPU")
+    parser.add_argument("--target", default=H100.target, choices=[H100.target, *AMPERE], help="the GPU")
     parser.add_argument("parts", nargs="*", metavar="PART", help="of the rows' names")
     args = parser.parse_args()
 
     def wanted(name: str) -> bool:
         return not args.parts or any(part in name for part in args.parts)
 
-    if args.target != TARGET:
+    if args.target != H100.target:
         for line in elsewhere(args.target, wanted):
             print(line, flush=True)
-        return
-    print("| | tile | bytes | multiply | copy | waits | TB/s by issue | tiles at a time | ns a tile |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for name, run in every():
-        if wanted(name):
-            print(f"| {name} | {run().row}", flush=True)
+    if card := {one.target: one for one in (H100, B200)}.get(args.target):
+        print("| | tile | bytes | multiply | copy | waits | TB/s by issue | tiles at a time | ns a tile |")
+        print("|---|---|---|---|---|---|---|---|---|")
+        for name, run in every(card):
+            if wanted(name):
+                print(f"| {name} | {run().row}", flush=True)
 
 
 if __name__ == "__main__":

@@ -46,12 +46,6 @@ def _why_no_hopper_prefill(
     return f"tile={q.shape[1]}: the kernel takes multiples of {TILE_GRID}" if q.shape[1] % TILE_GRID else None
 
 
-def _why_no_blackwell_prefill(*call: Any) -> str | None:
-    if jax.__version_info__ < (0, 12):  # whose Mosaic infers no layouts for it
-        return f"jax={jax.__version__}: the kernel needs jax 0.12"
-    return _why_no_hopper_prefill(*call)
-
-
 def _hopper_decode_work(
     k_pages: Pages, lengths: jax.Array, tokens: int | None, device: jax.Device, **grouping: Any
 ) -> WorkList:
@@ -71,7 +65,7 @@ DECODE = (
 )
 DECODE_WORK = (Implementation(HOPPER, lambda: None, _hopper_decode_work),)  # of kernels that need a list
 PREFILL = (
-    Implementation(BLACKWELL, _why_no_blackwell_prefill, lazy("attention.blackwell", _PREFILL)),
+    Implementation(BLACKWELL, _why_no_hopper_prefill, lazy("attention.blackwell", _PREFILL)),
     Implementation(HOPPER, _why_no_hopper_prefill, lazy("attention.hopper.prefill", _PREFILL)),
     Implementation(AMPERE, why_no_ampere_attention, lazy("attention.ampere", _PREFILL, "until", "device")),
     Implementation(CPU, why_no_cpu_attention, lazy("attention.cpu.attention", _PREFILL, "device")),

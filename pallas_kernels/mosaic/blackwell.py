@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
+
+from pallas_kernels.mosaic.versions import store
 
 ROWS = 128  # of a product, each in a lane of tensor memory
 LAYOUT = plgpu.Layout.TCGEN05_TMEM_NATIVE  # a row in a thread
@@ -34,3 +37,21 @@ def wait_stored() -> None:
         nvvm.tcgen05_fence(nvvm.Tcgen05FenceKind.AFTER_THREAD_SYNC)
 
     plgpu.inline_mgpu()(stored)()
+
+
+def together() -> None:
+    """Joins the threads of each warp, between a product and a barrier of the warpgroup.
+
+    Otherwise the compiler may copy the barrier into the branch of the thread that starts the product, which
+    then waits for the others forever: Mosaic's inline code for the barrier is not marked as convergent.
+    """
+
+    def joined(_: Any) -> None:
+        mgpu.utils.warp_barrier()
+
+    plgpu.inline_mgpu()(joined)()
+
+
+def store_transposed(target: Any, values: jax.Array) -> None:
+    """Writes values [ROWS, n] to shared memory [n, ROWS]. A warp writes 32 adjacent numbers at once."""
+    store(target.transpose((1, 0)), plgpu.layout_cast(values, plgpu.Layout.TCGEN05_TMEM_NATIVE(1)))

@@ -80,6 +80,14 @@ def _of_bytes(word: Any, odd: int, kind: str, dtype: jnp.dtype[Any]) -> Any:
     return multiplied(bits, bits_of(2.0 ** (BIAS[dtype] - 7), dtype), bits_of(-0.0, dtype), dtype)
 
 
+def of_word(word: Any, kind: str, dtype: jnp.dtype[Any]) -> list[Any]:
+    """The numbers of a word as two pairs in order, otherwise as `of_bytes`."""
+    # the bytes of a pair in the upper or the lower bytes of two halves
+    odd, selectors = (0, ("0x4140", "0x4342")) if kind == "int8" else (1, ("0x1404", "0x3424"))
+    spread = (asm(f"prmt.b32 $0, $1, 0, {selector};", word) for selector in selectors)
+    return [_of_bytes(pair, odd, kind, dtype) for pair in spread]
+
+
 def words_of(register: Any) -> list[Any]:
     """The words of a register that holds a vector."""
     vector, i32 = ir.VectorType(register.type), ir.IntegerType.get_signless(32)

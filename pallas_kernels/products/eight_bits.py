@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any, ClassVar
 
 import jax
@@ -13,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.products import xla
+from pallas_kernels.products.groups import BLOCK, Groups, block_rows, one_group
 from pallas_kernels.products.groups import GRID as ROW_GRID
-from pallas_kernels.products.groups import Groups, one_group
 from pallas_kernels.products.quantize_rows import quantize_rows
 from pallas_kernels.products.rows import Rows, array_of
 from pallas_kernels.products.support import (
@@ -28,7 +29,17 @@ from pallas_kernels.products.weight import Axes, QuantizedWeight
 from pallas_kernels.quantization.formats import FP8, WeightFormat
 from pallas_kernels.quantization.hadamard import transform
 from pallas_kernels.quantization.quantized import GROUP, Quantized, dequantize, quantize
-from pallas_kernels.targets import AMPERE, HOPPER, Impl, Implementation, capability, choose, cores, why_none
+from pallas_kernels.targets import (
+    AMPERE,
+    BLACKWELL,
+    HOPPER,
+    Impl,
+    Implementation,
+    capability,
+    choose,
+    cores,
+    why_none,
+)
 
 WITHOUT_FP8 = replace(  # whose tensor cores do not multiply FP8
     AMPERE,
@@ -49,6 +60,19 @@ def _why_no_hopper_grouped(x: Any, weight: EightBits) -> str | None:
     return why_no_product(x) or why_sizes_unsupported(weight.shape, grouped=True)
 
 
+def _why_no_blackwell(x: Any, weight: EightBits, *, grouped: bool = True) -> str | None:
+    rows, sizes = x.shape[0], {"inputs": SIZE_GRID, "outs": SIZE_GRID}
+    few = (block_rows(rows, weight.shape[0]) if grouped else rows) <= BLOCK[0]
+    if few and not weight.multiplies_groups:
+        return f"rows={rows}: up to {BLOCK[0]} of a matrix cost mma.sync as few instructions"
+    return why_no_product(x) or why_sizes_unsupported(weight.shape, grouped=grouped, **sizes)
+
+
+def _why_no_blackwell_dense(x: Any, weight: EightBits) -> str | None:
+    refused = None if weight.multiplies_groups else _why_no_ampere_dense(x, weight)
+    return refused or _why_no_blackwell(x, weight, grouped=False)
+
+
 def _why_no_ampere_dense(x: Any, weight: EightBits, *, fp8_inputs: bool = False) -> str | None:
     numbers = weight.numbers
     if numbers.inputs and not numbers.by_group and not (fp8_inputs and numbers.kind == FP8):
@@ -62,13 +86,14 @@ def _why_no_ampere(x: Any, weight: EightBits, *, grouped: bool = True) -> str | 
     return why_no_product(x) or why_sizes_unsupported(weight.shape, grouped=grouped, inputs=SIZE_GRID)
 
 
-def _hopper_dense(x: Rows, weight: EightBits, dtype: jnp.dtype[Any], device: jax.Device) -> jax.Array:
-    """By the kernel of experts, with a single one."""
-    from pallas_kernels.products.hopper.grouped_product import grouped_product, splits_of
-
+def _dense(
+    x: Rows, weight: EightBits, dtype: jnp.dtype[Any], device: jax.Device, *, kernel: str
+) -> jax.Array:
+    """By the kernel of experts in a module, with a single one."""
+    module = import_module(f"pallas_kernels.products.{kernel}")
     numbers, size = weight.numbers, x.shape[0]
     inputs = weight.transformed(x) if numbers.inputs else array_of(x)
-    groups, block = one_group(size)
+    groups, block = one_group(size, module.LEAST_ROWS)
     if numbers.inputs:
         places = -(-size // block) * block  # a block reads all of its scales
         rows, x_scale = quantize_rows(
@@ -77,9 +102,11 @@ def _hopper_dense(x: Rows, weight: EightBits, dtype: jnp.dtype[Any], device: jax
     else:
         rows, x_scale = transform(array_of(inputs), numbers.hadamard).astype(x.dtype), None
         rows = jnp.pad(rows, ((0, -size % ROW_GRID), (0, 0)))  # a block reads zeros beyond these
-    splits = splits_of(len(groups.place), numbers.values, rows.dtype, cores(device))
+    splits = module.splits_of(len(groups.place), numbers.values, rows.dtype, cores(device))
     options: dict[str, Any] = {"block": block, "dtype": dtype, "x_scale": x_scale, "splits": splits}
-    return grouped_product(rows, numbers.values[None], numbers.scale[None], groups, **options)[:size]
+    values, scale = numbers.values[None], numbers.scale[None]
+    y: jax.Array = module.grouped_product(rows, values, scale, groups, **options)
+    return y[:size]
 
 
 def _hopper_grouped(x: jax.Array, weight: EightBits, groups: Groups) -> jax.Array:
@@ -89,6 +116,15 @@ def _hopper_grouped(x: jax.Array, weight: EightBits, groups: Groups) -> jax.Arra
     if not weight.multiplies_groups:
         return grouped_product(weight.rounded(x), *weight.matrices, groups)
     rows, x_scale, _ = quantize_rows(x, weight.numbers.kind, by_group=True)
+    return grouped_product(rows, *weight.matrices, groups, dtype=x.dtype, x_scale=x_scale)
+
+
+def _blackwell_grouped(x: jax.Array, weight: EightBits, groups: Groups) -> jax.Array:
+    from pallas_kernels.products.blackwell import grouped_product
+
+    if not weight.multiplies_groups:
+        return grouped_product(weight.rounded(x), *weight.matrices, groups)
+    rows, x_scale = quantize_rows(x, weight.numbers.kind, by_group=True, impl="xla")
     return grouped_product(rows, *weight.matrices, groups, dtype=x.dtype, x_scale=x_scale)
 
 
@@ -124,11 +160,13 @@ class EightBits(QuantizedWeight[Quantized]):
     """Eight-bit numbers [*out, in]."""
 
     DENSE = (
-        Implementation(HOPPER, _why_no_hopper_dense, _hopper_dense),
+        Implementation(BLACKWELL, _why_no_blackwell_dense, partial(_dense, kernel="blackwell")),
+        Implementation(HOPPER, _why_no_hopper_dense, partial(_dense, kernel="hopper.grouped_product")),
         Implementation(AMPERE, _why_no_ampere_dense, _ampere_dense),
         Implementation(WITHOUT_FP8, partial(_why_no_ampere_dense, fp8_inputs=True), _ampere_dense),
     )
     GROUPED = (
+        Implementation(BLACKWELL, _why_no_blackwell, _blackwell_grouped),
         Implementation(HOPPER, _why_no_hopper_grouped, _hopper_grouped),
         Implementation(AMPERE, _why_no_ampere, _ampere_grouped),
     )

@@ -81,9 +81,11 @@ def input_splits(blocks: int, rows: int, size: int, bits: int, least: int, cores
     return max(1, min(2 * cores // blocks, worth, size // least))
 
 
-def one_group(rows: int) -> tuple[Groups, int]:
-    """Rows of one group where they lie, of which the last block may read some more; and a block's rows."""
-    block = min(BLOCK[1], max(BLOCK[0], 1 << (rows - 1).bit_length()))
+def one_group(rows: int, least: int = BLOCK[0]) -> tuple[Groups, int]:
+    """Rows of one group where they lie, of which the last block may read some more; and a block's rows, at
+    least so many.
+    """
+    block = min(BLOCK[1], max(least, 1 << (rows - 1).bit_length()))
     order, start = (
         jnp.arange(rows, dtype=jnp.int32),
         jnp.arange(-(-rows // block), dtype=jnp.int32) * (block // GRID),

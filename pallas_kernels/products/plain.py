@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -15,21 +16,21 @@ from pallas_kernels.products.groups import Groups
 from pallas_kernels.products.support import GRID, SIZE_GRID, why_no_product, why_sizes_unsupported
 from pallas_kernels.products.weight import StoredWeight
 from pallas_kernels.quantization.formats import WeightFormat
-from pallas_kernels.targets import AMPERE, HOPPER, Implementation
+from pallas_kernels.targets import AMPERE, BLACKWELL, HOPPER, Implementation
 
 
-def _why_not(x: Any, weight: Plain, *, inputs: int) -> str | None:
+def _why_not(x: Any, weight: Plain, *, inputs: int, outs: int = GRID) -> str | None:
     if (why := why_no_product(x)) is not None:
         return why
     if weight.dtype != x.dtype:
         return f"weight={weight.dtype}: the kernel takes x's dtype, {x.dtype}, or a quantized weight"
-    return why_sizes_unsupported(weight.shape, grouped=True, inputs=inputs)
+    return why_sizes_unsupported(weight.shape, grouped=True, inputs=inputs, outs=outs)
 
 
-def _hopper(x: jax.Array, weight: Plain, groups: Groups) -> jax.Array:
-    from pallas_kernels.products.hopper.grouped_product import grouped_product
-
-    return grouped_product(x, weight.matrices, None, groups)
+def _grouped(x: jax.Array, weight: Plain, groups: Groups, *, kernel: str) -> jax.Array:
+    module = import_module(f"pallas_kernels.products.{kernel}")
+    y: jax.Array = module.grouped_product(x, weight.matrices, None, groups)
+    return y
 
 
 def _ampere(x: jax.Array, weight: Plain, groups: Groups) -> jax.Array:
@@ -44,7 +45,14 @@ class Plain(StoredWeight[jax.Array]):
     """An array [*out, in]. cuBLAS multiplies by a dense one on GPUs."""
 
     GROUPED = (
-        Implementation(HOPPER, partial(_why_not, inputs=GRID), _hopper),
+        Implementation(
+            BLACKWELL,
+            partial(_why_not, inputs=SIZE_GRID, outs=SIZE_GRID),
+            partial(_grouped, kernel="blackwell"),
+        ),
+        Implementation(
+            HOPPER, partial(_why_not, inputs=GRID), partial(_grouped, kernel="hopper.grouped_product")
+        ),
         Implementation(AMPERE, partial(_why_not, inputs=SIZE_GRID), _ampere),
     )
 

@@ -20,13 +20,15 @@ def why_no_product(x: Rows) -> str | None:
     return None if str(x.dtype) in DTYPES else f"dtype={x.dtype}: the kernel takes {' and '.join(DTYPES)}"
 
 
-def why_sizes_unsupported(shape: tuple[int, ...], *, grouped: bool, inputs: int = GRID) -> str | None:
+def why_sizes_unsupported(
+    shape: tuple[int, ...], *, grouped: bool, inputs: int = GRID, outs: int = GRID
+) -> str | None:
     """Why a kernel does not support a weight of this shape, [*out, in], or [groups, *out, in] if grouped.
 
     Args:
-        inputs: what the number of inputs must be a multiple of.
+        inputs, outs: what the numbers of inputs and of outputs must be multiples of.
     """
-    sizes = ("out", math.prod(shape[grouped:-1]), GRID), ("in", shape[-1], inputs)
+    sizes = ("out", math.prod(shape[grouped:-1]), outs), ("in", shape[-1], inputs)
     wrong = (
         f"{name}={size}: the kernel takes multiples of {grid}" for name, size, grid in sizes if size % grid
     )

@@ -15,6 +15,7 @@ from tests.kernels.executed import Executed, as_bytes, is_wrong
 from tests.kernels.shipped import (
     E4M3,
     INT4,
+    INT8,
     PLAIN,
     Check,
     ampere_copy,
@@ -27,6 +28,8 @@ from tests.kernels.shipped import (
     mma,
     prefill,
     tcgen05,
+    tensor_dense,
+    tensor_sides,
 )
 from tools.ptx_machine.capture import Compiled
 from tools.ptx_machine.findings import Finding
@@ -45,9 +48,12 @@ VICTIMS: dict[str, Check] = {
     "Ampere page copy": ampere_copy("int8", "float16", 64, 1, 128),
     "Ampere product": mma(9, 64, 1280, INT4, "bfloat16"),
     "Blackwell prompts": tcgen05(128, 1, 4, 64, 64, "bfloat16", PLAIN),
+    # here, too, more stages than there is memory for
+    "Blackwell product": tensor_dense(20, 128, 1280, INT8, "bfloat16"),
+    "Blackwell scaled product": tensor_sides(E4M3, 8, 128, 1280, by_group=True),
 }
 ON_AMPERE = tuple(name for name in VICTIMS if name.startswith("Ampere"))
-ON_BLACKWELL = ("Blackwell prompts",)
+ON_BLACKWELL = tuple(name for name in VICTIMS if name.startswith("Blackwell"))
 # The first that tells of a fault counts.
 SCHEDULES = (
     Schedule(seed=0, order="random", garbage="nan"),
@@ -98,6 +104,11 @@ MULTIPLIED = rf"{WAIT}(?=[^{{]*tcgen05\.fence)"
 BEFORE, AFTER = r"tcgen05\.fence::before_thread_sync;", rf"({BAR}[^;]*)tcgen05\.fence::after_thread_sync;"
 STRIDE = r"(mov\.b64 b_desc, \{b_desc_low, )1073741952"
 FORM = r"(mov\.b32 \t%r\d+), (13\d{7});"
+# the same of products: a thread's arrival, bytes of a pair, a barrier after loads, and scales of rows
+ARRIVED = r"@%p\d+ mbarrier\.arrive\.release[^\n]*"
+PAIR_OF_BYTES = r"(prmt\.b32 %r\d+, %r\d+, 0), 0x4140;"
+LOADED = rf"({BEFORE}[^;]*){BAR}"
+ROW_SCALES = r"(ld\.shared\.v2\.b64[^\n]*\n)([\s\S]*?)(mbarrier\.arrive\.release[^\n]*\n)"
 MASKS = r"setp\.lt\.s32 \t(%p\d+, %r\d+, %r\d+;)(?=\n\tsetp\.lt)"
 
 
@@ -250,5 +261,19 @@ FAULTS = (
     ),
     Fault("wrong descriptor of a product", "Blackwell prompts", FORM, other_format, "other results", at=None),
     Fault("tensor memory kept", "Blackwell prompts", r"tcgen05\.dealloc[^\n]*", "", "exit"),
+    Fault("stages not awaited by threads", "Blackwell product", WAIT, "\n\n", "race"),
+    Fault("weights overwritten early", "Blackwell product", MULTIPLIED, "\n\n", "race"),
+    Fault("weights not stored", "Blackwell product", r"tcgen05\.wait::st[^\n]*", "", "race"),
+    Fault("stages not released by threads", "Blackwell product", ARRIVED, "", "fault"),
+    Fault("stage's product not committed", "Blackwell product", COMMIT, "", "fault"),
+    Fault("stage's product committed too early", "Blackwell product", EARLY, r"\2\1", "race"),
+    Fault("sums of all stages not awaited", "Blackwell product", MULTIPLIED, "\n\n", "race", at=2),
+    Fault("bytes of a pair swapped", "Blackwell product", PAIR_OF_BYTES, r"\1, 0x4041;", "other results"),
+    Fault("weights in another format", "Blackwell product", FORM, other_format, "other results", at=None),
+    Fault("sums of a stage not awaited", "Blackwell scaled product", MULTIPLIED, "\n\n", "race"),
+    Fault("sums of a stage not loaded", "Blackwell scaled product", r"tcgen05\.wait::ld[^\n]*", "", "race"),
+    Fault("barrier after loads missing", "Blackwell scaled product", LOADED, r"\1", "race"),
+    Fault("stage released before its scales", "Blackwell scaled product", ROW_SCALES, r"\2\3\1", "race"),
+    Fault("arrivals of rows' scales not counted", "Blackwell scaled product", ARRIVALS, r"\1, 256;", "fault"),
     Fault("scales of other tokens", "Ampere page copy", TOKEN, r"mov.b32 \t\1, \2;", "other results"),
 )

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from pallas_kernels.attention import blackwell
+from pallas_kernels.products import blackwell as products
 from pallas_kernels.quantization.formats import FP8_BY_FP8, INT8, WeightFormat
 from tests.kernels import (
     test_ampere,
@@ -36,7 +37,7 @@ E4M3 = "float8_e4m3fn"
 INT4, INT4_64 = (WeightFormat("int4", 4, group, offset=True) for group in (128, 64))
 MXFP4, NVFP4 = (WeightFormat("e2m1", 4, group) for group in (32, 16))
 FP8, FP8_GROUPS, BFLOAT16 = WeightFormat(E4M3, 8), WeightFormat(E4M3, 8, 128), WeightFormat("bfloat16", 16)
-INT8_BY_INT8, BY_GROUP = replace(INT8, inputs="int8"), replace(FP8_GROUPS, inputs=E4M3)
+INT8_BY_INT8, FP8_BLOCKS = replace(INT8, inputs="int8"), replace(FP8_GROUPS, inputs=E4M3)
 
 Check = Callable[..., float]
 Cases = dict[str, dict[str, Check]]  # kernel, name of the case, check: called with a runner
@@ -68,6 +69,12 @@ ampere_prefill = partial(partial, test_ampere.check_prefill)
 mma = partial(partial, test_ampere_product.check)
 mma_groups = partial(partial, test_ampere_product.check_grouped)
 mma_numbers = partial(partial, test_ampere_product.check_every_number)
+# by Blackwell's kernel for products
+tensor_dense, tensor_groups, tensor_numbers = (
+    partial(function, target="b200") for function in (mma, mma_groups, mma_numbers)
+)
+tensor_sides = partial(eight_bits, least=products.LEAST_ROWS, kernel=products.grouped_product)
+tensor_split = partial(inputs_split, kernel=products.grouped_product)
 
 COVERED = 0.75  # kv_write has code for each token of a block, and some of these are padding
 # Names of kernels are those in `plgpu.kernel`.
@@ -314,7 +321,7 @@ MORE_AMPERE: Cases = {
         "int4, groups of 32, float16": mma(8, 192, 416, replace(INT4, group=32), "float16"),
         "int4, 3 rows": mma(3, 64, 384, replace(INT4, offset=False), "bfloat16"),
         "fp8 by fp8": mma(4, 64, 512, FP8_BY_FP8, "bfloat16"),
-        "fp8 by fp8, both by group": mma(4, 64, 512, BY_GROUP, "bfloat16"),
+        "fp8 by fp8, both by group": mma(4, 64, 512, FP8_BLOCKS, "bfloat16"),
         "int8, float16, 100 rows": mma(100, 64, 256, INT8, "float16"),
         "experts, int8, more rows": mma_groups((0, 70, 0, 1), 64, 128, INT8, "bfloat16"),
         "experts, int4, offsets": mma_groups((40, 1, 0), 64, 640, INT4, "float16"),
@@ -323,7 +330,7 @@ MORE_AMPERE: Cases = {
         "experts, fp8 by group": mma_groups((5, 0, 9), 64, 256, FP8_GROUPS, "float16"),
         "experts, int8 by int8": mma_groups((2, 0, 5), 64, 256, INT8_BY_INT8, "bfloat16"),
         "experts, fp8 by fp8": mma_groups((2, 0, 5), 64, 256, FP8_BY_FP8, "bfloat16"),
-        "experts, fp8 by fp8, both by group": mma_groups((2, 0, 5), 64, 256, BY_GROUP, "bfloat16"),
+        "experts, fp8 by fp8, both by group": mma_groups((2, 0, 5), 64, 256, FP8_BLOCKS, "bfloat16"),
         "every int8 number, bfloat16": mma_numbers("int8", "bfloat16"),
         "every fp8 number, float16": mma_numbers(E4M3, "float16"),
     },
@@ -340,7 +347,24 @@ BLACKWELL: Cases = {
         "head dim 64, group 3, queries see later tokens": tcgen05(
             64, 1, 3, 16, 48, "bfloat16", BOTH, further=37
         ),
-    }
+    },
+    "grouped_product": {
+        "int8, 20 rows": tensor_dense(20, 128, 1280, INT8, "bfloat16"),
+        "fp8, float16, inputs split": tensor_split(E4M3, 20, 128, 2304, 3, dtype="float16"),
+        "fp8 by group, 12 rows": tensor_dense(12, 128, 1280, FP8_GROUPS, "bfloat16"),
+        "both fp8 by group, 40 rows": tensor_dense(40, 128, 1280, FP8_BLOCKS, "bfloat16"),
+        "both fp8, 5 rows": tensor_sides(E4M3, 5, 128, 1024),
+        "both int8, 20 rows, inputs split": tensor_sides("int8", 20, 128, 512, 2),
+        "experts, bfloat16": tensor_groups((3, 0, 10), 128, 640, BFLOAT16, "bfloat16"),
+        "experts, int8": tensor_groups((0, 20, 0, 1), 128, 256, INT8, "bfloat16"),
+        "experts, fp8, float16": tensor_groups((2, 0, 25), 128, 256, FP8, "float16"),
+        "experts, fp8 by group": tensor_groups((20, 0, 9), 128, 256, FP8_GROUPS, "bfloat16"),
+        "experts, both fp8 by group": scaled_by_group(
+            (20, 0, 9), inputs=True, out=128, kernel=products.grouped_product
+        ),
+        "every int8 number": tensor_numbers("int8", "bfloat16", outs=128),
+        "every fp8 number": tensor_numbers(E4M3, "bfloat16", outs=128),
+    },
 }
 MORE_BLACKWELL: Cases = {
     "paged_attention_prefill": {
@@ -356,7 +380,16 @@ MORE_BLACKWELL: Cases = {
             (256, 2, 64, 16, "bfloat16", "", "long window", LONG),
             (256, 3, 48, 32, "float16", E4M3, "plain", PLAIN),
         )
-    }
+    },
+    "grouped_product": {
+        "fp8, 200 rows": tensor_dense(200, 128, 512, FP8, "bfloat16"),
+        "int8, 64 rows, two parts": tensor_dense(64, 256, 768, INT8, "bfloat16"),
+        "both fp8 by group, 130 rows": tensor_dense(130, 128, 512, FP8_BLOCKS, "bfloat16"),
+        "fp8 by group, 100 rows": tensor_dense(100, 128, 384, FP8_GROUPS, "float16"),
+        "experts, float16": tensor_groups((70, 1, 0), 256, 128, WeightFormat("float16", 16), "float16"),
+        "every int8 number, float16": tensor_numbers("int8", "float16", outs=128),
+        "every fp8 number, float16": tensor_numbers(E4M3, "float16", outs=128),
+    },
 }
 
 

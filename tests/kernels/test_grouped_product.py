@@ -4,7 +4,7 @@ detection on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.products.groups import GRID, Groups, block_rows, grouped, one_group, out_per_block
+from pallas_kernels.products.groups import BLOCK, GRID, Groups, block_rows, grouped, one_group, out_per_block
 from pallas_kernels.products.hopper.grouped_product import grouped_product, splits_of
 from pallas_kernels.quantization.quantized import GROUP, dequantize, quantize
 from tests.kernels.interpreted import INTERPRETED, RACES, Runner, interpret, largest_error
@@ -74,9 +74,20 @@ MORE = [
 
 
 def check(
-    kind: str, dtype: str, sizes: Sequence[int], out: int, size: int, *, runner: Runner = INTERPRETED
+    kind: str,
+    dtype: str,
+    sizes: Sequence[int],
+    out: int,
+    size: int,
+    *,
+    kernel: Callable[..., jax.Array] = grouped_product,
+    runner: Runner = INTERPRETED,
 ) -> float:
-    """The largest error, see `largest_error`."""
+    """The largest error, see `largest_error`.
+
+    Args:
+        kernel: this one or Blackwell's.
+    """
     rng = np.random.default_rng(out)
     chosen = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
     x = jnp.asarray(rng.normal(size=(len(chosen), size)), dtype)
@@ -90,7 +101,7 @@ def check(
     form = runner.form(operand_in_registers=False)
 
     def run(x: jax.Array, values: jax.Array, scale: jax.Array | None, groups: Groups) -> jax.Array:
-        return grouped_product(x[groups.row], values, scale, groups, **form)[groups.place]
+        return kernel(x[groups.row], values, scale, groups, **form)[groups.place]
 
     got = np.asarray(runner.run(run, x, values, scale, groups), np.float32)
     matrices = np.asarray((dequantize(stored) if stored else weight).astype(jnp.float32))
@@ -150,16 +161,22 @@ def eight_bits(
     splits: int = 1,
     *,
     by_group: bool = False,
+    least: int = BLOCK[0],
+    kernel: Callable[..., jax.Array] = grouped_product,
     runner: Runner = INTERPRETED,
 ) -> float:
-    """Both sides in eight bits; what no row is at is not read. Returns `largest_error`."""
+    """Both sides in eight bits; what no row is at is not read. Returns `largest_error`.
+
+    Args:
+        least: rows of a block.
+    """
     rng = np.random.default_rng(rows)
     sizes = np.repeat(np.arange(1, -(-size // GROUP) + 1), GROUP)[:size]  # of each group of numbers
     x, weight = (
         quantize(jnp.asarray(rng.normal(size=shape) * factors, jnp.float32), kind, by_group=by_group)
         for shape, factors in (((rows, size), sizes), ((out, size), sizes[::-1] ** 2))
     )
-    groups, block = one_group(rows)
+    groups, block = one_group(rows, least)
     more = -rows % block
     values = jnp.pad(x.values, ((0, more), (0, 0)))
     ends: Any = (*by_group * [(0, 0)], (0, more))
@@ -167,7 +184,7 @@ def eight_bits(
     form = {"block": block, "dtype": jnp.float32, "splits": splits, **runner.form()}
 
     def run(x: jax.Array, values: jax.Array, scale: jax.Array, x_scale: jax.Array) -> jax.Array:
-        return grouped_product(x, values[None], scale[None], groups, x_scale=x_scale, **form)[:rows]
+        return kernel(x, values[None], scale[None], groups, x_scale=x_scale, **form)[:rows]
 
     got = np.asarray(runner.run(run, values, weight.values, weight.scale, scale))
     want = np.asarray(dequantize(x), np.float64) @ np.asarray(dequantize(weight), np.float64).T
@@ -195,11 +212,19 @@ def test_both_sides_scaled_by_group(case: tuple[str, int, int, int]) -> None:
 
 
 def inputs_split(
-    kind: str, rows: int, out: int, size: int, splits: int, *, runner: Runner = INTERPRETED
+    kind: str,
+    rows: int,
+    out: int,
+    size: int,
+    splits: int,
+    *,
+    dtype: str = "bfloat16",
+    kernel: Callable[..., jax.Array] = grouped_product,
+    runner: Runner = INTERPRETED,
 ) -> float:
     """Rows of 16 bits by weights of eight, whose inputs several blocks share; see `largest_error`."""
     rng = np.random.default_rng(rows)
-    x = jnp.asarray(rng.normal(size=(rows, size)), jnp.bfloat16)
+    x = jnp.asarray(rng.normal(size=(rows, size)), dtype)
     weight = quantize(jnp.asarray(rng.normal(size=(out, size)), jnp.float32), kind)
     groups, block = one_group(rows)
     form = {
@@ -211,7 +236,7 @@ def inputs_split(
 
     def run(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
         x = jnp.pad(x, ((0, -rows % GRID), (0, 0)))
-        return grouped_product(x, values[None], scale[None], groups, **form)[:rows]
+        return kernel(x, values[None], scale[None], groups, **form)[:rows]
 
     got = np.asarray(runner.run(run, x, weight.values, weight.scale))
     want = np.asarray(x, np.float64) @ np.asarray(dequantize(weight), np.float64).T
@@ -255,7 +280,14 @@ def test_a_layers_products_are_split_where_they_have_few_outputs() -> None:
 
 
 def scaled_by_group(
-    sizes: tuple[int, ...], splits: int = 1, *, inputs: bool = False, runner: Runner = INTERPRETED
+    sizes: tuple[int, ...],
+    splits: int = 1,
+    *,
+    inputs: bool = False,
+    out: int = 64,
+    size: int = 256,
+    kernel: Callable[..., jax.Array] = grouped_product,
+    runner: Runner = INTERPRETED,
 ) -> float:
     """The largest error, see `largest_error`.
 
@@ -265,8 +297,8 @@ def scaled_by_group(
     rng = np.random.default_rng(0)
     chosen = jnp.asarray(np.repeat(np.arange(len(sizes)), sizes))
     x, weight = (
-        jnp.asarray(rng.normal(size=(len(chosen), 256)), jnp.bfloat16),
-        rng.normal(size=(len(sizes), 64, 256)) * np.repeat([1, 30], GROUP),
+        jnp.asarray(rng.normal(size=(len(chosen), size)), jnp.bfloat16),
+        rng.normal(size=(len(sizes), out, size)) * np.repeat([1, 30] * (size // GROUP // 2), GROUP),
     )
     stored = quantize(jnp.asarray(weight, jnp.float32), E4M3, by_group=True)
     rows = quantize(x.astype(jnp.float32), E4M3, by_group=True) if inputs else None
@@ -275,7 +307,7 @@ def scaled_by_group(
 
     def run(x: jax.Array, x_scale: Any, values: jax.Array, scale: jax.Array, groups: Groups) -> jax.Array:
         scales = {} if x_scale is None else {"x_scale": x_scale[groups.row].T}
-        return grouped_product(x[groups.row], values, scale, groups, **scales, **form)[groups.place]
+        return kernel(x[groups.row], values, scale, groups, **scales, **form)[groups.place]
 
     given = (x, None) if rows is None else (rows.values, rows.scale)
     got = np.asarray(runner.run(run, *given, stored.values, stored.scale, groups))

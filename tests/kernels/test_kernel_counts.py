@@ -1,4 +1,4 @@
-"""What tiles cost in the machine code of kernels."""
+"""What tiles cost in the machine code of kernels; `test_blackwell` has its products."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CODE = """
 .L_x_3:
         /*0080*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0
         /*0090*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0
-        /*00a0*/               @P1 BRA `(.L_x_0)
+        /*00a0*/                   BRA.U UP1, `(.L_x_0)
         /*00b0*/                   EXIT
 .L_x_1:
         /*00c0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [R3+URZ], R0

@@ -24,8 +24,10 @@ AMPERE: Any = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0
 TURING: Any = SimpleNamespace(device_kind="Tesla T4", compute_capability="7.5")
 NO_TURING = (
     "device=Tesla T4: the kernel is for GPUs of compute capability 9.0; GPUs of compute capability 8.x"
+    ", and 10.0 and newer"
 )
-NO_TURING += ", and 10.0 and newer"
+NO_TURING_IN_EIGHT_BITS = NO_TURING.replace("for GPUs", "for GPUs of compute capability 10.0; GPUs", 1)
+BLACKWELL: Any = SimpleNamespace(device_kind="NVIDIA B200", compute_capability="10.0", platform="gpu")
 
 
 def test_what_the_grouped_product_takes_and_why_not() -> None:
@@ -33,7 +35,7 @@ def test_what_the_grouped_product_takes_and_why_not() -> None:
     for experts in weight, quantize(weight, "int8"), quantize(weight, "float8_e4m3fn"):
         assert product_dispatch.why_product_unsupported(x, experts, grouped=True, device=HOPPER) is None
     refusals: list[tuple[Any, Any, str]] = [
-        ((x, weight), TURING, NO_TURING),
+        ((x, weight), TURING, NO_TURING_IN_EIGHT_BITS),
         ((x, weight), AMPERE, "in=64: the kernel takes multiples of 128"),
         ((x.astype(jnp.float32), weight), HOPPER, "dtype=float32: the kernel takes bfloat16 and float16"),
         (
@@ -110,6 +112,41 @@ def test_what_quantized_products_take_and_why_not() -> None:
     with pytest.raises(ValueError, match=r"impl='mosaic': device=.*compute capability 9\.0"):
         stored(weight).on_gpu(x, x.dtype, impl="mosaic")
     np.testing.assert_array_equal(stored(weight).on_gpu(x, jnp.dtype("float32")), np.zeros((8, 64)))
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="Mosaic infers no layouts for it")
+def test_what_blackwells_kernel_takes_and_what_falls_to_an_older_one() -> None:
+    weight, fp8 = jnp.zeros((4, 128, 256), jnp.bfloat16), "float8_e4m3fn"
+    few = "up to 8 of a matrix cost mma.sync as few instructions"
+    calls: list[tuple[Any, int, Any, Any]] = [
+        (quantize(weight[0], "int8"), 9, "Blackwell", None),
+        (quantize(weight[0], fp8), 512, "Blackwell", None),
+        (quantize(weight[0], fp8), 8, "Ampere", f"rows=8: {few}"),
+        (quantize(weight[0], fp8, inputs=True, by_group=True), 1, "Blackwell", None),
+        (quantize(weight[0], fp8, by_group=True), 100, "Blackwell", None),
+        (quantize(weight[0, :64], "int8"), 16, "Ampere", "out=64: the kernel takes multiples of 128"),
+        (
+            quantize(weight[0], "int8"),
+            513,
+            "XLA",
+            "rows=513: the kernel for eight-bit weights takes at most 512",
+        ),
+        (
+            quantize(weight[0], "int8", inputs=True),
+            16,
+            "XLA",
+            "inputs=int8: XLA multiplies these without converting them",
+        ),
+        (weight, 40, "Blackwell", None),
+        (quantize(weight, "int8"), 40, "Blackwell", None),
+        (quantize(weight, "int8"), 16, "Ampere", f"rows=16: {few}"),
+        (quantize(weight, fp8, inputs=True, by_group=True), 16, "Blackwell", None),
+    ]
+    for parameter, rows, name, why in calls:
+        x: Any = jax.ShapeDtypeStruct((rows, 256), jnp.bfloat16)
+        grouped_or_not = len(parameter.shape) == 3
+        choice = product_dispatch.explain_product(x, parameter, grouped=grouped_or_not, device=BLACKWELL)
+        assert choice == (name, why), (parameter.shape, rows)
 
 
 def test_quantized_weights_are_read_as_they_lie_by_kernels_of_the_device(

@@ -12,13 +12,13 @@ from tests.ptx_machine.kernels import run
 from tools.ptx_machine.machine import Result
 from tools.ptx_machine.memory import Array
 from tools.ptx_machine.schedules import ORDERS, Schedule
-from tools.ptx_machine.tensor import LANES, K
+from tools.ptx_machine.tensor import DEPTH, LANES
 
 N = 16
 FORM = 1 << 4 | 1 << 7 | 1 << 10 | N >> 3 << 17 | LANES >> 4 << 24  # float32 from bfloat16
 NEXT = "\n"
 FENCED = NEXT.join(("tcgen05.fence::before_thread_sync;", "bar.sync 0;", "tcgen05.fence::after_thread_sync;"))
-WORDS = ", ".join(f"%r{10 + i}" for i in range(K // 2))
+WORDS = ", ".join(f"%r{10 + i}" for i in range(DEPTH // 4))
 OUT = ", ".join(f"%r{20 + i}" for i in range(N))
 RIGHT_AT = 1024  # of B in shared memory; the mbarrier is at 0, the address of tensor memory at 8
 
@@ -42,8 +42,8 @@ ld.shared.b32 %r3, [memory+8];
 add.u32 %r4, %r3, 32;
 """
 LEFT = f"""
-mad.wide.u32 %d3, %r0, {2 * K}, %d0;
-{NEXT.join(f"ld.global.b32 %r{10 + i}, [%d3+{4 * i}];" for i in range(K // 2))}
+mad.wide.u32 %d3, %r0, {DEPTH}, %d0;
+{NEXT.join(f"ld.global.b32 %r{10 + i}, [%d3+{4 * i}];" for i in range(DEPTH // 4))}
 tcgen05.st.sync.aligned.32x32b.x8.b32 [%r4], {{{WORDS}}};
 tcgen05.wait::st.sync.aligned;
 """
@@ -51,13 +51,13 @@ tcgen05.wait::st.sync.aligned;
 RIGHT = f"""
 setp.lt.u32 %p3, %r0, {N};
 @!%p3 bra copied;
-mad.wide.u32 %d4, %r0, {2 * K}, %d1;
+mad.wide.u32 %d4, %r0, {DEPTH}, %d1;
 mov.b32 %r5, memory;
 and.b32 %r6, %r0, 7;
 shr.u32 %r7, %r0, 3;
 mad.lo.u32 %r5, %r6, 16, %r5;
 mad.lo.u32 %r5, %r7, 256, %r5;
-{NEXT.join(f"ld.global.b32 %r6, [%d4+{4 * i}];{NEXT}{_kept(i)}" for i in range(K // 2))}
+{NEXT.join(f"ld.global.b32 %r6, [%d4+{4 * i}];{NEXT}{_kept(i)}" for i in range(DEPTH // 4))}
 copied:
 fence.proxy.async.shared::cta;
 """
@@ -93,11 +93,13 @@ freed:
 """
 
 
-def execute(body: str, schedule: Schedule) -> tuple[Result, Any, Any]:
+def execute(
+    body: str, schedule: Schedule, dtype: Any = ml_dtypes.bfloat16, sums: Any = np.float32
+) -> tuple[Result, Any, Any]:
     """The run of a kernel, its result, and A @ B.T in float64."""
-    rng = np.random.default_rng(3)
-    a, b = (rng.normal(size=(rows, K)).astype(ml_dtypes.bfloat16) for rows in (LANES, N))
-    arrays = Array("a", a), Array("b", b), Array("out", np.zeros((LANES, N), np.float32), False)
+    rng, depth = np.random.default_rng(3), DEPTH // np.dtype(dtype).itemsize
+    a, b = ((9 * rng.normal(size=(rows, depth))).astype(dtype) for rows in (LANES, N))
+    arrays = Array("a", a), Array("b", b), Array("out", np.zeros((LANES, N), sums), False)
     result = run(body, *arrays, threads=128, schedule=schedule)
     return result, result.arrays["out"], a.astype(np.float64) @ b.astype(np.float64).T
 
@@ -109,7 +111,25 @@ WHOLE = NEXT.join((ALLOCATE, LEFT, RIGHT, FENCED, PRODUCT, AWAIT, LOAD, FREE))
 def test_a_product_from_tensor_memory(order: Any) -> None:
     result, got, want = execute(WHOLE, Schedule(seed=5, order=order, garbage="random"))
     assert not result.errors
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-4)
+
+
+KINDS: dict[str, tuple[Any, Any, int]] = {  # numbers, sums, and what the descriptor of the product says
+    "f8f6f4": (ml_dtypes.float8_e4m3fn, np.float32, 1 << 4),
+    "i8": (np.int8, np.int32, 2 << 4 | 1 << 7 | 1 << 10),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_product_of_eight_bits(kind: str) -> None:
+    dtype, sums, types = KINDS[kind]
+    form = FORM & ~0x1FF0 | types
+    body = WHOLE.replace("kind::f16", f"kind::{kind}").replace(f", {FORM},", f", {form},")
+    result, got, want = execute(body, Schedule(seed=4, order="late"), dtype, sums)
+    assert not result.errors
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-4)
+    with pytest.raises(NotImplementedError, match="instruction descriptor"):
+        execute(body.replace(f", {form},", f", {form ^ 3 << 4},"), Schedule(seed=4), dtype, sums)
 
 
 def test_a_product_adds_to_what_is_there() -> None:
@@ -118,7 +138,7 @@ def test_a_product_adds_to_what_is_there() -> None:
     )
     result, got, want = execute(WHOLE.replace(PRODUCT, twice), Schedule(seed=1, order="late"))
     assert not result.errors  # products with one accumulator and shape happen in order
-    np.testing.assert_allclose(got, 2 * want, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(got, 2 * want, rtol=1e-6, atol=1e-4)
 
 
 def _line(text: str, name: str) -> str:
@@ -145,6 +165,7 @@ FAULTS = {
     "memory kept": (_line(FREE, "dealloc"), "", "exit", "without tcgen05.dealloc"),
     "other size freed": ("b32 %r3, 64;", "b32 %r3, 32;", "fault", "not allocated like this"),
     "no power of two": ("[memory+8], 64;", "[memory+8], 48;", "fault", "a power of two"),
+    "eight columns": (f", {FORM},", f", {FORM - (8 >> 3 << 17)},", "fault", "a multiple of 16"),
     "many threads multiply": ("@!%p1 bra multiplied;", "", "fault", "threads execute tcgen05.mma"),
 }
 

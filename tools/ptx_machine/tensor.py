@@ -29,8 +29,13 @@ from tools.ptx_machine.syntax import Instruction
 from tools.ptx_machine.warp import Operation, Wait, Warp
 
 LANES, COLUMNS, QUARTERS = 128, 512, 4
-TYPES = {0: "f16", 1: "bf16"}  # of kind::f16
-K = 16  # of kind::f16
+# of a kind of product: types of its operands and of its accumulator by their numbers in a descriptor
+KINDS: dict[str, tuple[dict[int, str], dict[int, Any]]] = {
+    "kind::f16": ({0: "f16", 1: "bf16"}, {1: np.float32}),
+    "kind::f8f6f4": ({0: "e4m3", 1: "e5m2"}, {1: np.float32}),
+    "kind::i8": ({0: "u8", 1: "s8"}, {2: np.int32}),
+}
+DEPTH = 32  # bytes of a row of an operand, eight columns of tensor memory
 
 type Place = tuple[slice, slice]  # quarters of the lanes, and columns
 type Shape = tuple[int, int, int]  # of a product: its accumulator, columns, instruction descriptor
@@ -78,13 +83,14 @@ class Product:
 
     Attributes:
         chain: products of the thread with the same accumulator and shape, in order.
-        d: first column of the accumulator; n: its columns.
+        d: first column of the accumulator; n: its columns; dtype: of its numbers.
     """
 
     memory: TensorMemory
     chain: list[Product]
     d: int
     n: int
+    dtype: Any
     a: Any
     b: Any
     keeps: bool
@@ -96,8 +102,8 @@ class Product:
         """Performs the first of its chain."""
         first = self.chain.pop(0)
         at = (slice(None), slice(first.d, first.d + first.n))
-        before = first.memory.cells[at].view(np.float32) if first.keeps else None
-        result = add(before, times(first.a(), first.b()), np.float32)
+        before = first.memory.cells[at].view(first.dtype) if first.keeps else None
+        result = add(before, times(first.a(), first.b()), first.dtype)
         first.memory.cells[at] = np.ascontiguousarray(result).view(np.uint32)
         first.done = True
         first.memory.flying.remove(first)
@@ -357,16 +363,20 @@ def wait_for(warp: Warp, ins: Instruction, lanes: Lanes) -> Wait | None:
 
 def multiply(warp: Warp, ins: Instruction, lanes: Lanes) -> Wait | None:
     """tcgen05.mma, by one thread."""
-    if ins.parts[2:] != ("cta_group::1", "kind::f16") or len(ins.args) != 5:
+    if ins.parts[2:3] != ("cta_group::1",) or ins.parts[-1] not in KINDS or len(ins.args) != 5:
         raise NotImplementedError(str(ins))
     if lanes.count != 1:
         raise Fault(f"{lanes.count} threads execute tcgen05.mma at once, each of them a product")
     [lane] = lanes.list
     form = warp.one(warp.get(ins.args[3]), lanes)
     m, n = (form >> 24 & 31) << 4, (form >> 17 & 63) << 3
-    if m != LANES or form & 0x6000_600F or form >> 4 & 3 != 1:
+    kinds, dtypes = KINDS[ins.parts[-1]]
+    if m != LANES or form & 0x6000_600F or form >> 4 & 3 not in dtypes:
         raise NotImplementedError(f"{ins}: instruction descriptor {form:#x}")
-    a_kind, b_kind = TYPES[form >> 7 & 7], TYPES[form >> 10 & 7]
+    if n % 16 or not 16 <= n <= 256:
+        raise Fault(f"tcgen05.mma with {n} columns: a multiple of 16 up to 256")
+    a_kind, b_kind = kinds[form >> 7 & 7], kinds[form >> 10 & 7]
+    size = fragments.BITS[a_kind] // 8
     memory, mine, clock, shared = memory_of(warp), warp.part(Tensor), warp.clock, warp.block.shared
     d = warp.one(warp.addresses(ins.args[0]), lanes)
     clock.count[TENSOR] += 1
@@ -376,22 +386,22 @@ def multiply(warp: Warp, ins: Instruction, lanes: Lanes) -> Wait | None:
 
     def operand(x: Operand, rows: int, flipped: bool, kind: str, name: str) -> Any:
         bits = warp.one(warp.get(x, "b64"), lanes)
-        at, granules = warp.device.tile(bits, 0, rows, K, 2, flipped, shared)
+        at, granules = warp.device.tile(bits, 0, rows, DEPTH // size, size, flipped, shared)
         if shared.shadow:
             shared.shadow.read(granules, lane, access, f"tcgen05.mma's {name}", "uninitialised operand")
-        return lambda: fragments.decode(shared.view[2][at], kind)
+        return lambda: fragments.decode(shared.view[size][at], kind)
 
     shape = d, n, form
     mine.shapes.append(shape)
     b = operand(ins.args[2], n, bool(form >> 16 & 1), b_kind, "B")
     if isinstance(ins.args[1], Mem):
         first = warp.one(warp.addresses(ins.args[1]), lanes)
-        memory.check(first, K // 2)
-        mine.read(lane, (every, slice(first, first + K // 2)), TENSOR, count, "tcgen05.mma")
+        memory.check(first, DEPTH // 4)
+        mine.read(lane, (every, slice(first, first + DEPTH // 4)), TENSOR, count, "tcgen05.mma")
 
         def a() -> np.ndarray:
-            words = np.ascontiguousarray(memory.cells[:, first : first + K // 2])
-            return fragments.decode(words.view(np.uint16), a_kind)
+            words = np.ascontiguousarray(memory.cells[:, first : first + DEPTH // 4])
+            return fragments.decode(words.view(f"u{size}"), a_kind)
     else:
         a = operand(ins.args[1], m, bool(form >> 15 & 1), a_kind, "A")
     memory.check(d, n)
@@ -400,7 +410,7 @@ def multiply(warp: Warp, ins: Instruction, lanes: Lanes) -> Wait | None:
     keeps = bool(flag.bits) if isinstance(flag, Imm) else bool(warp.one(warp.get(flag, "p"), lanes))
     mine.write(lane, at, TENSOR, count, "tcgen05.mma", shape)
     chain = mine.chains.setdefault((lane, d, n), [])
-    product = Product(memory, chain, d, n, a, b, keeps, ins.line)
+    product = Product(memory, chain, d, n, dtypes[form >> 4 & 3], a, b, keeps, ins.line)
     chain.append(product)
     memory.flying.append(product)
     mine.products.setdefault(lane, []).append(product)

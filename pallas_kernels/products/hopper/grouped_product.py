@@ -13,8 +13,9 @@ takes every other stage, and the first adds its sums.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,26 @@ SHARED = 110 << 10  # bytes of shared memory of such a block
 STAGES = 4  # otherwise
 ALIGNED = 32  # numbers of float32: TMA writes to multiples of 128 bytes
 LEAST_STEPS = 8  # minimum stages that a block reads if several share the inputs
+LEAST_ROWS = BLOCK[0]  # of a block
+
+
+class Stages(NamedTuple):
+    """What a thread block multiplies, and the barriers of its stages.
+
+    Attributes:
+        w, x: weights [slots, outs, columns], and rows [slots, block, columns].
+        scales: those of the outputs for the inputs of a stage, given its number.
+        scaled: sums over these inputs, [outs, rows], times all scales; takes also the slot, `scales` and the
+            first row.
+    """
+
+    steps: int
+    w: Any
+    x: Any
+    full: Any
+    free: Any
+    scales: Callable[[jax.Array], jax.Array | None]
+    scaled: Callable[[jax.Array, jax.Array, jax.Array | None, int], jax.Array]
 
 
 def grouped_product(
@@ -113,18 +134,34 @@ def grouped_product(
         "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
         "summed": plgpu.Barrier() if turns > 1 else None,
     }
+    arrays = x, weight, groups.group, groups.start, groups.length, scale, x_scale
+    return launch(kernel, arrays, scratch, turns * warpgroups, splits, result, interpret=interpret)
+
+
+def launch(
+    kernel: Callable[..., None],
+    arrays: Sequence[Any],
+    scratch: Mapping[str, Any],
+    threads: int,
+    splits: int,
+    result: jnp.dtype[Any],
+    **options: Any,
+) -> jax.Array:
+    """Runs a kernel with this scratch memory and so many warpgroups that multiply -> [places, out]."""
+    x, weight, group = arrays[:3]
+    warpgroups, _, rows = scratch["out_smem"].shape
     y: jax.Array = plgpu.kernel(
-        _kernel,
-        out_type=jax.ShapeDtypeStruct((splits, len(x), out), dtype),
+        kernel,
+        out_type=jax.ShapeDtypeStruct((splits, len(x), weight.shape[1]), scratch["out_smem"].dtype),
         scratch_types={name: what for name, what in scratch.items() if what is not None},
         # a group's blocks run together, while its matrix is in the L2 cache
-        grid=(len(groups.group), out // (warpgroups * ROWS), splits),
+        grid=(len(group), weight.shape[1] // (warpgroups * rows), splits),
         grid_names=("block", "part", "split"),
-        num_threads=turns * warpgroups + 1,
+        num_threads=threads + 1,
         thread_name="warpgroup",
         kernel_name="grouped_product",
-        interpret=interpret,
-    )(x, weight, groups.group, groups.start, groups.length, scale, x_scale)
+        **options,
+    )(*arrays)
     return y[0] if splits == 1 else y.sum(0).astype(result)
 
 
@@ -147,24 +184,43 @@ def _columns(x: jnp.dtype[Any], size: int, rows: int) -> int:
     return WIDE if (x.itemsize == 1 or rows <= FEW) and size % WIDE == 0 else COLUMNS
 
 
-def _kernel(
+def kernel(
     x_ref: Any, w_ref: Any, group_ref: Any, start_ref: Any, length_ref: Any, scale_ref: Any, x_scale_ref: Any,
     out_ref: Any, *,
     x_smem: Any, w_smem: Any, a_smem: Any = None, scale_smem: Any = None, sum_smem: Any = None, out_smem: Any,
     full: Any, free: Any, summed: Any = None,
+    tensor: Any = None, total_of: Callable[[Stages, Any], jax.Array] | None = None,
+    layout: Any = plgpu.Layout.WGMMA, keep: Callable[[Any, jax.Array], None] = store_transposed,
 ) -> None:  # fmt: skip
     stages, block, columns = x_smem.shape
-    warpgroups, steps = out_smem.shape[0], x_ref.shape[1] // columns // out_ref.shape[0]
+    (warpgroups, _, outs), steps = out_smem.shape, x_ref.shape[1] // columns // out_ref.shape[0]
     index, part, split, warpgroup = (lax.axis_index(name) for name in ("block", "part", "split", "warpgroup"))
     # two warpgroups take turns if there are sums to add
     turns, turn = (1, jnp.int32(0)) if sum_smem is None else (2, warpgroup)
     group, start, length = group_ref[index], start_ref[index], length_ref[index]
-    first, begin = part * warpgroups * ROWS, split * steps  # this block's first output and step
-    at_output = (warpgroup - turn) * ROWS
+    first, begin = part * warpgroups * outs, split * steps  # this block's first output and step
+    at_output = (warpgroup - turn) * outs
     # outputs of the block, and of all
-    inside, mine = pl.ds(at_output, ROWS), pl.ds(first + at_output, ROWS)
+    inside, mine = pl.ds(at_output, outs), pl.ds(first + at_output, outs)
     by_inputs = scale_ref is not None and len(scale_ref.shape) == 3
     rows = pl.ds(start * GRID, block)
+
+    def scale_of(ref: Any, reduced: int) -> jax.Array:
+        """Loads a scale for each output or, if reduced is 0, for each row."""
+        loaded: jax.Array = plgpu.load(ref, layout=layout.reduce(reduced), optimized=False)
+        return loaded
+
+    def scales(i: jax.Array) -> jax.Array | None:
+        at = (begin + i) * columns // GROUP
+        return scale_of(scale_ref.at[group, mine, at], 1) if by_inputs else None
+
+    def scaled(y: jax.Array, slot: jax.Array, line: jax.Array | None, row: int = 0) -> jax.Array:
+        if line is not None:
+            y *= lax.broadcast_in_dim(line, y.shape, [0])
+        if scale_smem is not None:
+            some = scale_smem.at[slot, pl.ds(row, y.shape[1])]
+            y *= lax.broadcast_in_dim(scale_of(some, 0), y.shape, [1])
+        return y
 
     def multiply(i: jax.Array, acc: Any) -> None:
         """Adds step i, without waiting for the sum."""
@@ -208,14 +264,9 @@ def _kernel(
                 result: jax.Array = acc[...]
                 return result
 
-            line = (
-                scale_of(scale_ref.at[group, mine, (begin + i) * columns // GROUP], 1) if by_inputs else None
-            )
+            line = scales(i)
             y, slot = pl.run_scoped(one, accumulator), lax.rem(i, stages)
-            if line is not None:
-                y *= lax.broadcast_in_dim(line, y.shape, [0])
-            if scale_smem is not None:
-                y *= lax.broadcast_in_dim(scale_of(scale_smem.at[slot, pl.ds(0, block)], 0), y.shape, [1])
+            y = scaled(y, slot, line)
             plgpu.barrier_arrive(free.at[slot])
             total += y
             return total
@@ -225,6 +276,9 @@ def _kernel(
         return total
 
     def compute() -> None:
+        if total_of is not None:
+            stages_of_block = Stages(steps, w_smem, x_smem, full, free, scales, scaled)
+            return finish(total_of(stages_of_block, tensor))
         accumulator = plgpu.WGMMAAccumulatorRef(
             (ROWS, block), jnp.int32 if x_smem.dtype == jnp.int8 else jnp.float32
         )
@@ -256,7 +310,7 @@ def _kernel(
         if x_scale_ref is not None and scale_smem is None:
             y *= lax.broadcast_in_dim(scale_of(x_scale_ref.at[rows], 0), y.shape, [1])
         result = out_smem.at[warpgroup - turn]
-        store_transposed(result, y.astype(out_smem.dtype))
+        keep(result, y.astype(out_smem.dtype))
         plgpu.commit_smem()
         at: Any = 0
         size = block // GRID
@@ -276,7 +330,7 @@ def _kernel(
             slot, some = lax.rem(i, stages), pl.ds((begin + i) * columns, columns)
             pl.when(i >= stages)(partial(plgpu.barrier_wait, free.at[slot]))
             plgpu.copy_gmem_to_smem(
-                w_ref.at[group, pl.ds(first, warpgroups * ROWS), some], w_smem.at[slot], full.at[slot]
+                w_ref.at[group, pl.ds(first, warpgroups * outs), some], w_smem.at[slot], full.at[slot]
             )
             plgpu.copy_gmem_to_smem(x_ref.at[rows, some], x_smem.at[slot], full.at[slot])
             if scale_smem is not None:
@@ -289,9 +343,3 @@ def _kernel(
 
     pl.when((length > 0) & (warpgroup < turns * warpgroups))(compute)
     pl.when((length > 0) & (warpgroup == turns * warpgroups))(partial(in_one_warp, memory))
-
-
-def scale_of(ref: Any, reduced: int) -> jax.Array:
-    """Loads a scale for each output or, if reduced is 0, for each row."""
-    loaded: jax.Array = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(reduced), optimized=False)
-    return loaded
