@@ -106,12 +106,14 @@ def test_evidence_of_kernels_by_card() -> None:
 
 
 def test_bounds_of_products() -> None:
-    _, _, floor, *rows = docs_kernels.predictions().splitlines()
+    """Eight bits take half the time of sixteen; instructions bound only products of four bits on a B200."""
+    titles, _, floor, *rows = ([*line.split("|")[1:-1]] for line in docs_kernels.predictions().splitlines())
     assert len(rows) == len(AMPERE_FORMATS)
-    for row in rows:  # eight bits take half the time of sixteen; no card is bound by instructions
-        for cell, of_floats in zip(row.split("|")[3:-1], floor.split("|")[3:-1], strict=True):
+    for name, _, *cells in rows:
+        for card, cell, of_floats in zip(titles[2:], cells, floor[2:], strict=True):
             by_bytes, by_instructions = map(int, cell.split(","))
-            assert by_instructions < by_bytes < int(of_floats) * 0.53
+            four_bits = "4" in name and "B200" in card
+            assert by_instructions < by_bytes + 2 * four_bits and by_bytes < int(of_floats) * 0.55
 
 
 def test_every_form_of_a_kernel_is_counted() -> None:
