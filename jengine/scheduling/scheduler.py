@@ -399,7 +399,6 @@ class Scheduler:
         """
         sequences = [*map(self.registry.by_number.get, [sample.seq for sample in plan.samples])]
         fair, prompts, dropped = self.registry.fair, plan.prompts > 0, list[int]()
-        stopping = not self.registry.stop_ids.keys().isdisjoint(tokens)
         for i, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
             if sequence is None:
                 dropped.append(i)
@@ -411,7 +410,7 @@ class Scheduler:
                 fair.spend(sequence.client, 1)
             sequence.in_flight -= 1
             known.append(token)
-            if len(known) == sequence.max_len or (stopping and token in sequence.stop_token_ids):
+            if len(known) == sequence.max_len or token in sequence.stop_token_ids:
                 self._end(sequence, token)
         if not dropped:
             return Collected(range(len(tokens)), sequences, tokens)  # type: ignore[arg-type]

@@ -135,6 +135,15 @@ def test_a_stop_token_is_named_and_end_of_sequence_is_not(eos, params, reason, s
     assert (sequence.finish_reason, sequence.stop_reason) == (reason, stop_reason)
 
 
+def test_samples_of_a_prompt_share_their_stop_tokens():
+    """There may be as many as the vocabulary has tokens."""
+    run = loop()
+    first = run.add([1], n=3, max_tokens=9, stop_token_ids=(5, 6))
+    assert first.stop_token_ids == {5, 6, *first.eos_token_ids}
+    assert all(sequence.stop_token_ids is first.stop_token_ids for sequence in run.sequences)
+    assert run.add([1], max_tokens=9).stop_token_ids == {*first.eos_token_ids}
+
+
 def test_many_rows_make_no_work_for_the_garbage_collector():
     """A new object for each row would start a collection in every step, once there are more than 700 rows."""
     rows, begun = 1000, list[int]()

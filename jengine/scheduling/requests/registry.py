@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence as List
 from typing import Protocol
 
@@ -49,7 +48,6 @@ class Registry:
         fair: `waiting` if clients share fairly, otherwise None.
         running: in order of admission.
         ended: finished sequences that the caller has not yet taken from here.
-        stop_ids: for each token that ends unfinished requests, their number.
         releases: how often a sequence gave back its slot and pages.
         by_slack: whether the order depends on targets.
         may_preempt: whether `preempt` preempts; otherwise it raises PreemptionNeeded.
@@ -81,7 +79,6 @@ class Registry:
         self.held = Batches(options.batching, max_num_seqs, options.batch_wait_ms / 1e3)
         self.running: dict[Sequence, None] = {}
         self.by_id: dict[str, Sequence] = {}  # waiting and running requests
-        self.stop_ids = Counter[int]()
         self.by_number: dict[int, Sequence] = {}  # waiting and running sequences
         self.free_slots = list(range(max_num_seqs, 0, -1))
         self._arrivals = 0
@@ -131,7 +128,13 @@ class Registry:
         """
         self.check_id(request.request_id)
         params, number = request.params, self._arrivals
-        suppressed = tuple(dict.fromkeys((*params.stop_token_ids, *eos_token_ids)))
+        first = None if family is None else self.by_number.get(family)
+        if first is not None and first.request.params.stop_token_ids == params.stop_token_ids:
+            # a prompt's samples share what may be as large as the vocabulary
+            stops, suppressed = first.stop_token_ids, first.suppressed_token_ids
+        else:
+            suppressed = tuple(dict.fromkeys((*params.stop_token_ids, *eos_token_ids)))
+            stops = frozenset(params.stop_token_ids if params.ignore_eos else suppressed)
         sequence = Sequence(
             request=request,
             number=number,
@@ -139,7 +142,7 @@ class Registry:
             seed=seed,
             max_len=max_len,
             eos_token_ids=eos_token_ids,
-            stop_token_ids=frozenset(params.stop_token_ids if params.ignore_eos else suppressed),
+            stop_token_ids=stops,
             suppressed_token_ids=suppressed,
             tokens=list(request.prompt_token_ids),
             lora=lora,
@@ -147,7 +150,6 @@ class Registry:
         self.loras.came(lora)
         self.images.came(sequence)
         self._arrivals += 1
-        self.stop_ids.update(sequence.stop_token_ids)
         self.by_id[request.request_id] = self.by_number[number] = sequence
         return sequence
 
@@ -243,10 +245,6 @@ class Registry:
         self.images.ended(sequence)
         self.incoming.discard(sequence.number)
         del self.by_id[sequence.request_id], self.by_number[sequence.number]
-        for token in sequence.stop_token_ids:
-            self.stop_ids[token] -= 1
-            if not self.stop_ids[token]:
-                del self.stop_ids[token]
 
     def _release(self, sequence: Sequence) -> None:
         self.loras.stop(sequence.lora)
@@ -287,9 +285,6 @@ class Registry:
             "a sequence waits for pages in vain"
         )
         assert {*requests, *waiting} == {*self.by_id.values()}, "a request is lost"
-        assert self.stop_ids == Counter(token for s in self.by_id.values() for token in s.stop_token_ids), (
-            "a stop token is lost"
-        )
         assert {*running, *waiting} == {*self.by_number.values()}, "a sequence is lost"
         assert len(requests) + len(waiting) == len(self.by_id), "a request is in two places"
 
