@@ -30,7 +30,7 @@ def test_8b_on_an_h200(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         "an upper bound; --exact uses the compiler's figure" in text and "compiled for this plan" not in text
     )
-    assert text.endswith("The whole table has 21 programs. It fits.\n")
+    assert text.endswith("The whole table has 18 programs. It fits.\n")
 
 
 def test_a_batch_invariant_table(capsys: pytest.CaptureFixture[str]) -> None:
