@@ -52,7 +52,7 @@ def test_programs_for_a_gpu_have_a_gpus_sizes() -> None:
     assert (spec.max_slots, spec.page_size) == (256, 64)
     assert (table.row_buckets, table.mixed_row_buckets) == ((16, 128, 256), (16, 256))
     assert table.tile_buckets == (4, 16, 128)
-    assert (len(table.trunks()), len(table.samplers()), len(table.scores())) == (9, 12, 2)
+    assert (len(table.trunks()), len(table.samplers()), len(table.scores())) == (9, 9, 2)
 
 
 def test_programs_for_a_cpu_have_a_cpus_sizes() -> None:
