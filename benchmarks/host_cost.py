@@ -266,8 +266,8 @@ def compare(other: Path, sequences: int, rounds: int) -> dict[str, Any]:
         here, there = medians["here"][part], medians["there"][part]
         if any(there):
             ratios[part] = round(statistics.median(a / b for a, b in zip(here, there, strict=True)), 3)
-        medians = f"{statistics.median(here):8.0f}{statistics.median(there):8.0f}"
-        print(f"{part:50}{medians}{ratios.get(part, math.nan):8.2f}")
+        both = f"{statistics.median(here):8.0f}{statistics.median(there):8.0f}"
+        print(f"{part:50}{both}{ratios.get(part, math.nan):8.2f}")
     print(f"\nthe goal is at most {GOAL_RATIO}")
     return {
         "ratios": ratios,

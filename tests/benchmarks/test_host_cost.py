@@ -1,6 +1,7 @@
 """The benchmarks of the host's work run. No other test calls them; no time is asserted."""
 
 from benchmarks import admission, host_cost, page_use
+from benchmarks.machine import ROOT
 
 
 def test_every_part_of_a_step_is_measured_and_methods_are_given_back():
@@ -28,3 +29,8 @@ def test_bytes_of_a_windowed_sequence_are_those_of_its_windows():
 def test_slots_without_a_token_are_counted():
     one = page_use.unused_slots(requests=8, max_num_seqs=4)["short: 16-64 in, 16-64 out, pages of 64"]
     assert 0 < one["last pages"] < one["whole length"] < 1
+
+
+def test_two_checkouts_are_compared():
+    compared = host_cost.compare(ROOT, 4, 1)
+    assert compared["ratios"].keys() == compared["medians"]["here"].keys() >= {*host_cost.PARTS}
