@@ -236,7 +236,7 @@ class ProgramTable:
         Args:
             page_buckets, paged_rows: see the class.
             by_row: whether a step costs nearly in proportion to its rows, as on a CPU. Then there are trunks
-                for 1, 4, 12, 24, 48, ... rows, too. All but the first share the samplers of the next ones.
+                for 1, 4, 12, 24, 48, ... rows, too, of which all but 1 share the next samplers.
             pooling: whether to add programs for embeddings.
             steps: steps of a burst; 1: no programs for bursts.
             drafts, adapters: see the class.

@@ -23,7 +23,8 @@ from pallas_kernels.products.weights import stored
 from pallas_kernels.quantization.quantized import Quantized, dequantize, quantize
 from tests.extras import compiler_for_gpus
 from tests.kernels.executed import FEW, Executed
-from tests.kernels.shipped import AMPERE, CASES, E4M3, MORE, MORE_AMPERE, Check, parameters
+from tests.kernels.shipped import AMPERE, CASES, E4M3, FP8_BLOCKS, MORE, MORE_AMPERE, Check, parameters
+from tests.kernels.test_ampere_product import check_grouped as check_experts
 
 compiler_for_gpus()
 
@@ -109,3 +110,9 @@ def test_the_example_of_the_docs_runs() -> None:
 
 def test_there_are_only_mosaic_kernels() -> None:
     assert not [name for name, source in sources().items() if OTHER_WAYS.search(source)]
+
+
+def test_experts_by_group_have_a_kernel_that_quantizes_rows() -> None:
+    check = partial(check_experts, (12, 0, 25), 128, 256, FP8_BLOCKS, "bfloat16", target="h200")
+    kernels = [kernel.name.rpartition("_")[0] for kernel in Executed(FEW).compiled(check)]
+    assert kernels == ["quantize_rows", "grouped_product"]
