@@ -45,7 +45,7 @@ NVFP4 = {name: check for name, check in AMPERE["product"].items() if "NVFP4" in 
 TARGETS: dict[str, tuple[shipped.Cases, tuple[str, ...]]] = {
     "h200": (
         every(shipped.CASES, shipped.MORE) | {"product": NVFP4},
-        ("decode", "prefill", "product", "scaled product", "MXFP4 product"),
+        ("decode", "prefill", "product", "scaled product", "MXFP4 product", "int4 product"),
     ),
     "a100": (AMPERE, ON_AMPERE),
     "rtx5090": (AMPERE, ()),

@@ -47,7 +47,6 @@ from pallas_kernels.mosaic.ampere import DEPTH
 from pallas_kernels.products import weights
 from pallas_kernels.products.ampere import FEW_ROWS, MOST_ROWS
 from pallas_kernels.products.hopper.grouped_product import FEW, SHARED_ROWS
-from pallas_kernels.products.hopper.int4_product import TWO_BLOCKS
 from pallas_kernels.quantization.formats import FP8, FP8_BY_FP8, INT8, WeightFormat
 from pallas_kernels.quantization.int4 import GROUPS, TILE
 
@@ -286,14 +285,9 @@ def tile_of(rows: int, form: WeightFormat) -> Tile:
             copies=copies if form.inputs or form.group or rows > SHARED_ROWS[2] else copies / 2,
         )
     scales = 4 * 64 * TILE // form.group * (1 + form.offset)
-    # in blocks of few rows, products with ones add the inputs that share an offset
-    products = 16 if form.offset and rows <= TWO_BLOCKS else 8
-    # of weights and rows, for two warpgroups; scales, offsets and sums are copied with each tile if it has
-    # four groups, without offsets for two tiles
-    copies = 1 + (0.5 * (1 + form.offset + (form.offset and rows > TWO_BLOCKS)) if form.group == 32 else 0)
-    if form.group == 32 and not form.offset and rows <= ROWS_OF_PAIRS:
-        copies /= 2
-    return Tile("64 x 128", 64 * TILE // 2 + scales, products, copies)
+    # of weights, rows, scales and offsets, for two warpgroups and perhaps two tiles
+    copies = (3 + form.offset) / (4 if rows <= ROWS_OF_PAIRS else 2)
+    return Tile("64 x 128", 64 * TILE // 2 + scales, TILE // DEPTH, copies)
 
 
 def tile_in_tensor_memory(form: WeightFormat) -> Tile:
@@ -381,7 +375,8 @@ FORMATS = {
     "fp8 x fp8": FP8_BY_FP8,
     "fp8 in groups of 128": FP8_GROUPS,
     "fp8 x fp8, both in groups of 128": replace(FP8_GROUPS, inputs=FP8),
-    **{f"int4, groups of {group}": WeightFormat("int4", 4, group, offset=True) for group in GROUPS},
+    **{f"int4, groups of {group}": WeightFormat("int4", 4, group) for group in GROUPS},
+    **{f"int4, groups of {group}, offsets": WeightFormat("int4", 4, group, offset=True) for group in GROUPS},
     "MXFP4": WeightFormat("e2m1", 4, 32),
 }
 ROWS = 8, 16, 64, 256

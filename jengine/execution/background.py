@@ -91,8 +91,8 @@ class BackgroundPrograms:
                     if not self._running():
                         break
         except Exception as error:
-            # at shutdown no thread can be started
-            if self._running() and "interpreter shutdown" not in str(error):
+            # once the interpreter ends, neither threads nor futures can be started
+            if self._running() and "shutdown" not in str(error):
                 left = [key for key in self.keys if key not in self._obtained]
                 log.warning(
                     "%d programs could not be loaded or compiled, the engine continues with the others: %s",

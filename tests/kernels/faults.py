@@ -42,6 +42,7 @@ VICTIMS: dict[str, Check] = {
     "product": inputs_split("int8", 3, 64, 1536, 1),  # more stages than there is memory for
     "scaled product": eight_bits(E4M3, 8, 64, 1280, by_group=True),  # here, too
     "MXFP4 product": int4(64, 64, 1408, 32, False, "e2m1", "bfloat16"),  # and here
+    "int4 product": int4(8, 64, 1408, 64, True, "int4", "bfloat16"),
     "Ampere": ampere_decode(128, 1, 9, 64, 2, "bfloat16", PLAIN),
     "Ampere, int8 cache": ampere_decode(128, 1, 4, 64, 2, "bfloat16", PLAIN, kind="int8"),
     "Ampere, latent prompts": ampere_prefill(192, 1, 3, 16, 2, "bfloat16", PLAIN, rank=128),
@@ -81,6 +82,7 @@ SPREAD = r"(prmt\.b32 both, %r\d+, 0), 0x4140;"
 # coordinates of a copy of scales, arrivals at its barrier, and a load of scales before their slot is released
 SCALES = r"(2d\.shared::cta\.global[^\n]*\{)(%r\d+),(%r\d+)\}"
 ARRIVALS = r"(mov\.b32 \t%r\d+), 384;"
+ARRIVALS4 = r"(mov\.b32 \t%r\d+), 512;"
 # of the tensor cores: a wait for products, and the descriptor of the columns after the first 64
 AWAITED = r"(wgmma\.wait_group\.sync\.aligned) 0"
 COLUMNS = r"(add\.s64 x, %rd\d+), 64;"
@@ -224,6 +226,8 @@ FAULTS = (
     Fault("columns of another product", "MXFP4 product", COLUMNS, r"\1, 62;", "other results"),
     Fault("tiles' products not awaited", "MXFP4 product", AWAITED, r"\1 1", "race", at=None),
     Fault("factor of another nibble", "MXFP4 product", r"\{f0, f0\}", r"{f1, f1}", "other results", at=None),
+    Fault("arrivals of offsets not counted", "int4 product", ARRIVALS4, r"\1, 384;", "fault"),
+    Fault("zero of another group", "int4 product", r"\{t0, t0\}", r"{t1, t1}", "other results", at=None),
     Fault("copies not awaited", "Ampere", r"(cp\.async\.wait_group) \t0", r"\1 \t1", "race"),
     Fault("a tile too few awaited", "Ampere product", r"(cp\.async\.wait_group) \t2", r"\1 \t4", "race"),
     Fault(

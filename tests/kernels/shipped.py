@@ -151,6 +151,8 @@ CASES: Cases = {
     "int4_product": {
         "9 rows, offsets": int4(9, 128, 640, 128, True, "int4", "bfloat16"),
         "33 rows, groups of 32": int4(33, 64, 1152, 32, True, "int4", "bfloat16"),
+        "8 rows, groups of 32, no offsets": int4(8, 64, 1408, 32, False, "int4", "bfloat16"),
+        "9 rows, float16, offsets": int4(9, 64, 640, 128, True, "int4", "float16"),
         "MXFP4, inputs split": int4(3, 64, 96, 32, False, "e2m1", "bfloat16"),
         "MXFP4, 64 rows, an odd number of tiles": int4(64, 64, 1408, 32, False, "e2m1", "bfloat16"),
         "experts, MXFP4": int4_groups((3, 0, 9), 64, 160, 32, False, "e2m1", "bfloat16"),
@@ -233,6 +235,8 @@ MORE: Cases = {
         "20 rows, inputs split": int4(20, 64, 2304, 128, False, "int4", "float16"),
         "130 rows, groups of 64": int4(130, 128, 320, 64, True, "int4", "bfloat16"),
         "64 rows, groups of 64": int4(64, 192, 576, 64, False, "int4", "bfloat16"),
+        "130 rows, groups of 128": int4(130, 64, 1152, 128, False, "int4", "bfloat16"),
+        "33 rows, float16, offsets": int4(33, 64, 576, 64, True, "int4", "float16"),
         "MXFP4, 130 rows": int4(130, 128, 1152, 32, False, "e2m1", "bfloat16"),
         "MXFP4, 8 rows, inputs split": int4(8, 192, 4224, 32, False, "e2m1", "bfloat16"),
         "MXFP4, float16": int4(9, 128, 640, 32, False, "e2m1", "float16"),

@@ -4,6 +4,7 @@ interpreted with race detection.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from pallas_kernels.products.groups import Groups, grouped
 from pallas_kernels.products.hopper.int4_product import grouped_int4_product, int4_product, splits_of
 from pallas_kernels.products.hopper.int4_registers import STEP, WORD_LAYOUT, factor, numbers
 from pallas_kernels.products.scales_in_registers import layout_of_scales
-from pallas_kernels.quantization.int4 import E2M1, KINDS, SCALES, TILE, WORDS, Int4, pack
+from pallas_kernels.quantization.int4 import E2M1, KINDS, SCALES, TILE, WORDS, Int4, pack, wide
 from tests.kernels.interpreted import INTERPRETED, RACES, Runner, interpret, largest_error
 from tests.kernels.test_int4 import packed
 
@@ -94,6 +95,25 @@ MORE = [
 ]
 
 
+def rounded(weight: Int4) -> np.ndarray[Any, Any]:
+    """The values of int4 weights that the kernel scales before bfloat16 products, as it rounds them."""
+
+    def each(of_groups: Any) -> np.ndarray[Any, Any]:
+        return np.repeat(np.asarray(of_groups, np.float64), weight.group, -1)[..., : weight.size]
+
+    def bfloat16(x: Any) -> np.ndarray[Any, Any]:
+        return np.asarray(x, np.float32).astype(jnp.bfloat16).astype(np.float64)
+
+    numbers = np.asarray(wide(replace(weight, scale=jnp.ones_like(weight.scale), offset=None)), np.float64)
+    scale = np.asarray(weight.scale)
+    if weight.offset is None:
+        return bfloat16(numbers * bfloat16(each(scale)))
+    scale = scale + np.float32(2**-60)
+    zero = bfloat16(8 - np.asarray(weight.offset, np.float64) / scale)  # as a number plus 8
+    sixteenths = np.round(16 * zero) / 16
+    return bfloat16(bfloat16(numbers + 8 - each(sixteenths)) * bfloat16(each(scale)))
+
+
 def check(
     rows: int,
     outs: int,
@@ -106,10 +126,12 @@ def check(
     runner: Runner = INTERPRETED,
 ) -> float:
     """The largest error, see `largest_error`."""
-    weight, wide = packed(outs, size, group, offset=offset, kind=kind)
+    weight, values = packed(outs, size, group, offset=offset, kind=kind)
+    if (kind, dtype) == ("int4", "bfloat16") and runner is not INTERPRETED:
+        values = rounded(weight)
     x = jnp.asarray(np.random.default_rng(rows).normal(size=(rows, size)), dtype)
     run = partial(int4_product, cores=8, dtype=jnp.float32, **runner.form(operand_in_registers=False))
-    want = np.asarray(x, np.float64) @ wide.T
+    want = np.asarray(x, np.float64) @ values.T
     got = runner.run(run, x, weight)
     assert got.dtype == jnp.float32 and got.shape == want.shape
     np.testing.assert_allclose(got, want, atol=1e-6 * np.abs(want).max())
@@ -159,7 +181,9 @@ def check_grouped(
 ) -> float:
     """The largest error, see `largest_error`."""
     chosen = np.random.default_rng(outs).permutation(np.repeat(np.arange(len(sizes)), sizes))
-    weight, wide = packed(len(sizes) * outs, size, group, offset=offset, kind=kind)
+    weight, values = packed(len(sizes) * outs, size, group, offset=offset, kind=kind)
+    if (kind, dtype) == ("int4", "bfloat16") and runner is not INTERPRETED:
+        values = rounded(weight)
     stacked = weight.map(lambda array: array.reshape(len(sizes), outs, -1))
     unused = jnp.asarray(np.array(sizes) == 0)[:, None, None]
     scale = jnp.where(unused, jnp.nan, stacked.scale)  # which nothing reads
@@ -172,7 +196,7 @@ def check_grouped(
         return grouped_int4_product(x[groups.row], weight, groups, **form)[groups.place]
 
     got = np.asarray(runner.run(run, x, stacked, groups), np.float64)
-    want = np.einsum("ri,roi->ro", np.asarray(x, np.float64), wide.reshape(len(sizes), outs, size)[chosen])
+    want = np.einsum("ri,roi->ro", np.asarray(x, np.float64), values.reshape(len(sizes), outs, size)[chosen])
     np.testing.assert_allclose(got, want, rtol=float(jnp.finfo(dtype).eps), atol=1e-5 * np.abs(want).max())
     return largest_error(got, want)
 

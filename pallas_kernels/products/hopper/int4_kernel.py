@@ -57,12 +57,13 @@ class Outputs(NamedTuple):
 
 class Scratch(NamedTuple):
     """In shared memory. A stage holds a tile, a place a chunk of scales. If weights are scaled before the
-    product, a stage holds a chunk and its scales, and `scale_free` and `scale_full` are None.
+    product, a stage holds a chunk and its scales, among others if they are fewer than SCALES; `scale_free`
+    and `scale_full` are None.
 
     Attributes:
         a: [warpgroups, ROWS, TILE], unpacked weights, if products do not read them from registers; else None.
         free, full: barriers of stages.
-        offset, scale: float32 [places, outs, SCALES * tiles of a stage]; offset may be None.
+        offset, scale: float32 [places, outs, SCALES or those of a chunk]; offset may be None.
         ones: [warpgroups, ROWS, COLUMNS], with `a`; else None.
         out: [warpgroups, block, ROWS], results on their way.
         scale_free, scale_full: barriers of places.
@@ -200,27 +201,38 @@ class ThreadBlock:
         scratch, chunks = self.refs.scratch, self.place.chunks
         stages = scratch.x.shape[0]
 
-        def add(slot: int, total: jax.Array) -> jax.Array:
-            w, scales = (ref.at[slot, self.outputs] for ref in (scratch.w, scratch.scale))
+        def of_tile(ref: Any, slot: int, columns: Any) -> Any:
+            layout = layout_of_scales(self._in_tile)
+            at = None if ref is None else ref.at[slot, self.outputs, columns]
+            return at and plgpu.load(at, layout=layout, optimized=False)
+
+        def add(slot: int, number: jax.Array, total: jax.Array) -> jax.Array:
+            first, in_tile = self._first_scale(number), self._in_tile
             plgpu.barrier_wait(scratch.full.at[slot])
             for tile in range(self.form.chunk):
-                of_tile = pl.ds(tile * SCALES, SCALES)
-                scale = plgpu.load(scales.at[:, of_tile], layout=layout_of_scales(SCALES), optimized=False)
-                words = plgpu.load(w.at[:, pl.ds(tile * WORDS, WORDS)], layout=WORD_LAYOUT)
+                columns = pl.ds(first + tile * in_tile, in_tile)
+                scale, offset = (of_tile(ref, slot, columns) for ref in (scratch.scale, scratch.offset))
+                w = scratch.w.at[slot, self.outputs, pl.ds(tile * WORDS, WORDS)]
+                words = plgpu.load(w, layout=WORD_LAYOUT)
                 # waits for each tile: with more weights in registers, fewer blocks fit
-                total = add_scaled(total, words, scale, scratch.x.at[slot], tile)
+                total = add_scaled(total, words, scale, offset, scratch.x.at[slot], tile, self.form.kind)
             plgpu.barrier_arrive(scratch.free.at[slot])
             return total
 
-        def turn(number: jax.Array, total: jax.Array) -> jax.Array:
+        def turn(turn: jax.Array, total: jax.Array) -> jax.Array:
             for slot in range(stages):  # constant: addresses and phases take fewer instructions
-                there = number * stages + slot < chunks
-                total = lax.cond(there, partial(add, slot), lambda total: total, total)
+                number = turn * stages + slot
+                total = lax.cond(number < chunks, partial(add, slot, number), lambda total: total, total)
             return total
 
         zeros = plgpu.layout_cast(jnp.zeros((ROWS, self._rows), jnp.float32), plgpu.Layout.WGMMA)
         total: jax.Array = lax.fori_loop(0, lax.div(chunks + stages - 1, stages), turn, zeros)
         return total
+
+    def _first_scale(self, number: jax.Array) -> Any:
+        """The first of a chunk's scales among those that come with it."""
+        scales, columns = self.form.chunk * self._in_tile, self.refs.scratch.scale.shape[2]
+        return 0 if scales == columns else lax.rem((self.place.first + number) * scales, columns)
 
     def _ones(self) -> Any:
         """An operand of the tensor cores."""
@@ -321,9 +333,8 @@ class ThreadBlock:
         outs, rows = pl.ds(at.first_out, self._warpgroups * ROWS), pl.ds(at.start * GRID, self._rows)
         count = at.chunks * (chunk // tiles)
 
-        @pl.loop(0, count)
-        def _(i: jax.Array) -> None:
-            slot, number = lax.rem(i, stages), at.first * (chunk // tiles) + i
+        def copy(slot: int, i: jax.Array) -> None:
+            number = at.first * (chunk // tiles) + i
             # inputs beyond the last tile are zeros, and so are copies of them
             stored = number if together else jnp.minimum(number, inputs.w.shape[-1] // WORDS - 1)
             if not together:
@@ -334,10 +345,18 @@ class ThreadBlock:
                 (inputs.x.at[rows], scratch.x, number),
             ]
             if together:
-                copies.append((inputs.scale.at[at.group, outs], scratch.scale, number))
+                piece = lax.div(number * chunk * self._in_tile, scratch.scale.shape[2])
+                scales = (inputs.scale, scratch.scale), (inputs.offset, scratch.offset)
+                copies += [(source.at[at.group, outs], to, piece) for source, to in scales if to is not None]
             for source, target, piece in copies:
                 columns = pl.ds(piece * target.shape[2], target.shape[2])
                 plgpu.copy_gmem_to_smem(source.at[:, columns], target.at[slot], scratch.full.at[slot])
+
+        @pl.loop(0, lax.div(count + stages - 1, stages))
+        def _(turn: jax.Array) -> None:
+            for slot in range(stages):
+                i = turn * stages + slot
+                pl.when(i < count)(partial(copy, slot, i))
 
         # Wait for each slot's last release: every barrier phase must be observed.
         pl.loop(0, jnp.minimum(count, stages))(lambda slot: plgpu.barrier_wait(scratch.free.at[slot]))

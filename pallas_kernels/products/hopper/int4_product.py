@@ -3,14 +3,18 @@ of its group.
 
 A dense product has a single group. A thread block computes a block of rows and 64 outputs per compute
 warpgroup. Each warpgroup loads packed words and unpacks them in its registers as an operand of the tensor
-cores (`int4_registers.py`). So weights are read once per block of rows and never stored unpacked. Unpacked
-numbers are exact. The kernel multiplies the sum over inputs with a common scale by that scale in float32, and
-the offset by the sum of these inputs, so no weight is rounded. In blocks of few rows, the tensor cores
-compute these sums, too, as a product with ones. They would take as long as the product itself, so for more
-rows XLA computes them. Scales of MXFP4 are powers of two: they multiply the weights, which stays exact.
+cores (`int4_registers.py`). So weights are read once per block of rows and never stored unpacked. For
+bfloat16, weights are multiplied by their scales first, so that one sum takes all inputs: scales and weights
+are rounded to bfloat16, as in a model whose weights are bfloat16; those of MXFP4 stay exact.
 
-Words and inputs are copied tile by tile, those of MXFP4 in pairs of tiles with their scales. Other scales,
-offsets and XLA's sums of inputs are copied in chunks of four groups, which may span several tiles.
+For float16, whose range is too small for that, unpacked numbers are exact. The kernel multiplies the sum over
+inputs with a common scale by that scale in float32, and the offset by the sum of these inputs. In blocks of
+few rows, the tensor cores compute these sums, too, as a product with ones. They would take as long as the
+product itself, so for more rows XLA computes them.
+
+Words and inputs are copied tile by tile or, for bfloat16 in blocks of few rows, in pairs of tiles. For
+bfloat16, scales come with them; for float16, scales and sums of inputs are copied in chunks of four groups,
+which may span several tiles.
 """
 
 from __future__ import annotations
@@ -47,8 +51,8 @@ def int4_product(
 
     Args:
         x: bfloat16 or float16, with the weight's transform applied.
-        weight: in one part; out is a multiple of 64. Scales of e2m1 in groups of 32 without offsets must be
-            powers of two up to 2^64, as MXFP4's are.
+        weight: in one part; out is a multiple of 64. Scales are at most 2^62 in magnitude; those of e2m1 in
+            groups of 32 without offsets are powers of two, as MXFP4's are.
         dtype: dtype of the result; None: x's.
         cores: multiprocessors of the device. With few outputs, several thread blocks share the inputs, and
             XLA adds their partial sums.
@@ -113,18 +117,20 @@ def _products(
     """The partial sums of each split of the inputs: [splits, places, out]."""
     _, out, size = weight.shape
     offsets = weight.offset is not None
-    scaled = (weight.kind, weight.group, offsets) == ("e2m1", 32, False) and x.dtype == jnp.bfloat16
-    scaled &= operand_in_registers  # Pallas interprets neither this nor subnormal numbers
+    scaled = weight.kind == "int4" or (weight.group, offsets) == (32, False)
+    # Pallas interprets neither this nor subnormal numbers
+    scaled &= x.dtype == jnp.bfloat16 and operand_in_registers
     tiles = 2 if scaled and block <= COLUMNS else 1  # per stage
     # tiles per chunk; a chunk has SCALES groups, or is a stage
     warpgroups, chunk = _warpgroups(out), tiles if scaled else SCALES * weight.group // TILE
+    columns = max(SCALES, chunk * TILE // weight.group)  # of scales that are copied together
     outs, chunks = warpgroups * ROWS, -(-size // (chunk * TILE))
     x = jnp.pad(x, ((0, 0), (0, chunks * chunk * TILE - size)))
     each = -(-chunks // splits)
     splits = -(-chunks // each)
-    given_sums = offsets and block > TWO_BLOCKS
+    given_sums = offsets and not scaled and block > TWO_BLOCKS
     # bytes of scales, offsets and sums
-    by_chunk = 4 * SCALES * (tiles * outs + offsets * outs + given_sums * block)
+    by_chunk = 4 * (columns * outs * (1 + offsets) + SCALES * given_sums * block)
     by_stage = tiles * (outs * WORDS * 4 + block * TILE * x.dtype.itemsize) + by_chunk // (chunk // tiles)
     shared = SHARED[block > TWO_BLOCKS] - by_chunk - outs * block * jnp.dtype(dtype).itemsize
     stages = min(STAGES, shared // by_stage)
@@ -135,15 +141,15 @@ def _products(
     scratch = Scratch(
         a=None if operand_in_registers else operand(tile),
         free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-        full=plgpu.Barrier(num_arrivals=2 + scaled, num_barriers=stages),
-        offset=line((places, outs, SCALES)) if offsets else None,
+        full=plgpu.Barrier(num_arrivals=2 + scaled * (1 + offsets), num_barriers=stages),
+        offset=line((places, outs, columns)) if offsets else None,
         ones=None if operand_in_registers else operand(ones),
         out=plgpu.SMEM((warpgroups, block, ROWS), jnp.dtype(dtype)),
         scale_free=None if scaled else plgpu.Barrier(num_arrivals=warpgroups, num_barriers=places),
         scale_full=None
         if scaled
         else plgpu.Barrier(num_arrivals=1 + offsets + given_sums, num_barriers=places),
-        scale=line((places, outs, SCALES * tiles)),
+        scale=line((places, outs, columns)),
         sums=line((places, SCALES, block)) if given_sums else None,
         w=tiled((stages, outs, WORDS * tiles), jnp.dtype("int32"), WORDS),
         x=operand((stages, block, TILE * tiles)),

@@ -21,8 +21,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.mosaic.hopper import COLUMNS, ROWS, tiled
-from pallas_kernels.mosaic.words import MANTISSA, asm, bits_of, both, constant, rotated, words_of
-from pallas_kernels.products.scales_in_registers import layout_of_scales
+from pallas_kernels.mosaic.words import MANTISSA, asm, bits_of, both, constant, rotated, shifted, words_of
+from pallas_kernels.products.scales_in_registers import elements, layout_of_scales
 from pallas_kernels.quantization.int4 import TILE, WORDS
 
 STEP = 2 * WORDS  # columns in the same nibble of all words
@@ -70,25 +70,36 @@ def numbers(
     return lax.bitcast_convert_type(signed, dtype)
 
 
-def add_scaled(total: jax.Array, words: jax.Array, scale: jax.Array, x: Any, tile: int) -> jax.Array:
-    """Adds a product with words int32 [64, 16] of e2m1, whose numbers are multiplied by their scales first.
+def add_scaled(
+    total: jax.Array,
+    words: jax.Array,
+    scale: jax.Array,
+    offset: jax.Array | None,
+    x: Any,
+    tile: int,
+    kind: str,
+) -> jax.Array:
+    """Adds a product with words int32 [64, 16], whose numbers are multiplied by their scales first.
 
-    The three bits of a magnitude become the lowest exponent bits and the highest mantissa bit of a number,
-    which is the magnitude times 2^-127, also if it is subnormal. So its factor is the scale times 2^127. The
-    signs of two nibbles are moved away from their magnitudes first, so that a rotation brings both to their
-    places.
+    Four bits become the lowest bits of an exponent and the highest of a mantissa. They are right as subnormal
+    numbers, too, in units of 2^-127 (e2m1) or 2^-129 (int4, plus 8), so that factors take up the unit. The
+    signs of two nibbles of e2m1 are moved away from their magnitudes first, so that a rotation brings both to
+    their places. A weight of int4 is rounded once, and its scale before; with offsets, so is the number that
+    stands for zero, which is exact if it is an integer.
 
     Args:
         total: float32 [64, rows], in units of SCALED.
-        scale: float32 [64, 4], powers of two.
+        scale, offset: float32 [64, groups of a tile], at most 2^62 in magnitude, of e2m1 powers of two. e2m1
+            has no offset.
         x: bfloat16 [rows, TILE * n] in shared memory, in tiles of 8 by COLUMNS.
         tile: of x.
+        kind: of the numbers.
 
     Returns:
         total plus the product, when the tensor cores are done.
     """
 
-    def add(_: Any, total: Any, words: Any, scale: Any, x: Any) -> Any:
+    def add(_: Any, total: Any, words: Any, x: Any, *scales: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
         sums = [word for register in total.registers.flat for word in words_of(register)]
         count = len(sums)
@@ -105,7 +116,7 @@ def add_scaled(total: jax.Array, words: jax.Array, scale: jax.Array, x: Any, til
         code += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"]
         struct = llvm.inline_asm(
             llvm.StructType.get_literal([i32] * count),
-            [*sums, first, *_scaled(words, scale)],
+            [*sums, first, *_scaled(words, kind, *scales)],
             "{\n.reg .b64 x;\n" + "\n".join(code) + "\n}",
             ",".join(["=r"] * count + [*map(str, range(count)), "l"] + ["r"] * (TILE // 4) + ["~{memory}"]),
             has_side_effects=True,
@@ -118,9 +129,12 @@ def add_scaled(total: jax.Array, words: jax.Array, scale: jax.Array, x: Any, til
         return mgpu.FragmentedArray(_registers=registers, _layout=total.layout, _is_signed=None)
 
     smem = plgpu.RefType(tiled(x.shape, x.dtype).transforms)
-    types = plgpu.Layout.WGMMA, WORD_LAYOUT, layout_of_scales(scale.shape[1]), smem
+    scales = (scale,) if offset is None else (scale, offset)
+    of_row = layout_of_scales(scale.shape[1])
+    types = plgpu.Layout.WGMMA, WORD_LAYOUT, smem, *(of_row for _ in scales)
     returned = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=plgpu.Layout.WGMMA)
-    result: jax.Array = plgpu.inline_mgpu(arg_types=types, return_type=returned)(add)(total, words, scale, x)
+    run = plgpu.inline_mgpu(arg_types=types, return_type=returned)(add)
+    result: jax.Array = run(total, words, x, *scales)
     return result
 
 
@@ -136,43 +150,95 @@ def _descriptor(x: Any) -> tuple[Any, int]:
     return arith.ori(place, mgpu.c(swizzled | rows << 32, i64)), part
 
 
-def _scaled(words: Any, scale: Any) -> list[Any]:
-    """Pairs of scaled numbers, in units of SCALED, in the order of products and of their registers."""
+def _scaled(words: Any, kind: str, *scales: Any) -> list[Any]:
+    """Pairs of scaled numbers, in units of SCALED, in the order of products and of their registers.
+
+    Args:
+        scales: scales, and perhaps offsets.
+    """
     i32, (_, count, *_) = ir.IntegerType.get_signless(32), words.registers.shape
-    pairs = np.empty((TILE // STEP, count, 2), object)
-    for half, of_row in enumerate(scale.registers.flat):
-        of_groups = [mgpu.utils.vector_slice(of_row, slice(n, n + 1)) for n in range(TILE // STEP)]
-        factors = [asm(FACTORS, *of_groups[first : first + 2]) for first in (0, 2)]
+    nibbles = TILE // STEP
+    pairs = np.empty((nibbles, count, 2), object)
+    for half, of_row in enumerate(zip(*(numbers.registers.flat for numbers in scales), strict=True)):
+        by_group = [elements(register) for register in of_row]
+        groups = len(by_group[0])
+        # for each two groups
+        terms = [
+            _terms(kind, *(of[min(n, groups - 1)] for of in by_group for n in (first, first + 1)))
+            for first in range(0, groups, 2)
+        ]
         for word in range(count):
             register = mgpu.utils.bitcast(words.registers[0, word, 0, 0, half].item(), i32)
-            for nibble in range(len(of_groups)):
-                signs = constant(0x88 << 4 * (nibble // 2 * 2))
-                apart = asm("lop3.b32 $0, $1, $2, $3, 0xe4;", register, rotated(register, 6), signs)
-                placed = rotated(apart, 4 * nibble - 12)
-                pairs[nibble, word, half] = asm(SCALED_PAIR[nibble % 2], placed, factors[nibble // 2])
+            for nibble in range(nibbles):
+                group = nibble * groups // nibbles
+                if kind == "int4":
+                    placed, code = shifted(register, 4 * nibble - 4), INT4_PAIR[len(scales) - 1]
+                else:
+                    signs = constant(0x88 << 4 * (nibble // 2 * 2))
+                    apart = asm("lop3.b32 $0, $1, $2, $3, 0xe4;", register, rotated(register, 6), signs)
+                    placed, code = rotated(apart, 4 * nibble - 12), E2M1_PAIR
+                pairs[nibble, word, half] = asm(
+                    code.replace("GROUP", str(group % 2)), placed, *terms[group // 2]
+                )
     return list(pairs.flat)
 
 
-# The factors of two nibbles, 2^127 / SCALED times their scales; signs and magnitudes, times one of these.
-FACTORS = """{
-    .reg .f32 s<2>;
-    .reg .b32 f, unit;
-    mov.b32 s0, $1;
-    mov.b32 s1, $2;
-    cvt.rn.bf16x2.f32 f, s1, s0;
-    mov.b32 unit, 0x5f005f00;
-    mul.rn.bf16x2 $0, f, unit;
+def _terms(kind: str, *numbers: Any) -> list[Any]:
+    """What an asm of pairs takes, for two groups: factors, and of int4 what is added to numbers or products.
+
+    Args:
+        numbers: two scales, and perhaps two offsets.
+    """
+    if kind == "e2m1":
+        return [asm(BFLOAT16, *numbers, constant(0x5F00))]  # times 2^127 / SCALED
+    if len(numbers) == 2:
+        factors = asm(BFLOAT16, *numbers, constant(0x6000))  # times 2^129 / SCALED
+        return [factors, asm("mul.rn.bf16x2 $0, $1, $2;", factors, constant(0x8080))]  # times -8 / 2^129
+    scales, zeros = [asm("add.f32 $0, $1, 0f21800000;", scale) for scale in numbers[:2]], []
+    for scale, offset in zip(scales, numbers[2:], strict=True):
+        zeros.append(asm(ZERO, scale, offset))
+    return [asm(BFLOAT16, *scales, constant(0x6000)), asm(BFLOAT16, *zeros, constant(0x0010))]
+
+
+# Two floats as bfloat16, times a power of two.
+BFLOAT16 = """{
+    .reg .b32 f;
+    cvt.rn.bf16x2.f32 f, $2, $1;
+    mul.rn.bf16x2 $0, f, $3;
 }"""
-SCALED_PAIR = [
-    f"""{{
+# The number, plus 8, of a weight that is zero. A scale of 0 was made 2^-60 before.
+ZERO = """{
+    .reg .f32 r, z;
+    rcp.approx.ftz.f32 r, $1;
+    neg.f32 z, $2;
+    fma.rn.f32 $0, z, r, 0f41000000;
+}"""
+# Signs and magnitudes, times factors of a group.
+E2M1_PAIR = """{
     .reg .b16 f<2>;
     .reg .b32 n, factor;
-    mov.b32 {{f0, f1}}, $2;
-    mov.b32 factor, {{f{nibble}, f{nibble}}};
+    mov.b32 {f0, f1}, $2;
+    mov.b32 factor, {fGROUP, fGROUP};
     and.b32 n, $1, 0x81c081c0;
     mul.rn.bf16x2 $0, n, factor;
-}}"""
-    for nibble in range(2)
+}"""
+# Numbers plus 8, times factors of a group; minus eight factors, or before it minus the zero.
+INT4_PAIR = [
+    """{
+    .reg .b16 f<2>, t<2>;
+    .reg .b32 n, factor, term;
+    mov.b32 {f0, f1}, $2;
+    mov.b32 factor, {fGROUP, fGROUP};
+    mov.b32 {t0, t1}, $3;
+    mov.b32 term, {tGROUP, tGROUP};
+    lop3.b32 n, $1, 0x00f000f0, 0x00800080, 0x6a;
+    """
+    + code
+    + "\n}"
+    for code in (
+        "fma.rn.bf16x2 $0, n, factor, term;",
+        "sub.rn.bf16x2 n, n, term;\nmul.rn.bf16x2 $0, n, factor;",
+    )
 ]
 
 
