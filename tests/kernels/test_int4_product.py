@@ -1,5 +1,5 @@
-"""Products with four-bit weights on Hopper: what registers hold, by their layouts, and the kernel,
-interpreted with race detection.
+"""Products with four-bit weights on Hopper: what registers hold, by their layouts, and checks of the kernel,
+whose cases are in `shipped`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels.products.groups import Groups, grouped
 from pallas_kernels.products.hopper.int4_product import grouped_int4_product, int4_product, splits_of
-from pallas_kernels.products.hopper.int4_registers import STEP, WORD_LAYOUT, factor, numbers
+from pallas_kernels.products.hopper.int4_registers import STEP, WORD_LAYOUT
 from pallas_kernels.products.scales_in_registers import layout_of_scales
-from pallas_kernels.quantization.int4 import E2M1, KINDS, SCALES, TILE, WORDS, Int4, pack, wide
-from tests.kernels.interpreted import INTERPRETED, RACES, Runner, interpret, largest_error
+from pallas_kernels.quantization.int4 import SCALES, TILE, WORDS, Int4, wide
+from tests.kernels.executed import FEW, Executed
+from tests.kernels.interpreted import Runner, largest_error
 from tests.kernels.test_int4 import packed
 
 
@@ -68,50 +68,25 @@ def test_scales_are_held_where_rows_of_sums_are() -> None:
     np.testing.assert_array_equal(scales % SCALES, np.broadcast_to(np.arange(SCALES), scales.shape))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_code_becomes_its_number(kind: str, dtype: str) -> None:
-    every = np.resize([*E2M1, *(-n for n in E2M1)] if kind == "e2m1" else np.arange(-8, 8), (64, TILE))
-    words = pack(jnp.asarray(every, jnp.int8), jnp.ones((64, 4)), None, group=32, kind=kind).values
-    got = numbers(words, range(4), kind, jnp.dtype(dtype), in_registers=False)
-    assert got.dtype == dtype
-    np.testing.assert_array_equal(np.asarray(got, np.float32) * factor(kind), every)
-    some = numbers(words, range(1, 3), kind, jnp.dtype(dtype), in_registers=False)
-    np.testing.assert_array_equal(np.asarray(some, np.float32) * factor(kind), every[:, 32:96])
-
-
-# rows, outputs, inputs, group, offsets, kind, dtype; among them several blocks of rows, chunks that are not
-# full, and split inputs
-SMALL = [(9, 128, 640, 128, True, "int4", "bfloat16")]
-MORE = [
-    (3, 64, 96, 32, False, "e2m1", "bfloat16"),
-    (33, 64, 1152, 32, True, "int4", "bfloat16"),
-    (20, 64, 2304, 128, False, "int4", "float16"),
-    (130, 128, 320, 64, True, "int4", "bfloat16"),
-    (64, 192, 576, 64, False, "int4", "bfloat16"),
-    (33, 64, 4160, 64, True, "int4", "float16"),
-    (8, 64, 2048, 32, False, "e2m1", "float16"),
-    (1, 384, 1280, 128, True, "e2m1", "bfloat16"),
-]
-
-
-def rounded(weight: Int4) -> np.ndarray[Any, Any]:
-    """The values of int4 weights that the kernel scales before bfloat16 products, as it rounds them."""
+def rounded(weight: Int4, dtype: str) -> np.ndarray[Any, Any]:
+    """The values of int4 weights as the kernel rounds them to x's dtype."""
 
     def each(of_groups: Any) -> np.ndarray[Any, Any]:
         return np.repeat(np.asarray(of_groups, np.float64), weight.group, -1)[..., : weight.size]
 
-    def bfloat16(x: Any) -> np.ndarray[Any, Any]:
-        return np.asarray(x, np.float32).astype(jnp.bfloat16).astype(np.float64)
+    def half(x: Any) -> np.ndarray[Any, Any]:
+        return np.asarray(x, np.float32).astype(dtype).astype(np.float64)
 
-    numbers = np.asarray(wide(replace(weight, scale=jnp.ones_like(weight.scale), offset=None)), np.float64)
-    scale = np.asarray(weight.scale)
+    plain = replace(weight, scale=jnp.ones_like(weight.scale), offset=None)
+    numbers, scale = np.asarray(wide(plain), np.float64), np.asarray(weight.scale)
     if weight.offset is None:
-        return bfloat16(numbers * bfloat16(each(scale)))
-    scale = scale + np.float32(2**-60)
-    zero = bfloat16(8 - np.asarray(weight.offset, np.float64) / scale)  # as a number plus 8
-    sixteenths = np.round(16 * zero) / 16
-    return bfloat16(bfloat16(numbers + 8 - each(sixteenths)) * bfloat16(each(scale)))
+        return half(numbers * half(each(scale)))
+    offset = np.asarray(weight.offset)
+    if dtype == "float16":
+        return half((numbers + 8) * half(each(scale)) + half(each(offset - 8 * scale)))
+    positive = scale + np.float32(2**-60)
+    zero = np.round(16 * half(8 - offset.astype(np.float64) / positive)) / 16  # in units of subnormal numbers
+    return half(half(numbers + 8 - each(zero)) * half(each(positive)))
 
 
 def check(
@@ -123,14 +98,14 @@ def check(
     kind: str,
     dtype: str,
     *,
-    runner: Runner = INTERPRETED,
+    runner: Runner,
 ) -> float:
     """The largest error, see `largest_error`."""
     weight, values = packed(outs, size, group, offset=offset, kind=kind)
-    if (kind, dtype) == ("int4", "bfloat16") and runner is not INTERPRETED:
-        values = rounded(weight)
+    if kind == "int4":
+        values = rounded(weight, dtype)
     x = jnp.asarray(np.random.default_rng(rows).normal(size=(rows, size)), dtype)
-    run = partial(int4_product, cores=8, dtype=jnp.float32, **runner.form(operand_in_registers=False))
+    run = partial(int4_product, cores=8, dtype=jnp.float32)
     want = np.asarray(x, np.float64) @ values.T
     got = runner.run(run, x, weight)
     assert got.dtype == jnp.float32 and got.shape == want.shape
@@ -138,34 +113,13 @@ def check(
     return largest_error(got, want)
 
 
-@pytest.mark.parametrize("case", SMALL, ids=str)
-def test_against_the_dequantized_weight(case: Any) -> None:
-    check(*case)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", MORE, ids=str)
-def test_more_of_them(case: Any) -> None:
-    check(*case)
-
-
-def test_some_of_these_split_the_inputs_and_some_do_not() -> None:
-    splits = [splits_of(*case[:3], 8) for case in (*SMALL, *MORE)]
-    assert 1 in splits and max(splits) > 1
+def test_products_with_few_outputs_split_their_inputs() -> None:
+    assert splits_of(3, 64, 4096, 8) > 1 and splits_of(9, 128, 640, 8) == 1
     assert (
         splits_of(8, 4096, 4096, 132) == 8
         and splits_of(8, 28672, 4096, 132) == 1
         and splits_of(4096, 4096, 4096, 132) == 1
     )
-
-
-# rows of each group, outputs, inputs, group of scales, offsets, kind, dtype
-GROUPED = [((3, 0, 9), 64, 160, 32, False, "e2m1", "bfloat16")]
-MORE_GROUPED = [
-    ((0, 70, 0, 1), 64, 640, 128, True, "int4", "bfloat16"),
-    ((100, 1, 0, 0, 60), 384, 128, 64, False, "int4", "float16"),
-    ((0, 0, 64), 192, 192, 32, True, "int4", "bfloat16"),
-]
 
 
 def check_grouped(
@@ -177,23 +131,22 @@ def check_grouped(
     kind: str,
     dtype: str,
     *,
-    runner: Runner = INTERPRETED,
+    runner: Runner,
 ) -> float:
     """The largest error, see `largest_error`."""
     chosen = np.random.default_rng(outs).permutation(np.repeat(np.arange(len(sizes)), sizes))
     weight, values = packed(len(sizes) * outs, size, group, offset=offset, kind=kind)
-    if (kind, dtype) == ("int4", "bfloat16") and runner is not INTERPRETED:
-        values = rounded(weight)
+    if kind == "int4":
+        values = rounded(weight, dtype)
     stacked = weight.map(lambda array: array.reshape(len(sizes), outs, -1))
     unused = jnp.asarray(np.array(sizes) == 0)[:, None, None]
     scale = jnp.where(unused, jnp.nan, stacked.scale)  # which nothing reads
     stacked = stacked.map(lambda array: scale if array is stacked.scale else array)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(len(chosen), size)), dtype)
     groups = grouped(jnp.asarray(chosen), len(sizes))
-    form = runner.form(operand_in_registers=False)
 
     def run(x: jax.Array, weight: Int4, groups: Groups) -> jax.Array:
-        return grouped_int4_product(x[groups.row], weight, groups, **form)[groups.place]
+        return grouped_int4_product(x[groups.row], weight, groups)[groups.place]
 
     got = np.asarray(runner.run(run, x, stacked, groups), np.float64)
     want = np.einsum("ri,roi->ro", np.asarray(x, np.float64), values.reshape(len(sizes), outs, size)[chosen])
@@ -201,21 +154,9 @@ def check_grouped(
     return largest_error(got, want)
 
 
-@pytest.mark.parametrize("case", GROUPED, ids=str)
-def test_each_row_is_multiplied_by_the_weight_of_its_group(case: Any) -> None:
-    check_grouped(*case)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", MORE_GROUPED, ids=str)
-def test_more_groups(case: Any) -> None:
-    check_grouped(*case)
-
-
-@pytest.mark.full
 def test_a_row_is_the_same_alone_and_among_others() -> None:
     weight, _ = packed(64, 256, 64, offset=True)
-    x = jax.random.normal(jax.random.key(0), (8, 256)).astype("bfloat16")
-    run = partial(int4_product, cores=8, operand_in_registers=False, interpret=RACES)
-    every, alone = interpret(run, x, weight), interpret(run, x[5:6], weight)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 256)), jnp.bfloat16)
+    run = partial(int4_product, cores=8)
+    every, alone = (Executed(FEW[:1]).runner.run(run, rows, weight) for rows in (x, x[5:6]))
     np.testing.assert_array_equal(np.asarray(alone[0], np.float32), np.asarray(every[5], np.float32))

@@ -3,23 +3,14 @@ of its group.
 
 A dense product has a single group. A thread block computes a block of rows and 64 outputs per compute
 warpgroup. Each warpgroup loads packed words and unpacks them in its registers as an operand of the tensor
-cores (`int4_registers.py`). So weights are read once per block of rows and never stored unpacked. For
-bfloat16, weights are multiplied by their scales first, so that one sum takes all inputs: scales and weights
-are rounded to bfloat16, as in a model whose weights are bfloat16; those of MXFP4 stay exact.
+cores (`int4_registers.py`). So weights are read once per block of rows and never stored unpacked. Weights are
+multiplied by their scales first, so that one sum takes all inputs: scales and weights are rounded to x's
+dtype, as in a model with such weights, but the weights of MXFP4 stay exact.
 
-For float16, whose range is too small for that, unpacked numbers are exact. The kernel multiplies the sum over
-inputs with a common scale by that scale in float32, and the offset by the sum of these inputs. In blocks of
-few rows, the tensor cores compute these sums, too, as a product with ones. They would take as long as the
-product itself, so for more rows XLA computes them.
-
-Words and inputs are copied tile by tile or, for bfloat16 in blocks of few rows, in pairs of tiles. For
-bfloat16, scales come with them; for float16, scales and sums of inputs are copied in chunks of four groups,
-which may span several tiles.
+Words and inputs are copied tile by tile or, in blocks of few rows, in pairs of tiles, with their scales.
 """
 
 from __future__ import annotations
-
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -44,19 +35,16 @@ def int4_product(
     *,
     dtype: jax.typing.DTypeLike | None = None,
     cores: int,
-    operand_in_registers: bool = True,
-    interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """x [rows, in] @ weight [out, in].T.
 
     Args:
         x: bfloat16 or float16, with the weight's transform applied.
-        weight: in one part; out is a multiple of 64. Scales are at most 2^62 in magnitude; those of e2m1 in
-            groups of 32 without offsets are powers of two, as MXFP4's are.
+        weight: in one part; out is a multiple of 64. Scales are at most 2^62 in magnitude, with float16 below
+            16. e2m1 needs bfloat16, groups of 32 without offsets, and powers of two.
         dtype: dtype of the result; None: x's.
         cores: multiprocessors of the device. With few outputs, several thread blocks share the inputs, and
             XLA adds their partial sums.
-        operand_in_registers, interpret: as in `grouped_int4_product`.
 
     Returns:
         [rows, out].
@@ -68,8 +56,7 @@ def int4_product(
         weight.map(lambda array: array[None]),
         jnp.float32 if splits > 1 else dtype or x.dtype,
     )
-    x, options = jnp.pad(x, ((0, -rows % block), (0, 0))), (operand_in_registers, interpret)
-    y = _products(x, matrices, groups, block, splits, partial_dtype, *options)
+    y = _products(jnp.pad(x, ((0, -rows % block), (0, 0))), matrices, groups, block, splits, partial_dtype)
     y = y[0] if splits == 1 else y.sum(0).astype(dtype or x.dtype)
     return y[:rows]
 
@@ -80,28 +67,18 @@ def splits_of(rows: int, outs: int, size: int, cores: int) -> int:
     return input_splits(blocks, rows, size, 4, TILE * LEAST_TILES, cores)
 
 
-def grouped_int4_product(
-    x: jax.Array,
-    weight: Int4,
-    groups: Groups,
-    *,
-    operand_in_registers: bool = True,
-    interpret: plgpu.InterpretGPUParams | None = None,
-) -> jax.Array:
+def grouped_int4_product(x: jax.Array, weight: Int4, groups: Groups) -> jax.Array:
     """Multiplies each row of x by the matrix of its group.
 
     Args:
         x: bfloat16 or float16 [places, in], in the order of `groups`, with the weight's transform applied.
-        weight: [groups, out, in] in one part; out is a multiple of 64. Scales: see `int4_product`.
+        weight: [groups, out, in], otherwise as in `int4_product`.
         groups: from `groups.grouped`.
-        operand_in_registers: the tensor cores read unpacked weights from registers. False, for Pallas's
-            interpreter only: from shared memory.
-        interpret: as in `plgpu.kernel`.
 
     Returns:
         [places, out], in x's dtype; undefined in places without a row.
     """
-    return _products(x, weight, groups, groups.block, 1, x.dtype, operand_in_registers, interpret)[0]
+    return _products(x, weight, groups, groups.block, 1, x.dtype)[0]
 
 
 def _products(
@@ -111,52 +88,32 @@ def _products(
     block: int,
     splits: int,
     dtype: jax.typing.DTypeLike,
-    operand_in_registers: bool,
-    interpret: plgpu.InterpretGPUParams | None,
 ) -> jax.Array:
     """The partial sums of each split of the inputs: [splits, places, out]."""
     _, out, size = weight.shape
-    offsets = weight.offset is not None
-    scaled = weight.kind == "int4" or (weight.group, offsets) == (32, False)
-    # Pallas interprets neither this nor subnormal numbers
-    scaled &= x.dtype == jnp.bfloat16 and operand_in_registers
-    tiles = 2 if scaled and block <= COLUMNS else 1  # per stage
-    # tiles per chunk; a chunk has SCALES groups, or is a stage
-    warpgroups, chunk = _warpgroups(out), tiles if scaled else SCALES * weight.group // TILE
-    columns = max(SCALES, chunk * TILE // weight.group)  # of scales that are copied together
-    outs, chunks = warpgroups * ROWS, -(-size // (chunk * TILE))
-    x = jnp.pad(x, ((0, 0), (0, chunks * chunk * TILE - size)))
-    each = -(-chunks // splits)
-    splits = -(-chunks // each)
-    given_sums = offsets and not scaled and block > TWO_BLOCKS
-    # bytes of scales, offsets and sums
-    by_chunk = 4 * (columns * outs * (1 + offsets) + SCALES * given_sums * block)
-    by_stage = tiles * (outs * WORDS * 4 + block * TILE * x.dtype.itemsize) + by_chunk // (chunk // tiles)
-    shared = SHARED[block > TWO_BLOCKS] - by_chunk - outs * block * jnp.dtype(dtype).itemsize
+    offsets, warpgroups = weight.offset is not None, _warpgroups(out)
+    outs, inputs = warpgroups * ROWS, TILE * (2 if block <= COLUMNS else 1)  # of a stage
+    scales = max(SCALES, inputs // weight.group)  # that come with a stage
+    x = jnp.pad(x, ((0, 0), (0, -size % inputs)))
+    count = x.shape[1] // inputs
+    each = -(-count // splits)
+    splits = -(-count // each)
+    # bytes
+    by_stage = outs * (inputs // 2 + 4 * scales * (1 + offsets)) + block * inputs * x.dtype.itemsize
+    shared = SHARED[block > TWO_BLOCKS] - outs * block * jnp.dtype(dtype).itemsize
     stages = min(STAGES, shared // by_stage)
-    places = stages if scaled else stages // chunk + 1  # chunks in flight
-    line = partial(plgpu.SMEM, dtype=jnp.float32)
-    tile, ones = (warpgroups, ROWS, TILE), (warpgroups, ROWS, COLUMNS)
-    operand = partial(tiled, dtype=x.dtype, columns=COLUMNS if scaled else min(weight.group, COLUMNS))
+    line = plgpu.SMEM((stages, outs, scales), jnp.float32)
     scratch = Scratch(
-        a=None if operand_in_registers else operand(tile),
         free=plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-        full=plgpu.Barrier(num_arrivals=2 + scaled * (1 + offsets), num_barriers=stages),
-        offset=line((places, outs, columns)) if offsets else None,
-        ones=None if operand_in_registers else operand(ones),
+        full=plgpu.Barrier(num_arrivals=3 + offsets, num_barriers=stages),
+        offset=line if offsets else None,
         out=plgpu.SMEM((warpgroups, block, ROWS), jnp.dtype(dtype)),
-        scale_free=None if scaled else plgpu.Barrier(num_arrivals=warpgroups, num_barriers=places),
-        scale_full=None
-        if scaled
-        else plgpu.Barrier(num_arrivals=1 + offsets + given_sums, num_barriers=places),
-        scale=line((places, outs, columns)),
-        sums=line((places, SCALES, block)) if given_sums else None,
-        w=tiled((stages, outs, WORDS * tiles), jnp.dtype("int32"), WORDS),
-        x=operand((stages, block, TILE * tiles)),
+        scale=line,
+        w=tiled((stages, outs, inputs // TILE * WORDS), jnp.dtype("int32"), WORDS),
+        x=tiled((stages, block, inputs), x.dtype, COLUMNS),
     )
-    sums = x.astype(jnp.float32).reshape(len(x), -1, weight.group).sum(-1).T if given_sums else None
     y: jax.Array = plgpu.kernel(
-        body(run, Outputs, Form(each, chunk, weight.group, weight.kind, scaled)),
+        body(run, Outputs, Form(each, weight.group, weight.kind)),
         out_type=jax.ShapeDtypeStruct((splits, -(-len(x) // GRID) * GRID, out), dtype),
         scratch_types=[scratch],
         # blocks of a group run together, while its matrix is in the L2 cache
@@ -165,8 +122,7 @@ def _products(
         num_threads=warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="int4_product",
-        interpret=interpret,
-    )(Inputs(x, weight.values, weight.scale, groups.group, groups.start, groups.length, weight.offset, sums))
+    )(Inputs(x, weight.values, weight.scale, groups.group, groups.start, groups.length, weight.offset))
     return y
 
 
