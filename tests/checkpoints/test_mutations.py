@@ -14,6 +14,8 @@ def test_changed_files_are_read_or_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.full
+# tensorstore drops errors of reads that Orbax no longer awaits once another has failed
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", KINDS)
 def test_many_changed_files_are_read_or_refused_by_name(name: str) -> None:
     found = run(KINDS[name], 2000)

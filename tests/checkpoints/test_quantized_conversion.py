@@ -56,8 +56,8 @@ def same(ours: Params, theirs: Params) -> None:
     [
         ("int4", 32),
         *(
-            pytest.param(kind, 128, marks=pytest.mark.full)
-            for kind in ("int4", "int8", "w8a8", "w4a8", "fp8")
+            pytest.param(kind, group, marks=pytest.mark.full)
+            for kind, group in (("int4", 128), ("int8", 32), ("w8a8", 32), ("w4a8", 128), ("fp8", 32))
         ),
     ],
 )

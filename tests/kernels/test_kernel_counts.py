@@ -53,6 +53,8 @@ def test_a_jump_may_depend_on_a_condition(jump: str) -> None:
 LIMITS = {  # at most: instructions that multiply, that copy or convert, waits; at least: tiles at a time
     "int8, 8 rows": (102.5, 1.5, 0.5, 4),
     "fp8, 8 rows": (102.5, 1.5, 0.5, 4),
+    "fp8, 64 rows": (95.5, 6.5, 0.5, 2),
+    "fp8, 256 rows": (98, 11.5, 1, 2),
     "fp8 x fp8, 8 rows": (27.5, 4.5, 0.5, 4),
     "fp8 x fp8, both in groups of 128, 8 rows": (35.5, 4, 0.5, 4),
     "fp8 x fp8, both in groups of 128, 64 rows": (73, 4.5, 0.5, 2),

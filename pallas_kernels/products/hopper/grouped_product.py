@@ -222,9 +222,8 @@ def kernel(
             y *= lax.broadcast_in_dim(scale_of(some, 0), y.shape, [1])
         return y
 
-    def multiply(i: jax.Array, acc: Any) -> None:
-        """Adds step i, without waiting for the sum."""
-        slot = lax.rem(i, stages)
+    def multiply(slot: Any, acc: Any) -> None:
+        """Adds the step in a slot, without waiting for the sum."""
         plgpu.barrier_wait(full.at[slot])
         weights, x = w_smem.at[slot, inside], x_smem.at[slot]
         if w_smem.dtype == x_smem.dtype:
@@ -245,27 +244,37 @@ def kernel(
     turn_steps = lax.div(steps - turn + turns - 1, turns)
 
     def in_one_sum(acc: Any) -> jax.Array:
-        @pl.loop(0, turn_steps)
-        def _(number: jax.Array) -> None:
-            i = number * turns + turn
-            multiply(i, acc)
+        def add(slot: Any) -> None:
+            multiply(slot, acc)
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(free.at[lax.rem(i, stages)])
+            plgpu.barrier_arrive(free.at[slot])
 
+        if block >= FEW:  # constant slots take fewer instructions, but more registers
+
+            @pl.loop(0, steps // stages)
+            def _(_: jax.Array) -> None:
+                for slot in range(stages):
+                    add(slot)
+
+            for slot in range(steps % stages):
+                add(slot)
+        else:
+            pl.loop(0, turn_steps)(lambda number: add(lax.rem(number * turns + turn, stages)))
         result: jax.Array = acc[...]
         return result
 
     def in_short_sums(accumulator: Any) -> jax.Array:
         def add(number: jax.Array, total: jax.Array) -> jax.Array:
             i = number * turns + turn
+            slot = lax.rem(i, stages)
 
             def one(acc: Any) -> jax.Array:
-                multiply(i, acc)
+                multiply(slot, acc)
                 result: jax.Array = acc[...]
                 return result
 
             line = scales(i)
-            y, slot = pl.run_scoped(one, accumulator), lax.rem(i, stages)
+            y = pl.run_scoped(one, accumulator)
             y = scaled(y, slot, line)
             plgpu.barrier_arrive(free.at[slot])
             total += y
