@@ -227,7 +227,14 @@ FAULTS = (
     Fault("tiles' products not awaited", "MXFP4 product", AWAITED, r"\1 1", "race", at=None),
     Fault("factor of another nibble", "MXFP4 product", r"\{h0, h0\}", r"{h1, h1}", "other results", at=None),
     Fault("arrivals of offsets not counted", "int4 product", ARRIVALS4, r"\1, 384;", "fault"),
-    Fault("zero of another group", "int4 product", r"term, \{h0, h0\}", r"term, {h1, h1}", "other results", at=None),
+    Fault(
+        "zero of another group",
+        "int4 product",
+        r"term, \{h0, h0\}",
+        r"term, {h1, h1}",
+        "other results",
+        at=None,
+    ),
     Fault("copies not awaited", "Ampere", r"(cp\.async\.wait_group) \t0", r"\1 \t1", "race"),
     Fault("a tile too few awaited", "Ampere product", r"(cp\.async\.wait_group) \t2", r"\1 \t4", "race"),
     Fault(
