@@ -354,6 +354,11 @@ def test_nobody_there(kind: Any) -> None:
     assert gave_up.value.code is grpc.StatusCode.UNAVAILABLE
 
 
+def test_an_address_is_no_url(kind: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"address='http://localhost:8000': must be HOST:PORT of gRPC"):
+        kind("http://localhost:8000")
+
+
 def test_files_that_are_not_there(kind: Any) -> None:
     with pytest.raises(InvalidArgument, match="tls_ca='/nowhere': cannot be read"):
         Client("127.0.0.1:1", tls_ca="/nowhere")

@@ -83,8 +83,10 @@ class _Connection:
             retries: number and duration of retries when the server cannot take a request.
 
         Raises:
-            InvalidArgument: a file cannot be read.
+            InvalidArgument: a file cannot be read, or the address is a URL of HTTP.
         """
+        if address.startswith(("http://", "https://")):
+            raise InvalidArgument("address", address, "must be HOST:PORT of gRPC, by default localhost:50051")
         self.address, self._retries = address, retries or Retries()
         metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
         ca, key, cert = _read("tls_ca", tls_ca), _read("tls_key", tls_key), _read("tls_cert", tls_cert)

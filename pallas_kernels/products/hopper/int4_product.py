@@ -22,7 +22,7 @@ from pallas_kernels.products.groups import BLOCK, GRID, Groups, input_splits, on
 from pallas_kernels.products.hopper.int4_kernel import Form, Inputs, Outputs, Scratch, run
 from pallas_kernels.quantization.int4 import SCALES, TILE, WORDS, Int4
 
-STAGES = 6  # maximum tiles in flight
+STAGES = 6  # maximum in flight
 TWO_BLOCKS = 16  # with at most this many rows per block, a multiprocessor holds two blocks
 # bytes of shared memory per block if a multiprocessor holds two, and if it holds one
 SHARED = 110 << 10, 224 << 10
