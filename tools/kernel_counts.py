@@ -45,7 +45,7 @@ from pallas_kernels.compilation.ahead_of_time import KernelFacts, device, kernel
 from pallas_kernels.mosaic import blackwell as tcgen05
 from pallas_kernels.mosaic.ampere import DEPTH
 from pallas_kernels.products import weights
-from pallas_kernels.products.ampere import FEW_ROWS, MOST_ROWS
+from pallas_kernels.products.ampere import MOST_ROWS
 from pallas_kernels.products.hopper.grouped_product import FEW, SHARED_ROWS
 from pallas_kernels.quantization.formats import FP8, FP8_BY_FP8, INT8, WeightFormat
 from pallas_kernels.quantization.int4 import GROUPS, TILE
@@ -299,9 +299,7 @@ def tile_in_tensor_memory(form: WeightFormat) -> Tile:
 def tile_of_mma(rows: int, form: WeightFormat) -> Tile:
     """The tile of a product by `mma.sync`, in Ampere's kernel."""
     scales = 4 * 64 * TILE // form.group * (1 + form.offset) if form.group else 0
-    sums = form.offset and rows <= FEW_ROWS
-    columns = max(1, min(rows, MOST_ROWS[form.group != DEPTH]) // 8)
-    products = TILE // DEPTH * columns * (1 + sums)
+    products = TILE // DEPTH * max(1, min(rows, MOST_ROWS) // 8)
     return Tile("64 x 128", 64 * TILE * form.bits // 8 + scales, products, copies=0)
 
 

@@ -138,7 +138,7 @@ def left_side(
     returned = plgpu.ShapeDtypeStruct((ROWS, DEPTH), dtype, layout=plgpu.Layout.MMA_LHS(dtype))
 
     def convert(_: Any, numbers: Any) -> Any:
-        registers, layout = _left_registers(ROWS, dtype)
+        registers, layout = left_registers(ROWS, dtype)
         for half in range(2):
             words = words_of(numbers.registers[(0, *place, half)].item())
             for number, pair in enumerate(pairs_of(words)):
@@ -200,7 +200,7 @@ def transposed(ref: Any, size: int, kind: str, dtype: Any) -> jax.Array:
         ways: dict[str, Any] = {"is_signed": True, "layout": PAIRS.to_mgpu(), "optimized": False}
         by_pair = mgpu.utils.memref_transpose(words, (1, 0, 3, 2))
         pairs = mgpu.FragmentedArray.load_tiled(by_pair, size, **ways)
-        registers, layout = _left_registers(rows, dtype)
+        registers, layout = left_registers(rows, dtype)
         for tile in range(rows // ROWS):
             for half in range(2):
                 (word,) = words_of(pairs.registers[tile, 0, 0, half].item())
@@ -222,7 +222,7 @@ def fragment(registers: Any, layout: Any, signed: bool | None = None) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=signed)
 
 
-def _left_registers(rows: int, dtype: Any) -> tuple[Any, Any]:
+def left_registers(rows: int, dtype: Any) -> tuple[Any, Any]:
     """Registers of [rows, DEPTH] to be filled, and their layout."""
     layout = plgpu.Layout.MMA_LHS(dtype).to_mgpu()
     return np.empty(layout.registers_shape((rows, DEPTH)), object), layout

@@ -5,10 +5,8 @@ A dense product has a single group. A thread block, one warpgroup, computes a bl
 copies tiles of 128 inputs several ahead of the computation: with cp.async or, where Pallas has none, with
 TMA. Weights are the left side, so that few rows waste little, and each warp reads a separate part of them. A
 thread unpacks them in its registers (`ampere_registers.py`), so they are read once per block of rows and
-never stored unpacked. Unpacked numbers are exact. The sum over inputs with a common scale is multiplied by
-that scale in float32, and the offset by the sum of these inputs.
-
-With few rows, the tensor cores compute these sums, too, as a product with ones. For more rows, XLA does.
+never stored unpacked. Four-bit numbers are multiplied by their scales there; unpacked numbers of eight bits
+are exact, and the sum over inputs with a common scale is multiplied by that scale in float32.
 """
 
 from __future__ import annotations
@@ -33,7 +31,9 @@ from pallas_kernels.products.ampere_registers import (
     by_grid,
     layout_of_weights,
     operand,
+    scaled_operands,
 )
+from pallas_kernels.products.four_bit_numbers import SCALED
 from pallas_kernels.products.groups import GRID, Groups, input_splits, one_group
 from pallas_kernels.products.scales_in_registers import columns_of, layout_of_scales
 from pallas_kernels.quantization.formats import FP8
@@ -42,11 +42,9 @@ from pallas_kernels.targets import has_tma
 
 load = partial(plgpu.load, optimized=False)  # jax 0.11.2 requires this for global memory
 STAGES = 4  # maximum tiles in shared memory
-# rows of a thread block, for which registers suffice: with 16 inputs per scale, and otherwise
-MOST_ROWS = 32, 64
+MOST_ROWS = 64  # of a thread block, for which registers suffice
 BLOCKS = 4  # desired thread blocks per multiprocessor
 SHARED = 96 << 10  # bytes for their tiles, of which each block has at least two
-FEW_ROWS = 16  # of a block in which the tensor cores add the inputs
 LEAST_TILES = 4  # minimum tiles per block if several blocks share a product's inputs
 
 
@@ -58,7 +56,6 @@ class Inputs(NamedTuple):
         w: [groups, out, words].
         group, start, length: of each block of rows; see `Groups`.
         scale, offset: float32 [groups, out, groups of inputs]; None: scales are ones, offsets zeros.
-        sums: float32 [groups of inputs, places], of the inputs; None: the tensor cores compute them.
     """
 
     x: Any
@@ -68,7 +65,6 @@ class Inputs(NamedTuple):
     length: Any
     scale: Any = None
     offset: Any = None
-    sums: Any = None
 
 
 class Outputs(NamedTuple):
@@ -185,7 +181,7 @@ def _products(
 ) -> jax.Array:
     """The partial sums of each split of the inputs: [splits, places, out]."""
     outs, words = weight.values.shape[1], weight.words
-    rows = min(block, MOST_ROWS[weight.scaled != DEPTH])
+    rows = min(block, MOST_ROWS)
     form = Form(0, weight.scaled, weight.kind, block // rows)
     chunks = -(-x.shape[1] // (form.tiles * TILE))
     form = replace(form, each=-(-chunks // splits))
@@ -198,8 +194,6 @@ def _products(
         for array in (weight.scale, weight.offset)
     ]
     inputs = Inputs(x, weight.values, groups.group, groups.start, groups.length, *scales)
-    if weight.offset is not None and block > FEW_ROWS:
-        inputs = inputs._replace(sums=x.astype(jnp.float32).reshape(len(x), -1, weight.scaled).sum(-1).T)
     by_tile = OUTS * words * weight.values.dtype.itemsize + rows * TILE * x.dtype.itemsize
     stages = max(2, min(STAGES, SHARED // BLOCKS // by_tile))
     scratch = Scratch(
@@ -275,43 +269,39 @@ def _multiply(refs: Refs[Inputs, Outputs, Scratch], form: Form, group: Any, star
     def spread(line: Any, axis: int) -> Any:
         return plgpu.layout_cast(lax.broadcast_in_dim(line, (OUTS, block), [axis]), SUMS)
 
-    ones = plgpu.layout_cast(jnp.ones((OUTS, DEPTH), dtype), plgpu.Layout.MMA_LHS(dtype))
+    def right(slot: Any, step: int) -> Any:
+        taken = smem.x.at[slot, :, pl.ds(step * DEPTH, DEPTH)]
+        return right_side(load(taken, layout=INPUTS), eight_bits=form.kind in ("int8", FP8))
 
-    def fold_tile(i: Any, place: int, factors: list[list[Any]], total: Any) -> Any:
-        """Adds the products of tile i, which is at a place in its chunk."""
+    def fold_tile(i: Any, place: int, now: list[Any], total: Any) -> Any:
+        """Adds the products of tile i, which is at a place in its chunk with scales and offsets `now`."""
         slot, in_tile = lax.rem(i, stages), TILE // (form.scaled or TILE)
-        steps = TILE // in_tile // DEPTH
         wait(i)
         pl.when(i + stages - 1 < tiles)(partial(fetch, i + stages - 1))
         numbers = load(smem.w.at[slot], layout=layout_of_weights(form.kind))
-        for number in range(in_tile):
-            column, y, added = place * in_tile + number, zeros() if form.scaled else total, zeros()
-            if inputs.sums is not None:
-                at = ((first * form.tiles + i) * in_tile + number, rows)
-                added = spread(load(inputs.sums.at[at], layout=SUMS.reduce(0)), 1)
-            for step in range(number * steps, (number + 1) * steps):
-                taken = smem.x.at[slot, :, pl.ds(step * DEPTH, DEPTH)]
-                x = right_side(load(taken, layout=INPUTS), eight_bits=form.kind in ("int8", FP8))
-                y = plgpu.mma(y, operand(numbers, step, form.kind, dtype), x)
-                if inputs.offset is not None and inputs.sums is None:
-                    added = plgpu.mma(added, ones, x)
-            total = total + y * spread(factors[0][column], 0) if form.scaled else y
-            if inputs.offset is not None:
-                total += added * spread(factors[1][column], 0)
-        return total
+        if form.kind in KINDS:
+            some = slice(place * in_tile, (place + 1) * in_tile)
+            for step, left in enumerate(scaled_operands(numbers, now, some, form.kind, dtype)):
+                total = plgpu.mma(total, left, right(slot, step))
+            return total
+        y = zeros() if form.scaled else total
+        for step in range(TILE // DEPTH):
+            y = plgpu.mma(y, operand(numbers, step, form.kind, dtype), right(slot, step))
+        return total + y * spread(columns_of(now[0], SUMS.reduce(1))[place], 0) if form.scaled else y
 
     def fold(chunk: Any, carry: Any) -> Any:
         total, now = carry
         following = scales(chunk + 1)
-        factors = [columns_of(array, SUMS.reduce(1)) for array in now]
         for place in range(form.tiles):
-            total = fold_tile(chunk * form.tiles + place, place, factors, total)
+            total = fold_tile(chunk * form.tiles + place, place, now, total)
         return total, following
 
     for i in range(stages - 1):
         pl.when(i < tiles)(partial(fetch, jnp.int32(i)))
     total, _ = lax.fori_loop(0, chunks, fold, (zeros(), scales(jnp.int32(0))))
-    if inputs.scale is not None and not form.scaled:
+    if form.kind in KINDS:
+        total *= SCALED[str(dtype)]
+    elif inputs.scale is not None and not form.scaled:
         total *= spread(load(inputs.scale.at[group, outs], layout=SUMS.reduce(1)), 0)
     for at, of_rows in enumerate(by_grid(total.astype(out.dtype))):
         place = pl.ds((start + at) * GRID, GRID)

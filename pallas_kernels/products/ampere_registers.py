@@ -7,28 +7,19 @@ both sides have the same. So a lane takes four adjacent inputs, by one load of e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic.ampere import NUMBERS, ROWS, fragment, left_side
-from pallas_kernels.mosaic.words import (
-    AND_OR,
-    AND_XOR,
-    BIAS,
-    MANTISSA,
-    asm,
-    bits_of,
-    constant,
-    multiplied,
-    of_bytes,
-    shifted,
-)
+from pallas_kernels.mosaic.ampere import DEPTH, NUMBERS, ROWS, fragment, left_registers, left_side
+from pallas_kernels.mosaic.words import of_bytes, pair_of, words_of
+from pallas_kernels.products.four_bit_numbers import ScaledNumbers
 from pallas_kernels.products.groups import GRID
-from pallas_kernels.products.scales_in_registers import elements
-from pallas_kernels.quantization.int4 import KINDS
+from pallas_kernels.products.scales_in_registers import elements, layout_of_scales
+from pallas_kernels.quantization.int4 import KINDS, TILE
 
 OUTS = ROWS  # of a warpgroup
 WORDS = plgpu.Layout.TILED(  # int32 [OUTS, 16], four-bit numbers
@@ -61,31 +52,39 @@ def by_grid(sums: jax.Array) -> list[jax.Array]:
 
 
 def operand(weights: jax.Array, step: int, kind: str, dtype: Any) -> jax.Array:
-    """Unpacks DEPTH inputs of a tile of weights: [OUTS, DEPTH] in dtype, a 16-bit float, as a left side."""
+    """Unpacks DEPTH inputs of a tile of weights of eight or sixteen bits: [OUTS, DEPTH] in dtype, a 16-bit
+    float, as a left side.
+    """
 
     def of_words(words: list[Any]) -> list[Any]:
-        if kind in KINDS:
-            return [_of_nibble(word, step // 2, kind, dtype) for word in words]
-        return of_bytes(words[0], kind, dtype) if len(words) == 1 else words  # of eight or sixteen bits
+        return of_bytes(words[0], kind, dtype) if len(words) == 1 else words
 
-    place = (step % 2, 0, 0) if kind in KINDS else (step, 0, 0)
-    return left_side(weights, layout_of_weights(kind), place, of_words, dtype)
+    return left_side(weights, NUMBERS, (step, 0, 0), of_words, dtype)
 
 
-def _of_nibble(word: Any, nibble: int, kind: str, dtype: Any) -> Any:
-    """The numbers in a nibble of both halves of a word.
+def scaled_operands(
+    weights: jax.Array, scales: Sequence[jax.Array], groups: slice, kind: str, dtype: Any
+) -> list[jax.Array]:
+    """The operands of a tile of four-bit weights, [OUTS, DEPTH] each, in units of SCALED.
 
-    An int4 number plus 8 is unsigned. It becomes the lowest bits of a power of two; then the power and 8 are
-    subtracted. A magnitude of e2m1 becomes the lowest exponent bits and the highest mantissa bit, also if it
-    is subnormal. Twice the magnitude is that number times 2^BIAS.
+    Args:
+        scales: scales and perhaps offsets, float32 [OUTS, n].
+        groups: the tile's among these.
     """
-    mantissa = MANTISSA[dtype]
-    if kind == "int4":
-        power = 1 << mantissa
-        bits = asm(AND_XOR, shifted(word, 4 * nibble), constant(15), constant(bits_of(power, dtype) | 8))
-        return multiplied(bits, bits_of(1, dtype), bits_of(-power - 8, dtype), dtype)
-    magnitude = asm(
-        "and.b32 $0, $1, $2;", shifted(word, 4 * nibble + 1 - mantissa), constant(7 << mantissa - 1)
-    )
-    bits = asm(AND_OR, shifted(word, 4 * nibble - 12), constant(1 << 15), magnitude)
-    return multiplied(bits, bits_of(2.0 ** BIAS[dtype], dtype), bits_of(-0.0, dtype), dtype)
+
+    def convert(_: Any, numbers: Any, *scales: Any) -> list[Any]:
+        operands = [left_registers(OUTS, dtype) for _ in range(TILE // DEPTH)]
+        for half, of_row in enumerate(zip(*(array.registers.flat for array in scales), strict=True)):
+            scaled = ScaledNumbers(kind, dtype, [elements(register)[groups] for register in of_row])
+            for step, (registers, _) in enumerate(operands):
+                words = words_of(numbers.registers[0, step % 2, 0, 0, half].item())
+                for number, word in enumerate(words):
+                    pair = scaled.pair(word, step // 2, step / len(operands))
+                    registers[0, 0, 0, number, half] = pair_of(pair, dtype)
+        return [fragment(*operand) for operand in operands]
+
+    layouts = WORDS, *(layout_of_scales(array.shape[1]) for array in scales)
+    returned = plgpu.ShapeDtypeStruct((OUTS, DEPTH), dtype, layout=plgpu.Layout.MMA_LHS(dtype))
+    converted = plgpu.inline_mgpu(arg_types=layouts, return_type=[returned] * (TILE // DEPTH))(convert)
+    operands: list[jax.Array] = converted(weights, *scales)
+    return operands

@@ -47,13 +47,6 @@ def _why_not(x: Any, weight: FourBits, *, grouped: bool, least: int) -> str | No
     return why_sizes_unsupported(weight.shape, grouped=grouped, inputs=1)
 
 
-def _why_not_hopper(x: Any, weight: FourBits, *, grouped: bool) -> str | None:
-    numbers = weight.numbers
-    if numbers.kind == "e2m1" and (x.dtype, numbers.group, numbers.offset) != (jnp.bfloat16, GROUPS[0], None):
-        return f"x={x.dtype}, group={numbers.group}: e2m1 takes bfloat16 and MXFP4's scales"
-    return _why_not(x, weight, grouped=grouped, least=GROUPS[0])
-
-
 def _hopper_dense(x: Rows, weight: FourBits, dtype: jnp.dtype[Any], device: jax.Device) -> jax.Array:
     from pallas_kernels.products.hopper import int4_product as kernel
 
@@ -83,10 +76,10 @@ def _ampere_grouped(x: jax.Array, weight: FourBits, groups: Groups) -> jax.Array
 
 
 def _table(grouped: bool, hopper: Any, ampere: Any) -> Table:
-    why_not = partial(_why_not, grouped=grouped, least=LEAST_GROUP)
-    return (
-        Implementation(HOPPER, partial(_why_not_hopper, grouped=grouped), hopper),
-        Implementation(AMPERE_OR_NEWER, why_not, ampere),
+    kernels = (HOPPER, GROUPS[0], hopper), (AMPERE_OR_NEWER, LEAST_GROUP, ampere)
+    return tuple(
+        Implementation(target, partial(_why_not, grouped=grouped, least=least), run)
+        for target, least, run in kernels
     )
 
 

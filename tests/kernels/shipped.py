@@ -237,6 +237,7 @@ MORE: Cases = {
         "64 rows, groups of 64": int4(64, 192, 576, 64, False, "int4", "bfloat16"),
         "130 rows, groups of 128": int4(130, 64, 1152, 128, False, "int4", "bfloat16"),
         "33 rows, float16, offsets": int4(33, 64, 576, 64, True, "int4", "float16"),
+        "MXFP4, float16": int4(9, 128, 640, 32, False, "e2m1", "float16"),
         "MXFP4, 130 rows": int4(130, 128, 1152, 32, False, "e2m1", "bfloat16"),
         "MXFP4, 8 rows, inputs split": int4(8, 192, 4224, 32, False, "e2m1", "bfloat16"),
         "experts, offsets": int4_groups((0, 70, 0, 1), 64, 640, 128, True, "int4", "bfloat16"),

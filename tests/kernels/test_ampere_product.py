@@ -27,15 +27,17 @@ from tests.compiling import optimized
 from tests.extras import compiler_for_gpus
 from tests.kernels.interpreted import Runner, largest_error
 from tests.kernels.test_int4 import packed
+from tests.kernels.test_int4_product import rounded as rounded_weight
 
 RECORD = json.loads((RESULTS / "compiled_kernels.json").read_text())
 TARGET = "a100"  # its process has compiled for it, or for a newer one
 
 
 def weight_of(outs: int, size: int, form: WeightFormat, dtype: str) -> tuple[Any, np.ndarray[Any, Any]]:
-    """A random parameter [outs, size], and its values."""
+    """A random parameter [outs, size], and its values as kernels take them."""
     if form.numbers in KINDS:
-        return packed(outs, size, form.group, offset=form.offset, kind=form.numbers)
+        weight, values = packed(outs, size, form.group, offset=form.offset, kind=form.numbers)
+        return weight, values if form.numbers == "e2m1" else rounded_weight(weight, dtype)
     floats = jnp.asarray(np.random.default_rng(size).normal(size=(outs, size)), dtype)
     if form.bits == 16:
         return floats, np.asarray(floats, np.float64)

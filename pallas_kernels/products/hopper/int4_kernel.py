@@ -14,8 +14,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.hopper import COLUMNS, ROWS, in_one_warp, store_transposed
 from pallas_kernels.mosaic.refs import Refs
+from pallas_kernels.products.four_bit_numbers import SCALED
 from pallas_kernels.products.groups import GRID
-from pallas_kernels.products.hopper.int4_registers import SCALED, WORD_LAYOUT, add_scaled
+from pallas_kernels.products.hopper.int4_registers import WORD_LAYOUT, add_scaled
 from pallas_kernels.products.scales_in_registers import layout_of_scales
 from pallas_kernels.quantization.int4 import TILE, WORDS
 

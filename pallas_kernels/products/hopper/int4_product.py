@@ -41,7 +41,7 @@ def int4_product(
     Args:
         x: bfloat16 or float16, with the weight's transform applied.
         weight: in one part; out is a multiple of 64. Scales are at most 2^62 in magnitude, with float16 below
-            16. e2m1 needs bfloat16, groups of 32 without offsets, and powers of two.
+            16. e2m1 has no offsets.
         dtype: dtype of the result; None: x's.
         cores: multiprocessors of the device. With few outputs, several thread blocks share the inputs, and
             XLA adds their partial sums.

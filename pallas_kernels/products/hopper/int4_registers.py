@@ -20,17 +20,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels.mosaic.hopper import COLUMNS, tiled
-from pallas_kernels.mosaic.words import (
-    AND_XOR,
-    BIAS,
-    MANTISSA,
-    asm,
-    bits_of,
-    constant,
-    rotated,
-    shifted,
-    words_of,
-)
+from pallas_kernels.mosaic.words import words_of
+from pallas_kernels.products.four_bit_numbers import PAIR, ScaledNumbers
 from pallas_kernels.products.scales_in_registers import elements, layout_of_scales
 from pallas_kernels.quantization.int4 import TILE, WORDS
 
@@ -40,9 +31,6 @@ WORD_LAYOUT = plgpu.Layout.TILED(  # int32 [64, 4 n], with a word in place of ea
 )
 DEPTH = 16  # columns of a product of the tensor cores
 UNIT = 16  # bytes, of addresses in descriptors
-# The unit of scaled weights. Without it, factors would be too large for their dtype.
-SCALED = {"bfloat16": 2.0**64, "float16": 2.0**6}
-PAIR = {"bfloat16": "bf16x2", "float16": "f16x2"}
 
 
 def add_scaled(
@@ -50,16 +38,10 @@ def add_scaled(
 ) -> jax.Array:
     """Adds a product with words int32 [64, 16], whose numbers are multiplied by their scales first.
 
-    Four bits become the lowest bits of an exponent and the highest of a mantissa. As subnormal numbers they
-    are right, too, so that factors take up the unit. The signs of two nibbles of e2m1 are moved away from
-    their magnitudes first, so that a rotation brings both to their places. int4 plus 8 is not negative; a
-    weight is rounded once, and its scale before. With offsets in bfloat16, the number that stands for zero is
-    subtracted, which is exact if it is an integer; float16 rounds offsets less.
-
     Args:
         total: float32 [64, rows], in units of SCALED.
-        scales: scales and perhaps offsets, float32 [64, groups of a tile] each. Of e2m1 only powers of two.
-        x: bfloat16, or for int4 float16 [rows, TILE * n], in shared memory in tiles of 8 by COLUMNS.
+        scales: scales and perhaps offsets, float32 [64, groups of a tile] each.
+        x: bfloat16 or float16 [rows, TILE * n], in shared memory in tiles of 8 by COLUMNS.
         tile: of x.
         kind: of the numbers.
 
@@ -121,85 +103,12 @@ def _descriptor(x: Any) -> tuple[Any, int]:
 def _scaled(words: Any, scales: Sequence[Any], kind: str, dtype: jnp.dtype[Any]) -> list[Any]:
     """Pairs of scaled numbers, in units of SCALED, in the order of products and of their registers."""
     i32, (_, count, *_) = ir.IntegerType.get_signless(32), words.registers.shape
-    nibbles, low = TILE // STEP, MANTISSA[dtype] - 3  # where an int4 number begins
+    nibbles = TILE // STEP
     pairs = np.empty((nibbles, count, 2), object)
     for half, of_row in enumerate(zip(*(array.registers.flat for array in scales), strict=True)):
-        by_group = [elements(register) for register in of_row]
-        groups = len(by_group[0])
-        # two groups each
-        terms = [
-            _terms(dtype, kind, *(of[min(n, groups - 1)] for of in by_group for n in (first, first + 1)))
-            for first in range(0, groups, 2)
-        ]
+        scaled = ScaledNumbers(kind, dtype, [elements(register) for register in of_row])
         for word in range(count):
             register = mgpu.utils.bitcast(words.registers[0, word, 0, 0, half].item(), i32)
             for nibble in range(nibbles):
-                if kind == "int4":
-                    placed = shifted(register, 4 * nibble - low)
-                    number = asm(AND_XOR, placed, constant(0xF << low), constant(8 << low))
-                else:
-                    signs = constant(0x88 << 4 * (nibble // 2 * 2))
-                    apart = asm("lop3.b32 $0, $1, $2, $3, 0xe4;", register, rotated(register, 6), signs)
-                    number = asm("and.b32 $0, $1, $2;", rotated(apart, 4 * nibble - 12), constant(0x81C0))
-                group = nibble * groups // nibbles
-                code, *of_groups = terms[group // 2]
-                code = code.replace("GROUP", str(group % 2)).replace("TYPE", PAIR[str(dtype)])
-                pairs[nibble, word, half] = asm(code, number, *of_groups)
+                pairs[nibble, word, half] = scaled.pair(register, nibble, nibble / nibbles)
     return list(pairs.flat)
-
-
-def _terms(dtype: jnp.dtype[Any], kind: str, *scales: Any) -> tuple[Any, ...]:
-    """The code that makes weights of two groups' numbers, and what it takes for both.
-
-    Args:
-        scales: two scales, and perhaps two offsets.
-    """
-    name, bias = str(dtype), BIAS[dtype]
-
-    def pair(of_groups: Sequence[Any], factor: float) -> Any:
-        code = ROUNDED.replace("TYPE", PAIR[name])
-        return asm(code, *of_groups, constant(bits_of(factor, dtype)))
-
-    if kind == "e2m1":
-        return MULTIPLIED, pair(scales, 2.0**bias / SCALED[name])
-    unit = 2.0 ** (bias + 2) / SCALED[name]  # int4 numbers are in units of 2^(-2 - bias)
-    if len(scales) == 2:
-        factors, eight = pair(scales, unit), constant(bits_of(-(2.0 ** (1 - bias)), dtype))
-        return MULTIPLIED_AND_ADDED, factors, asm(f"mul.rn.{PAIR[name]} $0, $1, $2;", factors, eight)
-    of_groups = list(zip(scales[:2], scales[2:], strict=True))
-    if name == "float16":
-        lowest = [asm("fma.rn.f32 $0, $1, 0fc1000000, $2;", *of_group) for of_group in of_groups]
-        return MULTIPLIED_AND_ADDED, pair(scales[:2], unit), pair(lowest, 1 / SCALED[name])
-    positive = [asm("add.f32 $0, $1, 0f21800000;", scale) for scale in scales[:2]]  # 0 becomes 2^-60
-    zeros = [asm(ZERO, scale, offset) for scale, offset in zip(positive, scales[2:], strict=True)]
-    return SUBTRACTED_AND_MULTIPLIED, pair(positive, unit), pair(zeros, 2.0 ** (-2 - bias))
-
-
-# Two floats, rounded, times a power of two.
-ROUNDED = """{
-    .reg .b32 f;
-    cvt.rn.TYPE.f32 f, $2, $1;
-    mul.rn.TYPE $0, f, $3;
-}"""
-# 8 - offset / scale: the number, plus 8, of a weight that is zero.
-ZERO = """{
-    .reg .f32 r, z;
-    rcp.approx.ftz.f32 r, $1;
-    neg.f32 z, $2;
-    fma.rn.f32 $0, z, r, 0f41000000;
-}"""
-TERM = "mov.b32 {h0, h1}, $3; mov.b32 term, {hGROUP, hGROUP};"
-MULTIPLIED, MULTIPLIED_AND_ADDED, SUBTRACTED_AND_MULTIPLIED = (
-    f"""{{
-    .reg .b16 h<2>;
-    .reg .b32 n, factor, term;
-    mov.b32 {{h0, h1}}, $2;
-    mov.b32 factor, {{hGROUP, hGROUP}};
-    {code}
-}}"""
-    for code in (
-        "mul.rn.TYPE $0, $1, factor;",
-        f"{TERM} fma.rn.TYPE $0, $1, factor, term;",
-        f"{TERM} sub.rn.TYPE n, $1, term; mul.rn.TYPE $0, n, factor;",
-    )
-)
