@@ -92,7 +92,8 @@ class BackgroundPrograms:
                         break
         except Exception as error:
             # once the interpreter ends, neither threads nor futures can be started
-            if self._running() and "shutdown" not in str(error):
+            ended = isinstance(error, RuntimeError) and str(error).endswith("shutdown")
+            if self._running() and not ended:
                 left = [key for key in self.keys if key not in self._obtained]
                 log.warning(
                     "%d programs could not be loaded or compiled, the engine continues with the others: %s",

@@ -27,7 +27,12 @@ class Failing:
 
 
 @pytest.mark.parametrize(
-    ("message", "warned"), [("no memory", True), ("cannot schedule new futures after shutdown", False)]
+    ("message", "warned"),
+    [
+        ("no memory", True),
+        ("/shutdown/programs: no space", True),
+        ("cannot schedule new futures after shutdown", False),
+    ],
 )
 def test_the_end_of_the_interpreter_is_no_failure(
     message: str, warned: bool, caplog: pytest.LogCaptureFixture

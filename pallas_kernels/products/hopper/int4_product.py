@@ -40,8 +40,8 @@ def int4_product(
 
     Args:
         x: bfloat16 or float16, with the weight's transform applied.
-        weight: in one part; out is a multiple of 64. Scales are at most 2^62 in magnitude, with float16 below
-            16. e2m1 has no offsets.
+        weight: in one part; out is a multiple of 64. Scales are at most 2^62 in magnitude, of e2m1 2^64, and
+            with float16 below 16; larger ones give NaN. e2m1 has no offsets.
         dtype: dtype of the result; None: x's.
         cores: multiprocessors of the device. With few outputs, several thread blocks share the inputs, and
             XLA adds their partial sums.
