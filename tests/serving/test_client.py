@@ -31,7 +31,11 @@ class Blocked:
 
     def __init__(self, address: str, **options: Any) -> None:
         self._runner = asyncio.Runner()
-        self._client = self._runner.run(self._make(address, options))
+        try:
+            self._client = self._runner.run(self._make(address, options))
+        except BaseException:
+            self._runner.close()
+            raise
 
     async def _make(self, address: str, options: dict[str, Any]) -> AsyncClient:
         return AsyncClient(address, **options)
