@@ -5,7 +5,8 @@
     python -m benchmarks.compare --before      saves as compare_before
     python -m benchmarks.compare --prepare     only installs and converts
     python -m benchmarks.compare --quick       a few tokens each, nothing saved
-    XLA_FLAGS=--xla_cpu_max_isa=AVX2 python -m benchmarks.compare    as on a processor with AVX2 only
+    XLA_FLAGS=--xla_cpu_max_isa=AVX2 python -m benchmarks.compare    as on a processor with AVX2 only, for all
+        libraries of all engines: see peers/avx2_only.c
 
 one stream      decode tokens/s of one sequence, prompt 128, 128 tokens beyond the first
 32 at once      output tokens/s of 32 requests, prompts of 16 to 512 tokens, outputs of 16 to 256
@@ -38,7 +39,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import RESULTS, ROOT, instruction_set, made_model, save
-from benchmarks.peers.environments import PEERS_FOLDER, Unavailable, environment_python, weights_folder
+from benchmarks.peers.environments import (
+    PEERS_FOLDER,
+    Unavailable,
+    as_avx2_only,
+    environment_python,
+    weights_folder,
+)
 from benchmarks.peers.registry import PEERS
 from benchmarks.peers.tables import agreement, goals, spread, table
 from benchmarks.peers.workload import MAX_MODEL_LEN, SEQUENCES, workload
@@ -49,9 +56,6 @@ THREADS = 2
 TIMEOUT = 600  # seconds for one process
 ORDER = ("float32", "bfloat16", "w8a8", "int8", "int8+bfloat16", "w4a8", "int4")
 REFERENCE = "jengine float32"
-# What limits peers' libraries as `max_isa` limits jengine: oneDNN's (OpenVINO, vLLM), and PyTorch's kernels.
-# llama.cpp has no such variable: build it for the older processor.
-LIMITS = {"AVX2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}}
 QUICK = 0.06  # share of the output tokens and requests
 
 
@@ -100,6 +104,9 @@ def run(arm: Arm, model: Path, cache: Path, work: dict[str, Any], measures: dict
         name: value.format(environment=python.parent.parent, cores=cores)
         for name, value in peer.variables.items()
     }
+    if limit():
+        older = as_avx2_only()
+        variables |= older | {"LD_PRELOAD": f"{older['LD_PRELOAD']}:{variables.get('LD_PRELOAD', '')}"}
     threads = {name: str(THREADS) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     log = PEERS_FOLDER / "logs" / f"{arm.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +133,6 @@ def run(arm: Arm, model: Path, cache: Path, work: dict[str, Any], measures: dict
                 **os.environ,
                 **kept,
                 **threads,
-                **LIMITS.get(limit() or "", {}),
                 "HF_HUB_OFFLINE": "1",
                 "PYTHONPATH": str(ROOT),
                 **variables,
@@ -251,6 +257,13 @@ def main() -> None:
     unknown = {entry.partition(":")[0] for entry in options.peers} - set(PEERS)
     if unknown:
         parser.error(f"--peers: {', '.join(sorted(unknown))} is none of {', '.join(peers)}")
+    if limit() not in (None, "AVX2"):
+        parser.error(f"XLA_FLAGS: --xla_cpu_max_isa={limit()}: must be AVX2")
+    if limit():
+        try:
+            as_avx2_only()
+        except Unavailable as reason:
+            parser.error(f"XLA_FLAGS: --xla_cpu_max_isa=AVX2: {reason}")
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends a peer's processes too
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # for all processes

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 
 from benchmarks.machine import ROOT
 from benchmarks.peers.registry import ENVIRONMENTS, WEIGHTS, Environment
+from pallas_kernels.llvm.max_isa import limit
 
 PEERS_FOLDER = (ROOT / ".cache" / "peers").resolve()
 REQUIREMENTS = """
@@ -22,22 +25,27 @@ class Unavailable(Exception):
 
 
 def environment_python(name: str) -> Path:
-    """The Python of an environment, which is created if it is missing or was created from other packages."""
-    folder, wanted = PEERS_FOLDER / "environments" / name, ENVIRONMENTS[name]
+    """The Python of an environment, which is created if it is missing or was created from other packages.
+
+    What is compiled here for this processor has another environment for an older one.
+    """
+    wanted = ENVIRONMENTS[name]
+    variables = as_avx2_only() if wanted.compiled and limit() else {}
+    folder = PEERS_FOLDER / "environments" / (f"{name}-avx2" if variables else name)
     ready, python = folder / ".ready", folder / "bin" / "python"
     if not (ready.exists() and ready.read_text() == repr(wanted)):
         print(f"installing {name}", flush=True)
         found = _run([str(ROOT / "tools" / "find_python"), "3.11"], name)
         _run([found.strip(), "-m", "venv", "--clear", str(folder)], name)
-        _install(python, name, wanted)
+        _install(python, name, wanted, variables)
         ready.write_text(repr(wanted))
     return python
 
 
-def _install(python: Path, name: str, wanted: Environment) -> None:
+def _install(python: Path, name: str, wanted: Environment, variables: dict[str, str]) -> None:
     pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
     for packages in wanted.installs:
-        _run([*pip, "install", *packages], name)
+        _run([*pip, "install", *(["--no-cache-dir"] if wanted.compiled else []), *packages], name, variables)
     if wanted.alone:
         _run([*pip, "install", "--no-deps", wanted.alone], name)
         code = REQUIREMENTS.format(name=wanted.alone.split("==")[0], without=wanted.without)
@@ -65,17 +73,35 @@ def weights_folder(name: str, model: Path) -> Path:
     return folder
 
 
-def _run(command: list[str], name: str) -> str:
+@cache
+def as_avx2_only() -> dict[str, str]:
+    """Variables of a process that takes its processor for one with AVX2 only, by a library built from
+    avx2_only.c. XLA's flag does not limit the libraries that XLA calls.
+
+    Raises:
+        Unavailable: there is no C compiler, or CPUID cannot fault.
+    """
+    source, library = Path(__file__).with_name("avx2_only.c"), PEERS_FOLDER / "avx2_only.so"
+    PEERS_FOLDER.mkdir(parents=True, exist_ok=True)
+    _run(["cc", "-O2", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], "avx2_only")
+    variables = {
+        "LD_PRELOAD": str(library),
+        "XLA_FLAGS": re.sub(r"--xla_cpu_max_isa=\w+", "", os.environ.get("XLA_FLAGS", "")),
+    }
+    _run(["true"], "avx2_only", variables)
+    return variables
+
+
+def _run(command: list[str], name: str, variables: dict[str, str] | None = None) -> str:
     """The command's output; the complete log is kept in logs/. Raises Unavailable with its last line if it
     fails.
     """
     log = PEERS_FOLDER / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         ["nice", "-n", "19", *command],
         cwd=ROOT,
-        env=variables,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **(variables or {})},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -17,12 +17,14 @@ class Environment:
         alone: a package installed afterwards without its requirements; these follow, except `without`.
         without: prefixes of the names of requirements that are left out.
         remove: packages installed as requirements that do not work with this torch.
+        compiled: whether they are compiled from source, for this processor.
     """
 
     installs: tuple[tuple[str, ...], ...]
     alone: str = ""
     without: tuple[str, ...] = ()
     remove: tuple[str, ...] = ()
+    compiled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,7 @@ ENVIRONMENTS = {
         installs=(TORCH, (*TORCH, "optimum-intel[openvino]==2.2.0")), remove=("torchvision",)
     ),
     "transformers": Environment(installs=(TORCH, (*TORCH, "transformers==5.23.0", "accelerate"))),
-    "llama.cpp": Environment(installs=(("llama-cpp-python==0.3.36",),)),  # built from source, some minutes
+    "llama.cpp": Environment(installs=(("llama-cpp-python==0.3.36",),), compiled=True),  # some minutes
     "ctranslate2": Environment(installs=(("ctranslate2==4.8.5",),)),
     "onnxruntime-genai": Environment(installs=(("onnxruntime-genai==0.18.0",),)),
     # Separate from the peers' environments: some import torch if it is installed, and would start later.

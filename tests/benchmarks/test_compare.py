@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import compare
-from benchmarks.peers import worker
+from benchmarks.peers import environments, worker
 from benchmarks.peers.registry import ENVIRONMENTS, PEERS, WEIGHTS
 from benchmarks.peers.tables import agreement, cell, first_difference, goals, spread, table
 from benchmarks.peers.workload import MAX_MODEL_LEN, OUTPUT, PROMPT, SEQUENCES, workload
@@ -216,3 +219,43 @@ def test_a_run_saves_what_was_measured_and_why_the_rest_was_not(
     assert theirs["measured"]["later start"]["runs"] == 1
     assert ours["agreement"]["differ"] == 0 and theirs["agreement"]["differ"] == 1
     assert json.loads(json.dumps(result)) == result
+
+
+FEATURES = """
+import faulthandler, subprocess, sys, threading
+import llvmlite.binding as llvm
+
+NEWER = "avx512", "amx", "avxvnni", "avx10"
+
+def show():
+    known = llvm.get_host_cpu_features()
+    assert known["avx2"] and known["fma"], known
+    print([name for name, has in known.items() if has and name.startswith(NEWER)], flush=True)
+
+faulthandler.enable()  # another handler of the signal
+show()
+thread = threading.Thread(target=show)
+thread.start()
+thread.join()
+if len(sys.argv) == 1:
+    subprocess.run([sys.executable, __file__, "again"], check=True)
+"""
+
+
+def test_a_process_takes_its_processor_for_an_older_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """So do its threads and the processes that it starts, and what it does about faults works as before."""
+    monkeypatch.setattr(environments, "PEERS_FOLDER", tmp_path)
+    try:
+        variables = environments.as_avx2_only.__wrapped__()
+    except environments.Unavailable as reason:
+        pytest.skip(str(reason))
+    environment = {**os.environ, **variables}
+    script = tmp_path / "features.py"
+    script.write_text(FEATURES)
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert (done.stdout.split(), done.returncode) == (["[]"] * 4, 0), done.stderr
+    crash = [sys.executable, "-X", "faulthandler", "-c", "import ctypes; ctypes.string_at(8)"]
+    done = subprocess.run(crash, env=environment, capture_output=True, text=True)
+    assert done.returncode == -11 and "Segmentation fault" in done.stderr and "string_at" in done.stderr
