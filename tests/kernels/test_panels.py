@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from pallas_kernels.llvm.kinds import INPUTS
 from pallas_kernels.products import choice
 from pallas_kernels.products import weight as forms
 from pallas_kernels.products.cpu import panels, products
+from pallas_kernels.products.cpu.int4_panels import int4_bytes_panels_module
 from pallas_kernels.products.weights import stored
 from pallas_kernels.quantization.formats import INT4, INT4_BY_INT8, INT8_BY_INT8, WeightFormat
 from pallas_kernels.quantization.hadamard import block_of
@@ -25,12 +28,16 @@ from pallas_kernels.quantization.int4 import GROUPS, KINDS, Int4, pack
 from pallas_kernels.quantization.quantized import quantize
 from tests.kernels.interpreted import normal
 from tests.kernels.test_int4 import packed, quantizing, wide_values
+from tests.kernels.test_masked import SETS, runs_here
 
 AT = processor(native.host())
 BFLOAT16 = WeightFormat("bfloat16", 16)
-PAIRS, BYTES = (panels.serves(AT, "bfloat16", weight) for weight in (BFLOAT16, INT8_BY_INT8))
+PAIRS, BYTES, CODES = (
+    panels.serves(AT, "bfloat16", weight) for weight in (BFLOAT16, INT8_BY_INT8, INT4_BY_INT8)
+)
 needs_pairs = pytest.mark.skipif(not PAIRS, reason="needs AVX-512's products of bfloat16 pairs")
-needs_bytes = pytest.mark.skipif(not BYTES, reason="needs AVX-512's products of bytes")
+needs_bytes = pytest.mark.skipif(not BYTES, reason="needs VNNI")
+needs_codes = pytest.mark.skipif(not CODES, reason="needs VNNI or AVX2")
 fewer, few = (
     settings(max_examples=examples, deadline=None, phases=[Phase.generate])  # each is compiled
     for examples in (2, 6)
@@ -104,7 +111,7 @@ def four_bits(outs: int, size: int, group: int, *, offset: bool, inputs: bool, h
     return dataclasses.replace(made, offset=2 * jnp.abs(made.scale)) if offset else made
 
 
-@needs_bytes
+@needs_codes
 @pytest.mark.parametrize("group", GROUPS)
 @fewer
 @given(
@@ -134,15 +141,50 @@ def test_products_of_bytes_and_four_bits(
         assert_close(got, exact(of_bytes.values, wide_values(weight)) * scales, dtype)
 
 
-@needs_bytes
-def test_sums_within_a_group_are_exact() -> None:
+@needs_codes
+@pytest.mark.parametrize("number, byte", [(7, 127.0), (7, -127.0), (-8, 127.0)])
+@pytest.mark.parametrize("group", GROUPS)
+def test_sums_within_a_group_are_exact(number: int, byte: float, group: int) -> None:
     """Codes and bytes are the largest, and scales powers of two."""
     size = 3 * panels.WORDS * panels.WORD + panels.inputs_at_once(INT4_BY_INT8)
-    numbers = jnp.full((70, size), 7, jnp.int8)
-    scale = jnp.full((70, -(-size // GROUPS[0])), 0.5)
-    weight = pack(numbers, scale, None, group=GROUPS[0], inputs=True)
-    got = multiplied(jnp.full((3, size), 127.0), weight, "float32", "jengine_panels")
-    np.testing.assert_array_equal(got, np.full((3, 70), 127 * 3.5 * size))
+    numbers = jnp.full((70, size), number, jnp.int8)
+    scale = jnp.full((70, -(-size // group)), 0.5)
+    weight = pack(numbers, scale, None, group=group, inputs=True)
+    got = multiplied(jnp.full((3, size), byte), weight, "float32", "jengine_panels")
+    np.testing.assert_array_equal(got, np.full((3, 70), byte * number * 0.5 * size))
+
+
+@pytest.mark.parametrize("name, kind", [("avx2", "w4a8"), ("avxvnni", "w4a8"), ("avxvnni", "w8a8")])
+def test_eight_lanes_give_what_the_other_kernel_does(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every number of rows that a strip may have, chunks of inputs, and sums by row that are shared."""
+    target = native.Target(SETS[name][0], features=SETS[name][1])
+    if not runs_here(target):
+        pytest.skip(f"this processor lacks {name}")
+    monkeypatch.setattr(native, "host", lambda: target)
+    monkeypatch.setattr(products, "register", lambda known, make: calls.register(f"{known}_{name}", make))
+    for rows, size, outs, group in (
+        (17, DEPTH + 32, 70, 32),
+        (panels.LEAST + 7, 160, 3 * panels.OUTS - 1, 128),
+    ):
+        x, wide = arrays(rows, size, outs)
+        weight = four_bits(outs, size, group, offset=group > 32, inputs=True)
+        weight = quantize(wide, "int8", inputs=True) if kind == "w8a8" else weight
+        got = multiplied(x, weight, "float32", f"{kind}_{group}" if kind == "w4a8" else "w8a8")
+        want = multiplied(x, weight, "float32", "jengine_product", "kernel")
+        (np.testing.assert_array_equal if kind == "w8a8" else partial(assert_close, dtype="float32"))(
+            got, want
+        )
+
+
+@pytest.mark.parametrize("name", ["avx2", "avxvnni"])
+def test_no_instruction_is_compiled_that_a_processor_lacks(name: str) -> None:
+    triple, features, *_, of_bytes, lacking = SETS[name]
+    target = native.Target(triple, features=features)
+    text = native.assembly(int4_bytes_panels_module(target, "bfloat16", 64, True), target)
+    code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith((".", "#", "//")))
+    assert re.search("vpmaddubsw" if name == "avx2" else of_bytes, code) and not re.search(lacking, code)
 
 
 @needs_pairs
@@ -189,8 +231,6 @@ def test_other_sizes_take_the_other_kernel(size: int, outs: int) -> None:
     assert_close(multiplied(x, weight, "float32", "jengine_product"), exact(x, weight), "float32")
 
 
-@needs_pairs
-@needs_bytes
 @pytest.mark.parametrize("inputs", [False, True])
 @pytest.mark.parametrize("size, outs", [(130, panels.OUTS), (128, panels.OUTS - 1)])
 def test_other_sizes_of_four_bits_take_the_other_kernel(size: int, outs: int, inputs: bool) -> None:
@@ -198,9 +238,14 @@ def test_other_sizes_of_four_bits_take_the_other_kernel(size: int, outs: int, in
     multiplied(x, weight, "float32", "jengine_product")
 
 
-@needs_pairs
-@needs_bytes
-@pytest.mark.parametrize("kind", ["bfloat16", "int4", "w4a8"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("bfloat16", marks=needs_pairs),
+        pytest.param("int4", marks=needs_pairs),
+        pytest.param("w4a8", marks=needs_codes),
+    ],
+)
 def test_a_row_is_the_same_among_any_others(kind: str) -> None:
     x, weight = arrays(200, 96, 70)
     if kind != "bfloat16":
@@ -218,7 +263,12 @@ def test_prompts_take_panels_where_the_processor_has_the_instructions() -> None:
         processor(native.Target(wide.triple, features=f"{wide.features},+{name}"))
         for name in ("avx512bf16", "avx512vnni")
     )
+    narrow = processor(native.Target(wide.triple, features="+avx2,+fma,+f16c"))
     for at, weight, first in (
+        (narrow, BFLOAT16, "kernel"),
+        (narrow, INT4, "kernel"),
+        (narrow, INT8_BY_INT8, "kernel"),
+        (narrow, INT4_BY_INT8, "panels"),
         (pairs, BFLOAT16, "panels"),
         (pairs, INT4, "panels"),
         (pairs, INT8_BY_INT8, "kernel"),

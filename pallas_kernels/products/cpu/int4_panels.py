@@ -15,7 +15,7 @@ from pallas_kernels.llvm.values import Value
 from pallas_kernels.products.cpu.int4 import KINDS, Int4Format, Packed, packed_of, weights_of
 from pallas_kernels.products.cpu.int4_bytes import CONSECUTIVE, HALF, LOW, SIGNS
 from pallas_kernels.products.cpu.multiply import quantize
-from pallas_kernels.products.cpu.panels import LINE, VECTOR, VECTORS, WORD, WORDS, Pack, write
+from pallas_kernels.products.cpu.panels import LINE, OUTS, VECTOR, WORD, WORDS, Pack, shape_of, write
 from pallas_kernels.quantization.int4 import GROUPS, TILE
 
 PIECE = GROUPS[0]  # bytes that are added to a sum at once
@@ -30,12 +30,13 @@ def int4_panels_module(target: native.Target, group: int, offset: bool, kind: st
     unpacked = Int4Format(at, pairs=True, format=fmt, group=group, offset=offset, kind=kind)
     *packed, to = code.function("pack", (*KINDS, PTR))
     weight = Packed(*packed)
-    with code.loop(0, _tiles(weight)) as tile, code.loop(0, VECTORS) as n:
-        lanes = [weights_of(code, unpacked, weight.at(n * LANES + lane), tile) for lane in range(LANES)]
+    shape = shape_of(at)
+    with code.loop(0, _tiles(weight)) as tile, code.loop(0, OUTS, LANES) as out:
+        lanes = [weights_of(code, unpacked, weight.at(out + lane), tile) for lane in range(LANES)]
         for step, outs in enumerate(zip(*lanes, strict=True)):
             for line, turned in enumerate(transposed([each.bits(vector(I32)) for each in outs])):
                 word = tile * (TILE // 2) + (step * LANES + line)
-                code.store(turned, to + (word * LINE + n * VECTOR), VECTOR)
+                code.store(turned, to + shape.place(word, out), VECTOR)
     write(code, at, fmt, _pack(code, fmt, group, offset))
     return code.text()
 
@@ -58,9 +59,9 @@ def int4_bytes_panels_module(
 
     quantize(code, at, x, 1, 2, transformed=(hadamard, 4), then=add)
     *packed, to = code.function("pack", (*KINDS, PTR))
-    weight = Packed(*packed)
-    with code.loop(0, _tiles(weight)) as tile, code.loop(0, VECTORS) as n:
-        places = [weight.at(n * LANES + lane).words + tile * (TILE // 2) for lane in range(LANES)]
+    weight, fmt, shape = Packed(*packed), byte_format(at), shape_of(at)
+    with code.loop(0, _tiles(weight)) as tile, code.loop(0, OUTS, LANES) as out:
+        places = [weight.at(out + lane).words + tile * (TILE // 2) for lane in range(LANES)]
         lines = []
         for place in places:
             code.prefetch(place + WORDS * WORD // 2, far=True)
@@ -69,9 +70,8 @@ def int4_bytes_panels_module(
         for line, turned in enumerate(transposed(lines)):
             for high, codes in enumerate((turned, turned >> 4)):
                 word = tile * (TILE // WORD) + (line // HALF * 2 + high) * HALF + line % HALF
-                code.store(codes & LOW, to + (word * LINE + n * VECTOR), VECTOR)
+                code.store(codes & LOW, to + shape.place(word, out), VECTOR)
     _pack_scales(code, weight, to + WORDS * LINE, group, offset)
-    fmt = byte_format(at)
     write(code, at, fmt, _pack(code, fmt, group, offset), group, offset)
     return code.text()
 
@@ -96,8 +96,8 @@ def _pack_scales(code: Code, weight: Packed, to: Value, group: int, offset: bool
     """
     kind, eight = vector(F32), code.constant(vector(F32), -8.0)
     outs = code.constant(vector(I64), [*range(LANES)]) * (weight.scale_row // 4).splat()
-    with code.loop(0, (weight.size + (group - 1)) // group) as index, code.loop(0, VECTORS) as n:
-        packed, line = weight.at(n * LANES), to + (index * (2 * LINE) + n * VECTOR)
+    with code.loop(0, (weight.size + (group - 1)) // group) as index, code.loop(0, OUTS, LANES) as out:
+        packed, line = weight.at(out), to + (index * (2 * LINE) + out * WORD)
         scale = code.gather(kind, packed.scale + index * 4, outs)
         code.store(scale, line, VECTOR)
         if offset:

@@ -2,9 +2,9 @@
 (frame, part, parts). A part is a panel of outputs for a block of rows. `int4_panels.py` has four-bit weights.
 
 Inputs are multiplied in words of 32 bits: two bfloat16, or four bytes. A panel of outputs is packed so that
-a vector has one word of 16 outputs. A word of a row of x is broadcast to all lanes. So sums need not be added
-up over lanes at the end, as in `multiply.py`, and the packed words of a panel stay in the cache while all
-rows of a block are multiplied by them (Goto and van de Geijn, 2008).
+a vector has one word of each of its outputs. A word of a row of x is broadcast to all lanes. So sums need not
+be added up over lanes at the end, as in `multiply.py`, and the packed words of a panel stay in the cache
+while all rows of a block are multiplied by them (Goto and van de Geijn, 2008).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pallas_kernels.llvm import native
 from pallas_kernels.llvm.blocks import rounded, transposed, zeros
@@ -20,17 +20,17 @@ from pallas_kernels.llvm.code import Code
 from pallas_kernels.llvm.formats import SIZES, Format, Processor, byte_format, plain_format, processor
 from pallas_kernels.llvm.kinds import INPUTS
 from pallas_kernels.llvm.team import PARTS
-from pallas_kernels.llvm.types import F32, I8, I32, I64, LANES, PTR, VOID, vector
+from pallas_kernels.llvm.types import F32, I8, I16, I32, I64, LANES, PTR, VOID, vector
 from pallas_kernels.llvm.values import Value, Variable
 from pallas_kernels.products.cpu.multiply import heights, quantize, strips
 from pallas_kernels.quantization.formats import WeightFormat
 from pallas_kernels.quantization.int4 import GROUPS
 
 WORD, VECTOR = 4, 4 * LANES  # bytes
-VECTORS = 4  # of outputs
-OUTS = VECTORS * LANES  # of a panel, and the minimum for a weight
+OUTS = 64  # outputs of a panel, and the minimum for a weight
 LINE = WORD * OUTS  # bytes of a word of inputs of all outputs of a panel
 WORDS, ROWS = 384, 768  # maximum words that are packed at a time, and rows of a block
+SHORT = 8  # words of products by four-bit codes whose sum fits in 16 bits: 8 * 4 / 2 * 15 * 128 < 2 ** 15
 LEAST = 96  # rows of a block, if there are others
 
 # Writes the packing of a panel, given the frame, the first output, the first byte of a row of x, the number
@@ -38,13 +38,46 @@ LEAST = 96  # rows of a block, if there are others
 Pack = Callable[[Value, Value, Value, Value, Value], None]
 
 
+class Shape(NamedTuple):
+    """What a strip multiplies at a time, so that its sums stay in registers. A panel is packed as one or
+    several of strips' outputs, [OUTS // outs, WORDS, outs] words.
+
+    Attributes:
+        lanes: of a vector; vectors: of outputs; rows: the most.
+    """
+
+    lanes: int
+    vectors: int
+    rows: int
+
+    @property
+    def bytes(self) -> int:
+        """Of a vector."""
+        return WORD * self.lanes
+
+    @property
+    def outs(self) -> int:
+        return self.vectors * self.lanes
+
+    def place(self, word: Value, outs: Value) -> Value:
+        """Where these outputs' words are, in bytes from the beginning of a panel; outs: a multiple of 16."""
+        return word * LINE + outs * WORD if self.outs == OUTS else word * VECTOR + outs * (WORDS * WORD)
+
+
+def shape_of(at: Processor, *, by_group: bool = False) -> Shape:
+    """by_group: sums of a group and of all groups stay in registers, of which AVX2 has 16 and AVX-512 32."""
+    if at.lanes == LANES:
+        return Shape(LANES, OUTS // LANES, 3 if by_group else at.rows)
+    return Shape(at.lanes, 2, 3 if by_group else 6)
+
+
 def serves(at: Processor, x: str, weight: WeightFormat) -> bool:
     """Whether a processor multiplies x by weights of this format in vectors of words."""
-    if weight.inputs is not None:  # bytes
-        able = x in INPUTS and weight.inputs == "int8" and at.bytes == "vnni"
-    else:  # pairs of bfloat16
-        able = x == "bfloat16" and (weight.bits == 4 or weight.numbers == x) and at.pairs
-    return able and at.lanes == LANES
+    if weight.inputs is None:  # pairs of bfloat16
+        pairs = at.pairs and at.lanes == LANES
+        return x == "bfloat16" and (weight.bits == 4 or weight.numbers == x) and pairs
+    able = at.bytes == "vnni" or (at.bytes == "madd" and weight.bits == 4 and at.lanes == LANES // 2)
+    return x in INPUTS and weight.inputs == "int8" and able
 
 
 def why_no_panels(x: str, weight: WeightFormat, outs: int, size: int) -> str | None:
@@ -52,7 +85,7 @@ def why_no_panels(x: str, weight: WeightFormat, outs: int, size: int) -> str | N
     if not serves(processor(native.host()), x, weight):
         return (
             f"{x} by {weight.name}: panels need AVX-512's products of bfloat16 pairs, for bfloat16 and int4, "
-            "or of bytes, for w8a8 and w4a8"
+            "VNNI for w8a8, or VNNI or AVX2 for w4a8"
         )
     if outs < OUTS:
         return f"outputs={outs}: at least {OUTS}"
@@ -72,12 +105,12 @@ class StripOperands(NamedTuple):
 
     Attributes:
         x: the first row's first packed word; x_row: bytes from one row to the next.
-        packed: packed words; words: their number.
-        sums: 32-bit [rows, OUTS] of the words before.
+        packed: packed words of the strip's outputs; words: their number.
+        sums: 32-bit, of the words before, LINE bytes from one row to the next.
         before, after: whether there are words before, and after, these.
         result: of the first row's first output; result_row: bytes from one row to the next.
         out_size: bytes of a number of the result.
-        row_scale, row_sum, out_scale: for bytes, see `blocks.Operands`. By groups, out_scale is float32
+        row_scale, row_sum, out_scale: for bytes, see `blocks.Operands`. By groups, out_scale is in float32
             [groups, 2, OUTS]: scales and, with offsets, what the sums of the row's bytes are multiplied by,
             which row_sum has as float32. Without offsets it has int32, to which products are added.
         row_sums: bytes from one row's sums to the next.
@@ -106,7 +139,7 @@ def pairs_module(target: native.Target) -> str:
     """The functions `multiply`, of x and weight, and `parts`, for what `why_no_panels` does not refuse."""
     at, code = processor(target), Code()
     fmt = plain_format(at, "bfloat16", "bfloat16")
-    write(code, at, fmt, _stored(code, fmt))
+    write(code, at, fmt, _stored(code, at, fmt))
     return code.text()
 
 
@@ -117,7 +150,7 @@ def bytes_module(target: native.Target, x: str, hadamard: int = 1) -> str:
     at, code = processor(target), Code()
     fmt = byte_format(at)
     quantize(code, at, x, 1, 2, sums=(fmt.offset, 3), transformed=(hadamard, 4))
-    write(code, at, fmt, _stored(code, fmt))
+    write(code, at, fmt, _stored(code, at, fmt))
     return code.text()
 
 
@@ -131,8 +164,9 @@ def write(
         group, offset: inputs whose sums have a scale, and maybe an offset, of their own, see `StripOperands`.
             `pack` writes these behind WORDS words.
     """
-    at = replace(at, rows=3) if group else at  # so that sums of a group and of all groups stay in registers
-    _strip(code, at, fmt, group, offset)
+    shape = shape_of(at, by_group=bool(group))
+    at = replace(at, rows=shape.rows)
+    _strip(code, at, shape, fmt, group, offset)
     frame, many = code.function("parts", (PTR, I64), internal=False, result=I64)
     rows, count = _shape(code, frame)
     panels = _panels(count)
@@ -160,22 +194,25 @@ def write(
     with code.loop(0, row_bytes, WORDS * WORD) as first:
         taken = (row_bytes - first).least(WORDS * WORD)
         pack(frame, o, first, taken // WORD, packed)
-        with strips(code, at, (rows - begin).least(block_rows)) as (row, height):
+        with (
+            code.loop(0, OUTS, shape.outs) as out,
+            strips(code, at, (rows - begin).least(block_rows)) as (row, height),
+        ):
             summed = row_sum + (begin + row) * row_sums
             call = StripOperands(
                 x=x + ((begin + row) * row_bytes + first),
                 x_row=row_bytes,
-                packed=packed,
+                packed=packed + shape.place(code.whole(0), out),
                 words=taken // WORD,
-                sums=sums + row * LINE,
+                sums=sums + (row * LINE + out * WORD),
                 before=first,
                 after=row_bytes - first - taken,
-                result=result + ((begin + row) * count + o) * out_size,
+                result=result + ((begin + row) * count + o + out) * out_size,
                 result_row=count * out_size,
                 out_size=out_size,
                 row_scale=row_scale + (begin + row) * 4,
                 row_sum=summed + first // group * 4 if group else summed,
-                out_scale=packed + WORDS * LINE if group else out_scale + o * 4,
+                out_scale=(packed + WORDS * LINE if group else out_scale + o * 4) + out * 4,
                 row_sums=row_sums,
             )
             code.call("strip", VOID, *call, height)
@@ -191,9 +228,9 @@ def _panels(outs: Value) -> Value:
     return (outs + (OUTS - 1)) // OUTS
 
 
-def _stored(code: Code, fmt: Format) -> Pack:
+def _stored(code: Code, at: Processor, fmt: Format) -> Pack:
     """Packs weights that are stored as x is. Bytes become unsigned by their offset."""
-    _pack(code, fmt)
+    _pack(code, shape_of(at), fmt)
 
     def pack(frame: Value, o: Value, first: Value, words: Value, to: Value) -> None:
         weight, shape = code.argument(frame, 1)
@@ -203,29 +240,31 @@ def _stored(code: Code, fmt: Format) -> Pack:
     return pack
 
 
-def _pack(code: Code, fmt: Format) -> None:
+def _pack(code: Code, shape: Shape, fmt: Format) -> None:
     """Writes the function `pack` of a panel's weights, the bytes from one output to the next, the number of
-    words, and the place for [words, OUTS] words.
+    words, and the place of the panel.
     """
     weight, row, words, to = code.function("pack", (PTR, I64, I64, PTR))
     flipped = code.constant(vector(I8, VECTOR), -128).bits(vector(I32))
-    with code.loop(0, words, LANES) as word, code.loop(0, VECTORS) as n:
-        places = [weight + ((n * LANES + lane) * row + word * WORD) for lane in range(LANES)]
+    with code.loop(0, words, LANES) as word, code.loop(0, OUTS, LANES) as out:
+        places = [weight + ((out + lane) * row + word * WORD) for lane in range(LANES)]
         for place in places:
             code.prefetch(place + WORDS * WORD, far=True)
         lines = transposed([code.load(vector(I32), place) for place in places])
         for line, turned in enumerate(lines):
             values = turned ^ flipped if fmt.offset else turned
-            code.store(values, to + ((word + line) * LINE + n * VECTOR), VECTOR)
+            code.store(values, to + shape.place(word + line, out), VECTOR)
 
 
-def _strip(code: Code, at: Processor, fmt: Format, group: int | None, offset: bool) -> None:
+def _strip(code: Code, at: Processor, shape: Shape, fmt: Format, group: int | None, offset: bool) -> None:
     """Writes the function `strip` of StripOperands and the number of rows, one of `heights`."""
     for height in heights(at):
+        operands = StripOperands(*code.function(f"strip_{height}", KINDS))
+        strip = _Strip(code, shape, fmt, height, at.bytes != "vnni", operands)
         if group:
-            _strip_by_group(code, fmt, height, group, offset)
+            strip.multiply_by_group(group, offset)
         else:
-            _strip_of(code, fmt, height)
+            strip.multiply()
     *call, rows = code.function("strip", (*KINDS, I64))
     with code.cases(rows) as case:
         for height in heights(at):
@@ -233,99 +272,141 @@ def _strip(code: Code, at: Processor, fmt: Format, group: int | None, offset: bo
                 code.call(f"strip_{height}", VOID, *call)
 
 
-def _strip_of(code: Code, fmt: Format, rows: int) -> None:
-    call = StripOperands(*code.function(f"strip_{rows}", KINDS))
-    sums = zeros(code, fmt, rows * VECTORS)
-    _resume(code, call, sums, rows)
-    _add(code, fmt, call, sums, code.whole(0), call.words)
-    with _end(code, call, sums, rows):
-        values = [total.get() for total in sums]
-        _store(code, call, _scaled(code, call, values) if fmt.offset else values)
+class _Strip(NamedTuple):
+    """Writes the code for a strip of this many rows. Sums are vectors, row by row.
 
+    Attributes:
+        short: whether bytes are multiplied without VNNI: by codes from 0 to 15, in 16 bits first.
+    """
 
-def _strip_by_group(code: Code, fmt: Format, rows: int, group: int, offset: bool) -> None:
-    call = StripOperands(*code.function(f"strip_{rows}", KINDS))
-    kind, each = vector(F32), group // WORD
-    of_group = zeros(code, fmt, rows * VECTORS)
-    sums = [code.variable(code.constant(kind, 0.0)) for _ in of_group]
-    _resume(code, call, sums, rows)
-    with code.loop(0, call.words, each) as first:
-        index = first // each
-        of_rows = [call.row_sum + (call.row_sums * row + index * 4) for row in range(rows)]
-        for n, total in enumerate(of_group):
-            begin = code.constant(fmt.sums, 0) if offset else code.load(I32, of_rows[n // VECTORS], 4).splat()
-            total.set(begin)
-        _add(code, fmt, call, of_group, first, (first + each).least(call.words))
-        lines = [call.out_scale + (index * 2 + line) * LINE for line in range(1 + offset)]
-        scales, *by_sum = (
-            [code.load(kind, line + n * VECTOR, VECTOR) for n in range(VECTORS)] for line in lines
-        )
-        for n, (total, known) in enumerate(zip(of_group, sums, strict=True)):
-            row, out = divmod(n, VECTORS)
-            before = known.get()
-            for factor in by_sum:
-                before = code.fma(factor[out], code.load(F32, of_rows[row], 4).splat(), before)
-            known.set(code.fma(total.get().to(kind), scales[out], before))
-    with _end(code, call, sums, rows):
-        of_rows = [code.load(F32, call.row_scale + row * 4, 4).splat() for row in range(rows)]
-        _store(code, call, [total.get() * of_rows[n // VECTORS] for n, total in enumerate(sums)])
+    code: Code
+    shape: Shape
+    fmt: Format
+    rows: int
+    short: bool
+    call: StripOperands
 
+    @property
+    def numbers(self) -> list[tuple[int, int]]:
+        """Of each vector of sums, its row and its place in it."""
+        return [(row, n) for row in range(self.rows) for n in range(self.shape.vectors)]
 
-def _resume(code: Code, call: StripOperands, sums: list[Variable], rows: int) -> None:
-    """Loads the sums of the words before, if there are any."""
-    with code.when(call.before > 0):
-        for total, place in zip(sums, _places(call, rows), strict=True):
-            total.set(code.load(total.kind, place, VECTOR))
+    def multiply(self) -> None:
+        sums = zeros(self.code, self.fmt, len(self.numbers))
+        self._resume(sums)
+        self._add(sums, self.code.whole(0), self.call.words)
+        with self._end(sums):
+            values = [total.get() for total in sums]
+            self._store(self._scaled(values) if self.fmt.offset else values)
 
+    def multiply_by_group(self, group: int, offset: bool) -> None:
+        code, call = self.code, self.call
+        kind, each = vector(F32, self.shape.lanes), group // WORD
+        of_group = zeros(code, self.fmt, len(self.numbers))
+        sums = [code.variable(code.constant(kind, 0.0)) for _ in of_group]
+        self._resume(sums)
+        with code.loop(0, call.words, each) as first:
+            index = first // each
+            of_rows = [call.row_sum + (call.row_sums * row + index * 4) for row in range(self.rows)]
+            for (row, _), total in zip(self.numbers, of_group, strict=True):
+                total.set(code.constant(self.fmt.sums, 0) if offset else self._splat(I32, of_rows[row]))
+            (self._add_short if self.short else self._add)(of_group, first, (first + each).least(call.words))
+            lines = [call.out_scale + (index * 2 + line) * LINE for line in range(1 + offset)]
+            scales, *by_sum = (self._vectors(kind, line) for line in lines)
+            for (row, out), total, known in zip(self.numbers, of_group, sums, strict=True):
+                before = known.get()
+                for factor in by_sum:
+                    before = code.fma(factor[out], self._splat(F32, of_rows[row]), before)
+                known.set(code.fma(total.get().to(kind), scales[out], before))
+        with self._end(sums):
+            of_rows = [self._splat(F32, call.row_scale + row * 4) for row in range(self.rows)]
+            self._store(
+                [of_rows[row] * total.get() for (row, _), total in zip(self.numbers, sums, strict=True)]
+            )
 
-@contextmanager
-def _end(code: Code, call: StripOperands, sums: list[Variable], rows: int) -> Iterator[None]:
-    """Stores the sums if words follow; else what is written within."""
-    with code.if_else(call.after > 0) as (more, end):
-        with more:
-            for total, place in zip(sums, _places(call, rows), strict=True):
-                code.store(total.get(), place, VECTOR)
-        with end:
-            yield
+    def _splat(self, kind: Any, place: Value) -> Value:
+        return self.code.load(kind, place, 4).splat(self.shape.lanes)
 
+    def _vectors(self, kind: Any, line: Value) -> list[Value]:
+        """Of all outputs."""
+        size = self.shape.bytes
+        return [self.code.load(kind, line + n * size, size) for n in range(self.shape.vectors)]
 
-def _places(call: StripOperands, rows: int) -> list[Value]:
-    """Addresses of vectors of sums, row by row."""
-    return [call.sums + (row * LINE + n * VECTOR) for row in range(rows) for n in range(VECTORS)]
+    def _resume(self, sums: list[Variable]) -> None:
+        """Loads the sums of the words before, if there are any."""
+        with self.code.when(self.call.before > 0):
+            for total, place in zip(sums, self._places(), strict=True):
+                total.set(self.code.load(total.kind, place, self.shape.bytes))
 
+    @contextmanager
+    def _end(self, sums: list[Variable]) -> Iterator[None]:
+        """Stores the sums if words follow; else what is written within."""
+        with self.code.if_else(self.call.after > 0) as (more, end):
+            with more:
+                for total, place in zip(sums, self._places(), strict=True):
+                    self.code.store(total.get(), place, self.shape.bytes)
+            with end:
+                yield
 
-def _add(
-    code: Code, fmt: Format, call: StripOperands, sums: list[Variable], first: Value, end: Value
-) -> None:
-    """Adds products of these words to sums, row by row."""
-    with code.loop(first, end) as word:
-        line = call.packed + word * LINE
-        weights = [fmt.load_x(code, line + n * VECTOR) for n in range(VECTORS)]  # they are packed as x is
-        for row in range(len(sums) // VECTORS):
-            mine = code.load(I32, call.x + (call.x_row * row + word * WORD)).splat().bits(weights[0].kind)
-            for n, other in enumerate(weights):
-                total = sums[row * VECTORS + n]
-                total.set(fmt.dot(code, total.get(), mine, other))
+    def _places(self) -> list[Value]:
+        """Addresses of vectors of sums."""
+        return [self.call.sums + (row * LINE + n * self.shape.bytes) for row, n in self.numbers]
 
+    def _add(self, sums: list[Variable], first: Value, end: Value) -> None:
+        """Adds products of these words to sums."""
+        size = self.shape.bytes
+        with self.code.loop(first, end) as word:
+            line = self._line(word)
+            # they are packed as x is
+            weights = [self.fmt.load_x(self.code, line + n * size) for n in range(self.shape.vectors)]
+            for row in range(self.rows):
+                mine = self._word(row, word, weights[0].kind)
+                for n, other in enumerate(weights):
+                    total = sums[row * self.shape.vectors + n]
+                    total.set(self.fmt.dot(self.code, total.get(), mine, other))
 
-def _store(code: Code, call: StripOperands, values: list[Value]) -> None:
-    """Stores vectors of results, row by row."""
-    with code.if_else(call.out_size.equals(2)) as (half, full):
-        for side, size in (half, 2), (full, 4):
-            with side:
-                for index, value in enumerate(values):
-                    row, n = divmod(index, VECTORS)
-                    stored = rounded(value) if size == 2 else value
-                    code.store(stored, call.result + (call.result_row * row + n * LANES * size), size)
+    def _add_short(self, sums: list[Variable], first: Value, end: Value) -> None:
+        """The same for a multiple of SHORT words of codes."""
+        code, kind, raw = self.code, vector(I16, 2 * self.shape.lanes), vector(I8, self.shape.bytes)
+        with code.loop(first, end, SHORT) as some:
+            short = [code.constant(kind, 0)] * len(sums)
+            for word in (some + index for index in range(SHORT)):
+                weights = self._vectors(raw, self._line(word))
+                xs = [self._word(row, word, raw) for row in range(self.rows)]
+                for index, (row, n) in enumerate(self.numbers):
+                    short[index] += code.call("llvm.x86.avx2.pmadd.ub.sw", kind, weights[n], xs[row])
+            for total, added in zip(sums, short, strict=True):
+                total.set(self.fmt.dot(code, total.get(), added, code.constant(kind, 1)))
 
+    def _line(self, word: Value) -> Value:
+        return self.call.packed + word * (WORD * self.shape.outs)
 
-def _scaled(code: Code, call: StripOperands, sums: list[Value]) -> list[Value]:
-    """Sums of bytes without their excess, times the scales of rows and of outputs."""
-    scales = [code.load(vector(F32), call.out_scale + n * VECTOR, 4) for n in range(VECTORS)]
-    out = []
-    for index, total in enumerate(sums):
-        row, n = divmod(index, VECTORS)
-        excess = code.load(I32, call.row_sum + row * 4, 4).splat()
-        of_row = code.load(F32, call.row_scale + row * 4, 4).splat()
-        out.append((total - excess).to(vector(F32)) * of_row * scales[n])
-    return out
+    def _word(self, row: int, word: Value, kind: Any) -> Value:
+        """A word of a row of x in all lanes."""
+        place = self.call.x + (self.call.x_row * row + word * WORD)
+        return self.code.load(I32, place).splat(self.shape.lanes).bits(kind)
+
+    def _store(self, values: list[Value]) -> None:
+        """Stores vectors of results."""
+        call = self.call
+        with self.code.if_else(call.out_size.equals(2)) as (half, full):
+            for side, size in (half, 2), (full, 4):
+                with side:
+                    for (row, n), value in zip(self.numbers, values, strict=True):
+                        stored = rounded(value) if size == 2 else value
+                        place = call.result + (call.result_row * row + n * self.shape.lanes * size)
+                        self.code.store(stored, place, size)
+
+    def _scaled(self, sums: list[Value]) -> list[Value]:
+        """Sums of bytes without their excess, times the scales of rows and of outputs."""
+        kind, call, out = vector(F32, self.shape.lanes), self.call, []
+        scales = [
+            self.code.load(kind, call.out_scale + n * self.shape.bytes, 4) for n in range(self.shape.vectors)
+        ]
+        for (row, n), total in zip(self.numbers, sums, strict=True):
+            excess, of_row = (
+                self._splat(I32, call.row_sum + row * 4),
+                self._splat(F32, call.row_scale + row * 4),
+            )
+            out.append((total - excess).to(kind) * of_row * scales[n])
+        return out
