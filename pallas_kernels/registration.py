@@ -15,12 +15,7 @@ from pallas_kernels.targets import on_cpu
 
 
 def prepare(
-    weights: Iterable[Any],
-    q: Any,
-    k_pages: Pages,
-    *,
-    ahead: bool = False,
-    device: jax.Device | None = None,
+    weights: Iterable[Any], q: Any, k_pages: Pages, *, ahead: bool = False, device: jax.Device | None = None
 ) -> None:
     """Registers with XLA the CPU kernels that programs over these arrays call. Call it before such programs
     are loaded.

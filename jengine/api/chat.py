@@ -21,10 +21,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # Names of an answer's reasoning, the first of which jengine uses.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # Fields that are only for messages of one role.
-ROLES_OF = {
-    **dict.fromkeys(("tool_calls", "refusal", *REASONING), "assistant"),
-    "tool_call_id": "tool",
-}
+ROLES_OF = {**dict.fromkeys(("tool_calls", "refusal", *REASONING), "assistant"), "tool_call_id": "tool"}
 SHOWN = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", REASONING[0]))
 # Fields of answers that clients send back, which say nothing to a model.
 METADATA = frozenset((

@@ -114,11 +114,7 @@ class Parity:
 
 
 def verify(
-    llm: LLM,
-    reference: Reference,
-    *,
-    texts: Sequence[Sequence[int]] | None = None,
-    rollout: int = 32,
+    llm: LLM, reference: Reference, *, texts: Sequence[Sequence[int]] | None = None, rollout: int = 32
 ) -> Parity:
     """Compares an LLM with a reference: a function of a text, such as the model in a trainer's code.
 

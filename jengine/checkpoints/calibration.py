@@ -128,10 +128,7 @@ def _attend(count: int) -> Attend:
     written: dict[int | None, tuple[jax.Array, jax.Array]] = {}
 
     def attend(
-        layer: int,
-        qkv: Qkv | QkvProduct | QueriesOnly,
-        rotation: Rotation | None,
-        options: AttentionOptions,
+        layer: int, qkv: Qkv | QkvProduct | QueriesOnly, rotation: Rotation | None, options: AttentionOptions
     ) -> jax.Array:
         if isinstance(qkv, QueriesOnly):
             q = qkv.q

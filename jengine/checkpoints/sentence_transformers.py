@@ -281,13 +281,7 @@ def _check_normalize(file: Path) -> None:
 def _pooling(file: Path, size: int) -> tuple[Pooling, bool]:
     """The mode, and whether it includes the tokens of a prompt in front of the text."""
     fields = read_object(file)
-    known = (
-        "pooling_mode",
-        *FLAGS,
-        "embedding_dimension",
-        "word_embedding_dimension",
-        "include_prompt",
-    )
+    known = ("pooling_mode", *FLAGS, "embedding_dimension", "word_embedding_dimension", "include_prompt")
     _check(file, fields, known)
     value = fields.get("pooling_mode") or [mode for flag, mode in FLAGS.items() if fields.get(flag)] or "mean"
     # sentence-transformers would concatenate several vectors

@@ -23,9 +23,7 @@ this for API keys with admin=1 or, without keys, for clients on its machine.
 
 def add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
-        "trace",
-        help="save a server engine's recent activity for Perfetto",
-        description=DESCRIPTION,
+        "trace", help="save a server engine's recent activity for Perfetto", description=DESCRIPTION
     )
     _add_server(parser, "trace.json", "the output file")
     _add_seconds(parser, None)

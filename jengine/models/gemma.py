@@ -359,11 +359,7 @@ FAMILIES = {
     "gemma": Family("Gemma", Llama, read_gemma, {**HEADS, "max_position_embeddings": 8192}),
     "gemma2": Family("Gemma 2", Gemma2, read_gemma2, GEMMA2_DEFAULTS),
     "gemma3": Family(
-        "Gemma 3 with images",
-        Gemma3,
-        read_gemma3,
-        IMAGES_DEFAULTS,
-        TextPart(("gemma3_text",), tied=True),
+        "Gemma 3 with images", Gemma3, read_gemma3, IMAGES_DEFAULTS, TextPart(("gemma3_text",), tied=True)
     ),
     "gemma3_text": Family("Gemma 3 (text)", Gemma3, read_gemma3, GEMMA3_DEFAULTS),
     "gemma3n": Family(

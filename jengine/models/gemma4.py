@@ -397,13 +397,6 @@ TEXT = TextPart(("gemma4_text",), OTHER_PARTS, tied=True)
 
 
 FAMILIES = {
-    "gemma4": Family(
-        "Gemma 4 with images",
-        Gemma4,
-        read_gemma4,
-        text_part=TEXT,
-        unread=unread,
-        parts=PARTS,
-    ),
+    "gemma4": Family("Gemma 4 with images", Gemma4, read_gemma4, text_part=TEXT, unread=unread, parts=PARTS),
     "gemma4_text": Family("Gemma 4 (text)", Gemma4, read_gemma4, DEFAULTS, unread=unread, parts=PARTS),
 }

@@ -105,11 +105,7 @@ def matrix(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *sou
 
 
 def exact_matrix(
-    shape: tuple[int, ...],
-    dtype: jax.typing.DTypeLike,
-    axes: Axes,
-    *source: Piece,
-    adaptable: bool = False,
+    shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece, adaptable: bool = False
 ) -> Matrix:
     """Declares a weight, or a table, that is never quantized, such as a router's.
 

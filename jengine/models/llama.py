@@ -134,11 +134,7 @@ class Llama(nnx.Module):
         return attend
 
     def hidden_and_states(
-        self,
-        tokens: jax.Array,
-        positions: jax.Array,
-        attend: Attend,
-        before: Sequence[int] = (),
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend, before: Sequence[int] = ()
     ) -> tuple[jax.Array, list[jax.Array]]:
         """What `hidden` returns, and the residual stream [N, hidden] before each of these layers; the number
         of layers stands for the end.

@@ -83,11 +83,7 @@ class Experts(nnx.Module):
     down_bias: nnx.Param[jax.Array] | None = None
 
     def __init__(
-        self,
-        config: ModelConfig,
-        dtype: jax.typing.DTypeLike,
-        name: str,
-        parts: tuple[str, str, str] = GATED,
+        self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, parts: tuple[str, str, str] = GATED
     ) -> None:
         """`parts` are the checkpoint's names of gate, up and down."""
         self.config, self.sizes, self.parts = config, config.part(MixtureOfExperts), parts

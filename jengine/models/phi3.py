@@ -14,13 +14,7 @@ import jax.numpy as jnp
 from jengine.base.errors import ModelError
 from jengine.models.config import OutputHead
 from jengine.models.family import Family, Fields
-from jengine.models.hf_config import (
-    attention_biases,
-    decoder,
-    partly_rotated,
-    rope_fields,
-    window_everywhere,
-)
+from jengine.models.hf_config import attention_biases, decoder, partly_rotated, rope_fields, window_everywhere
 from jengine.models.layers import Attention, GatedMlp, LayerNorm, dense
 from jengine.models.llama import Llama
 from jengine.models.moe import Experts, MixtureOfExperts, W, experts_everywhere

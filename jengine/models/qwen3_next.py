@@ -17,16 +17,7 @@ from jengine.models.cache import CacheEntry
 from jengine.models.config import ModelConfig
 from jengine.models.family import OF_WHOLE, Family, Fields, TextPart
 from jengine.models.hf_config import attention_biases, interleaved, partly_rotated
-from jengine.models.layers import (
-    Attend,
-    Mixer,
-    Recur,
-    dense,
-    exact_matrix,
-    matrix,
-    param,
-    row_parallel_dense,
-)
+from jengine.models.layers import Attend, Mixer, Recur, dense, exact_matrix, matrix, param, row_parallel_dense
 from jengine.models.llama import Llama
 from jengine.models.moe import MixtureOfExperts, SharedExperts, sparse_layers
 from jengine.models.pieces import EVERY, Part, Piece, heads, qkv_parts
@@ -269,12 +260,7 @@ DENSE, MOE = TextPart(("qwen3_5_text",), IMAGES), TextPart(("qwen3_5_moe_text",)
 FAMILIES = {
     "qwen3_5": Family("Qwen3.5, Qwen3.6", Qwen35, read_qwen3_5, DEFAULTS, DENSE, parts=PARTS),
     "qwen3_5_moe": Family(
-        "Qwen3.5 and 3.6 with experts",
-        Qwen35,
-        read_qwen3_5_moe,
-        MOE_DEFAULTS,
-        MOE,
-        parts=PARTS,
+        "Qwen3.5 and 3.6 with experts", Qwen35, read_qwen3_5_moe, MOE_DEFAULTS, MOE, parts=PARTS
     ),
     "qwen3_5_moe_text": Family(
         "Qwen3.5 and 3.6 with experts (text)",

@@ -7,11 +7,7 @@ from dataclasses import dataclass
 from jengine.base.options import check_whole
 
 # the options that set the sizes
-OPTIONS = {
-    "stages": "pipeline_parallel_size",
-    "data": "data_parallel_size",
-    "tensor": "tensor_parallel_size",
-}
+OPTIONS = {"stages": "pipeline_parallel_size", "data": "data_parallel_size", "tensor": "tensor_parallel_size"}
 
 
 @dataclass(frozen=True, slots=True)

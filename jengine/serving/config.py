@@ -73,13 +73,7 @@ KV_TOKEN = "JENGINE_KV_TOKEN"  # which page stores read, see EngineConfig.kv_tra
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(  # the fields of the last base come first
-    LogOptions,
-    SecurityOptions,
-    LifeOptions,
-    ClientOptions,
-    LimitOptions,
-    ServedOptions,
-    PortOptions,
+    LogOptions, SecurityOptions, LifeOptions, ClientOptions, LimitOptions, ServedOptions, PortOptions
 ):
     """A server's options, in groups.
 

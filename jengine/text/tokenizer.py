@@ -296,8 +296,7 @@ def _add_listed(
         if known != token.content:
             there = "ids end before it" if known is None else f"it is {known!r}"
             raise ModelError(
-                f"has {token.content!r} at id {number}, but in tokenizer.json {there}",
-                file=file,
+                f"has {token.content!r} at id {number}, but in tokenizer.json {there}", file=file
             )
 
 

@@ -22,9 +22,7 @@ class Refs[Inputs, Outputs, Scratch]:
 
 
 def body[Inputs, Outputs, Scratch, Form](
-    run: Callable[[Refs[Inputs, Outputs, Scratch], Form], None],
-    outputs: Callable[..., Outputs],
-    form: Form,
+    run: Callable[[Refs[Inputs, Outputs, Scratch], Form], None], outputs: Callable[..., Outputs], form: Form
 ) -> Callable[..., None]:
     """`run` as `plgpu.kernel` calls it, with one tree of inputs, and one of scratch memory:
     scratch_types=[Scratch(...)].

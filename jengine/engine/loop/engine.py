@@ -77,11 +77,7 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: ModelConfig,
-        runner: Runner,
-        scheduler: Scheduler,
-        parts: EngineParts | None = None,
+        self, model: ModelConfig, runner: Runner, scheduler: Scheduler, parts: EngineParts | None = None
     ) -> None:
         parts = parts or EngineParts()
         self.model, self.runner, self.scheduler, self.overlap = model, runner, scheduler, parts.overlap

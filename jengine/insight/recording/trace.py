@@ -161,10 +161,7 @@ class Trace(msgspec.Struct, kw_only=True):
         shown = [
             ("trace", repr(self)),
             ("generated", f"{sum([s.generated for s in self.steps]):,} tokens"),
-            (
-                "prefill",
-                f"{sum([s.prompt_tokens + s.prompt_rows for s in self.steps]):,} tokens of prompts",
-            ),
+            ("prefill", f"{sum([s.prompt_tokens + s.prompt_rows for s in self.steps]):,} tokens of prompts"),
             ("drafts", f"{drafts:,}, of which {accepted / max(drafts, 1):.0%} were right"),
             (
                 "padding",

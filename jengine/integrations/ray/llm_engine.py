@@ -90,10 +90,7 @@ class JengineEngine(LLMEngine):  # type: ignore[misc]  # ray ships no types
         node, room = ray.util.get_node_ip_address(), self.llm.backend.limits.sequence
         addresses = {
             name: None if address is None else address.replace("//*:", f"//{node}:")
-            for name, address in (
-                ("endpoint", events.endpoint),
-                ("replay_endpoint", events.replay_endpoint),
-            )
+            for name, address in (("endpoint", events.endpoint), ("replay_endpoint", events.replay_endpoint))
         }
         return {"kv_event_metadata": {**addresses, "block_size": room.page_size, "dp_rank": 0}}
 

@@ -127,11 +127,7 @@ class StepCosts:
     """
 
     def __init__(
-        self,
-        table: ProgramTable,
-        known: Mapping[Any, float] | None = None,
-        *,
-        slopes: Slopes | None = None,
+        self, table: ProgramTable, known: Mapping[Any, float] | None = None, *, slopes: Slopes | None = None
     ) -> None:
         self.table = table
         self.known: dict[TableKey, Cost] = {key: Cost(seconds) for key, seconds in (known or {}).items()}
@@ -204,12 +200,7 @@ class StepCosts:
         return self._drift.factor * -(-pages // SWAPS) * (swaps.fetch + swaps.fill)
 
     def observe(
-        self,
-        trunk: TrunkKey,
-        sampler: SamplerKey,
-        work: Work,
-        seconds: float,
-        draft: DraftKey | None = None,
+        self, trunk: TrunkKey, sampler: SamplerKey, work: Work, seconds: float, draft: DraftKey | None = None
     ) -> None:
         """Records that a step took `seconds` on the device. draft: the program that drafted before it."""
         if seconds <= 0.0:

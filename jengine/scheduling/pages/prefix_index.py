@@ -30,12 +30,7 @@ class PrefixIndex:
         return len(self._blocks)
 
     def chain(
-        self,
-        salt: Salt,
-        tokens: Sequence[int],
-        limit: int,
-        groups: Sequence[int],
-        find: Find | None = None,
+        self, salt: Salt, tokens: Sequence[int], limit: int, groups: Sequence[int], find: Find | None = None
     ) -> list[Block]:
         """The known blocks of a prefix, at most `limit`, up to the first that lacks a page of one of these
         groups. find: looks up a block's page elsewhere.

@@ -161,11 +161,7 @@ class GenerateService(Service):
         if isinstance(request, pb.ChatRequest):
             template = request.options.chat_template if request.options.HasField("chat_template") else None
             rendered = await self._render(
-                model,
-                partial(_conversation_of, request),
-                template,
-                request.ByteSize(),
-                context,
+                model, partial(_conversation_of, request), template, request.ByteSize(), context
             )
             prompt = lambda: rendered  # noqa: E731
         parsed = ParsedRequest(

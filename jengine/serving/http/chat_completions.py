@@ -48,11 +48,7 @@ class ChatCompletions(ChatApi):
         blocks = blocks_of(chat.read(completion.text))
         content, reasoning = blocks.text("text"), blocks.text("reasoning")
         calls = [
-            {
-                "id": call_id(),
-                "type": "function",
-                "function": {"name": block.name, "arguments": block.text},
-            }
+            {"id": call_id(), "type": "function", "function": {"name": block.name, "arguments": block.text}}
             for block in blocks.all
             if block.kind == "call"
         ]

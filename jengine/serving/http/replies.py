@@ -104,11 +104,7 @@ async def token_entries(
 
 def _chat_entry(position: Position, top: int, texts: TokenTexts) -> dict[str, Any]:
     def shown(token: int, entry: Logprob) -> dict[str, Any]:
-        return {
-            "token": texts.of(token, entry),
-            "bytes": texts.bytes_of(token),
-            "logprob": _finite(entry),
-        }
+        return {"token": texts.of(token, entry), "bytes": texts.bytes_of(token), "logprob": _finite(entry)}
 
     entries = list((position or {}).items())
     likeliest = sorted(entries, key=lambda item: item[1].rank)[:top]

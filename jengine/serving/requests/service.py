@@ -175,12 +175,7 @@ class RequestImages:
         return [await self._one(client, *source, reader, processing) for source in sources]
 
     async def _one(
-        self,
-        client: str,
-        source: Any,
-        field: str,
-        reader: ImageReader,
-        processing: Mapping[str, Any] | None,
+        self, client: str, source: Any, field: str, reader: ImageReader, processing: Mapping[str, Any] | None
     ) -> CutImage:
         if isinstance(source, str):
             scheme = source[:10].partition(":")[0].lower()
@@ -350,12 +345,7 @@ class Service:
             raise wrong if wrong.field != "request_id" else in_use(request_id, wrong.limit) from None
 
     async def _render(
-        self,
-        model: NamedModel,
-        read: Callable[[], Conversation],
-        template: str | None,
-        size: int,
-        call: Call,
+        self, model: NamedModel, read: Callable[[], Conversation], template: str | None, size: int, call: Call
     ) -> TokensPrompt:
         """Renders a conversation's prompt.
 

@@ -18,12 +18,7 @@ from pallas_kernels.llvm.code import LINE, Code
 from pallas_kernels.llvm.formats import SIZES, Format, Processor, plain_format, processor
 from pallas_kernels.llvm.types import BF16, F32, I16, I32, I64, LANES, PTR, VOID, vector
 from pallas_kernels.llvm.values import Value
-from pallas_kernels.products.cpu.multiply import (
-    PANEL,
-    blocks_of,
-    dispatch,
-    strips,
-)
+from pallas_kernels.products.cpu.multiply import PANEL, blocks_of, dispatch, strips
 from pallas_kernels.quantization.int4 import E2M1, TILE
 
 UNPACKED_FEW = 16  # maximum rows for which reading weights dominates

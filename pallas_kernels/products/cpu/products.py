@@ -93,12 +93,7 @@ def product_of_bytes(
 
 
 def _of_bytes(
-    name: str,
-    x: jax.Array,
-    weight: jax.Array,
-    scale: jax.Array,
-    dtype: jax.typing.DTypeLike,
-    hadamard: int,
+    name: str, x: jax.Array, weight: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike, hadamard: int
 ) -> jax.Array:
     row_sums = jax.ShapeDtypeStruct(x.shape[:1], jnp.int32)
     scratch = [*_quantized(x), row_sums, *_transformed(x, hadamard)]

@@ -30,11 +30,7 @@ LEAST_TILES = 4  # minimum tiles per block if several blocks share a product's i
 
 
 def int4_product(
-    x: jax.Array,
-    weight: Int4,
-    *,
-    dtype: jax.typing.DTypeLike | None = None,
-    cores: int,
+    x: jax.Array, weight: Int4, *, dtype: jax.typing.DTypeLike | None = None, cores: int
 ) -> jax.Array:
     """x [rows, in] @ weight [out, in].T.
 
@@ -82,12 +78,7 @@ def grouped_int4_product(x: jax.Array, weight: Int4, groups: Groups) -> jax.Arra
 
 
 def _products(
-    x: jax.Array,
-    weight: Int4,
-    groups: Groups,
-    block: int,
-    splits: int,
-    dtype: jax.typing.DTypeLike,
+    x: jax.Array, weight: Int4, groups: Groups, block: int, splits: int, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
     """The partial sums of each split of the inputs: [splits, places, out]."""
     _, out, size = weight.shape

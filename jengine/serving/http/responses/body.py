@@ -160,12 +160,7 @@ def _input_schema(form: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a custom tool's function: one text."""
     pattern = {"pattern": f"^(?:{form['definition']})$"} if form.get("syntax") == "regex" else {}
     text = {"type": "string", **pattern}
-    return {
-        "type": "object",
-        "properties": {INPUT: text},
-        "required": [INPUT],
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": {INPUT: text}, "required": [INPUT], "additionalProperties": False}
 
 
 # --- the choice -----------------------------------------------------------------------------------
