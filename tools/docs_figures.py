@@ -26,9 +26,9 @@ MEASURES = {
 }
 
 
-def compare() -> str:
-    """Medians of jengine and other engines on one machine."""
-    found = _found("compare_avx512_bf16")
+def compare(name: str) -> str:
+    """Medians of jengine and other engines on one machine, from the file of this name."""
+    found = _found(name)
     rows = ["| | " + " | ".join(MEASURES.values()) + " |", "| --- |" + " ---: |" * len(MEASURES)]
     for arm, result in found["arms"].items():
         engine, _, numbers = arm.partition(" ")

@@ -224,12 +224,11 @@ CLASSES = {
     AVX2: ({"avx2", "fma"}, {"avx512f", "avx_vnni"}),
 }
 USES = "for one stream", "for 32 at once", "in prompts"
-# tokens/s over bfloat16's, of a model of 134 million parameters: compare_amx_bf16.json and
-# compare_avx512_bf16.json in benchmarks/results; for AVX2, an estimate (benchmarks/NOTES.md)
+# tokens/s over bfloat16's, of a model of 134 million parameters: compare_*.json in benchmarks/results
 SPEEDS = {
     AMX: {"w8a8": (2.3, 1.3, 1.2), "w4a8": (3.1, 1.0, 1.16)},
     AVX512: {"w8a8": (1.7, 1.5, 1.3), "w4a8": (2.8, 1.3, 1.3)},
-    AVX2: {"w8a8": (1.5, 1.1, 1.4), "w4a8": (2.0, 0.9, 1.3)},
+    AVX2: {"w8a8": (1.5, 0.96, 0.87), "w4a8": (2.1, 1.4, 1.65)},
 }
 # over bfloat16's, of a model of 135 million: benchmarks/results/quantization_perplexity.json
 PERPLEXITIES = {"w8a8": "1.01", "w4a8": "1.1 with calibration_data, 1.3 without"}

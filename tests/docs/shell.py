@@ -117,7 +117,8 @@ def _check_variable(name: str, _: str) -> None:
             name
         )
     else:
-        assert name in ("JAX_NUM_CPU_DEVICES", "MAX_THINKING_TOKENS") or name.startswith("ANTHROPIC_"), name
+        known = "JAX_NUM_CPU_DEVICES", "MAX_THINKING_TOKENS", "XLA_FLAGS"
+        assert name in known or name.startswith("ANTHROPIC_"), name
 
 
 def _check_jengine(arguments: list[str]) -> None:

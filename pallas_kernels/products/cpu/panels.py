@@ -52,7 +52,7 @@ class Shape(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of a vector."""
+        """The size of a vector."""
         return WORD * self.lanes
 
     @property
@@ -288,7 +288,7 @@ class _Strip(NamedTuple):
 
     @property
     def numbers(self) -> list[tuple[int, int]]:
-        """Of each vector of sums, its row and its place in it."""
+        """The row of each vector of sums, and its place in the row."""
         return [(row, n) for row in range(self.rows) for n in range(self.shape.vectors)]
 
     def multiply(self) -> None:
@@ -328,7 +328,7 @@ class _Strip(NamedTuple):
         return self.code.load(kind, place, 4).splat(self.shape.lanes)
 
     def _vectors(self, kind: Any, line: Value) -> list[Value]:
-        """Of all outputs."""
+        """Loads a vector for each of the outputs' vectors."""
         size = self.shape.bytes
         return [self.code.load(kind, line + n * size, size) for n in range(self.shape.vectors)]
 
@@ -366,7 +366,7 @@ class _Strip(NamedTuple):
                     total.set(self.fmt.dot(self.code, total.get(), mine, other))
 
     def _add_short(self, sums: list[Variable], first: Value, end: Value) -> None:
-        """The same for a multiple of SHORT words of codes."""
+        """Adds products of these words of codes, a multiple of SHORT, to sums."""
         code, kind, raw = self.code, vector(I16, 2 * self.shape.lanes), vector(I8, self.shape.bytes)
         with code.loop(first, end, SHORT) as some:
             short = [code.constant(kind, 0)] * len(sums)
