@@ -39,11 +39,8 @@ Pack = Callable[[Value, Value, Value, Value, Value], None]
 
 
 class Shape(NamedTuple):
-    """What a strip multiplies at a time, so that its sums stay in registers. A panel is packed as one or
-    several of strips' outputs, [OUTS // outs, WORDS, outs] words.
-
-    Attributes:
-        lanes: of a vector; vectors: of outputs; rows: the most.
+    """The block whose sums a strip keeps in registers: at most `rows` rows, by vectors of outputs. A panel of
+    several blocks is packed as [OUTS // outs, WORDS, outs] words.
     """
 
     lanes: int
@@ -60,12 +57,12 @@ class Shape(NamedTuple):
         return self.vectors * self.lanes
 
     def place(self, word: Value, outs: Value) -> Value:
-        """Where these outputs' words are, in bytes from the beginning of a panel; outs: a multiple of 16."""
+        """Bytes from a panel's beginning to a word of 16 outputs, of which `outs` is the first."""
         return word * LINE + outs * WORD if self.outs == OUTS else word * VECTOR + outs * (WORDS * WORD)
 
 
 def shape_of(at: Processor, *, by_group: bool = False) -> Shape:
-    """by_group: sums of a group and of all groups stay in registers, of which AVX2 has 16 and AVX-512 32."""
+    """The shape for a processor's registers. by_group: they hold the sums of a group, and those of all."""
     if at.lanes == LANES:
         return Shape(LANES, OUTS // LANES, 3 if by_group else at.rows)
     return Shape(at.lanes, 2, 3 if by_group else 6)
@@ -276,7 +273,7 @@ class _Strip(NamedTuple):
     """Writes the code for a strip of this many rows. Sums are vectors, row by row.
 
     Attributes:
-        short: whether bytes are multiplied without VNNI: by codes from 0 to 15, in 16 bits first.
+        short: whether products of bytes and codes are added up in 16 bits first, as without VNNI.
     """
 
     code: Code
