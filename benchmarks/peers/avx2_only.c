@@ -7,9 +7,9 @@
 #define _GNU_SOURCE
 #include <cpuid.h>
 #include <dlfcn.h>
+#include <errno.h>
 #include <signal.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <sys/syscall.h>
 #include <ucontext.h>
 #include <unistd.h>
@@ -99,4 +99,8 @@ int pthread_sigmask(int change, const sigset_t *set, sigset_t *old) {
     return set_mask(change, set, old);
 }
 
-int sigprocmask(int change, const sigset_t *set, sigset_t *old) { return pthread_sigmask(change, set, old) ? -1 : 0; }
+int sigprocmask(int change, const sigset_t *set, sigset_t *old) {
+    int failed = pthread_sigmask(change, set, old);
+    if (failed) errno = failed;
+    return failed ? -1 : 0;
+}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from functools import partial
 from typing import Any
 
 import jax
@@ -158,24 +157,23 @@ def test_sums_within_a_group_are_exact(number: int, byte: float, group: int) -> 
 def test_eight_lanes_give_what_the_other_kernel_does(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every number of rows that a strip may have, chunks of inputs, and sums by row that are shared."""
+    """Strips of every height, several chunks of inputs, and several panels."""
     target = native.Target(SETS[name][0], features=SETS[name][1])
     if not runs_here(target):
         pytest.skip(f"this processor lacks {name}")
     monkeypatch.setattr(native, "host", lambda: target)
     monkeypatch.setattr(products, "register", lambda known, make: calls.register(f"{known}_{name}", make))
-    for rows, size, outs, group in (
-        (17, DEPTH + 32, 70, 32),
-        (panels.LEAST + 7, 160, 3 * panels.OUTS - 1, 128),
-    ):
-        x, wide = arrays(rows, size, outs)
-        weight = four_bits(outs, size, group, offset=group > 32, inputs=True)
-        weight = quantize(wide, "int8", inputs=True) if kind == "w8a8" else weight
-        got = multiplied(x, weight, "float32", f"{kind}_{group}" if kind == "w4a8" else "w8a8")
-        want = multiplied(x, weight, "float32", "jengine_product", "kernel")
-        (np.testing.assert_array_equal if kind == "w8a8" else partial(assert_close, dtype="float32"))(
-            got, want
-        )
+    long, wide = (panels.WORDS * panels.WORD + 64, 70, 32), (192, 3 * panels.OUTS - 1, 128)
+    for rows, (size, outs, group) in (1, wide), (15, long), (17, long), (panels.LEAST + 10, wide):
+        x, weight = arrays(rows, size, outs)
+        if kind == "w8a8":
+            given: Any = quantize(weight, "int8", inputs=True)
+            got = multiplied(x, given, "float32", "jengine_panels")
+            np.testing.assert_array_equal(got, multiplied(x, given, "float32", "jengine_product", "kernel"))
+        else:
+            given = four_bits(outs, size, group, offset=group > 32, inputs=True)
+            got = multiplied(x, given, "float32", "jengine_panels")
+            assert_close(got, multiplied(x, given, "float32", "jengine_product", "kernel"), "float32")
 
 
 @pytest.mark.parametrize("name", ["avx2", "avxvnni"])

@@ -56,9 +56,9 @@ class Shape(NamedTuple):
     def outs(self) -> int:
         return self.vectors * self.lanes
 
-    def place(self, word: Value, outs: Value) -> Value:
-        """Bytes from a panel's beginning to a word of 16 outputs, of which `outs` is the first."""
-        return word * LINE + outs * WORD if self.outs == OUTS else word * VECTOR + outs * (WORDS * WORD)
+    def place(self, word: Value, out: Value) -> Value:
+        """Bytes from a panel's beginning to a word of 16 outputs, of which `out` is the first."""
+        return word * LINE + out * WORD if self.outs == OUTS else word * VECTOR + out * (WORDS * WORD)
 
 
 def shape_of(at: Processor, *, by_group: bool = False) -> Shape:
@@ -107,7 +107,7 @@ class StripOperands(NamedTuple):
         before, after: whether there are words before, and after, these.
         result: of the first row's first output; result_row: bytes from one row to the next.
         out_size: bytes of a number of the result.
-        row_scale, row_sum, out_scale: for bytes, see `blocks.Operands`. By groups, out_scale is in float32
+        row_scale, row_sum, out_scale: for bytes, see `blocks.Operands`. By groups, out_scale is float32
             [groups, 2, OUTS]: scales and, with offsets, what the sums of the row's bytes are multiplied by,
             which row_sum has as float32. Without offsets it has int32, to which products are added.
         row_sums: bytes from one row's sums to the next.
