@@ -25,7 +25,7 @@ LOWEST := .venv-lowest/.ready
 # Kernels for CPUs, an engine's tokens and their bits, as on a processor with AVX2 and nothing newer.
 TEST_AVX2 = XLA_FLAGS=--xla_cpu_max_isa=AVX2 $(PYTHON) -m pytest $(DISTRIBUTED) -k "not rope_dynamic_beyond" \
 	tests/engine/test_golden.py tests/engine/test_batch_invariance.py tests/kernels/test_max_isa.py tests/kernels/test_products.py \
-	tests/kernels/test_quantize_rows.py
+	tests/kernels/test_quantize_rows.py tests/kernels/test_panels.py
 TEST_LOWEST = PYTHONPATH=. .venv-lowest/bin/python -m pytest --numprocesses $(JOBS) -k "in_place and not int8 or fp8 and spills or a100 or rope_dynamic_beyond" \
 	tests/kernels/test_ahead_of_time.py tests/kernels/test_ampere.py tests/kernels/test_ampere_product.py \
 	tests/execution/test_gpu_programs.py tests/engine/test_golden.py
