@@ -62,12 +62,13 @@ def weights_folder(name: str, model: Path) -> Path:
         return model
     folder = PEERS_FOLDER / "weights" / model.name / name
     if not folder.exists():
-        print(f"converting to {name}", flush=True)
         wanted, partial = WEIGHTS[name], folder.with_name(f"{name}.partial")
+        source = weights_folder(wanted.source, model)
+        print(f"converting to {name}", flush=True)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         scripts = environment_python(wanted.environment).parent
-        first, *rest = (part.format(model=model.resolve(), out=partial) for part in wanted.command)
+        first, *rest = (part.format(model=source.resolve(), out=partial) for part in wanted.command)
         _run([str(scripts / first), *rest], name)
         partial.rename(folder)
     return folder

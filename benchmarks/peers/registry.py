@@ -31,10 +31,14 @@ class Environment:
 class Weights:
     """Weights in a peer's format, created by a command in an environment, with `{model}` and `{out}` filled
     in.
+
+    Attributes:
+        source: the name of the weights that `{model}` is; empty: the model's own folder.
     """
 
     environment: str
     command: tuple[str, ...]
+    source: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +126,11 @@ WEIGHTS = {
     "gguf-f32": _gguf("F32"),
     "gguf-bf16": _gguf("BF16"),
     "gguf-q8_0": _gguf("Q8_0"),
-    "gguf-q4_0": _gguf("Q4_0"),
+    "gguf-q4_0": Weights(
+        environment="llama.cpp",
+        command=("python", "-m", "benchmarks.peers.quantize_gguf", "{model}", "{out}", "Q4_0"),
+        source="gguf-bf16",
+    ),
 }
 
 _TORCH_PACKAGES = ("torch", "transformers")

@@ -1,7 +1,7 @@
 """Converts Llama's weights from Hugging Face's layout to GGUF, for token ids only: its tokenizer has numbers
 instead of text.
 
-    python -m benchmarks.peers.to_gguf MODEL OUT F32|BF16|Q8_0|Q4_0
+    python -m benchmarks.peers.to_gguf MODEL OUT F32|BF16|Q8_0
 
 llama.cpp rotates neighbouring channels, while Hugging Face rotates halves, so rows of the query and key
 projections are reordered. Norms stay float32, as in every GGUF file.
