@@ -17,6 +17,8 @@ from pallas_kernels.llvm.native import Target
 from pallas_kernels.llvm.types import BF16, F16, F32, I8, I16, I32, vector
 from pallas_kernels.llvm.values import Value
 
+# by lanes: unsigned times signed bytes, in sums of two of 16 bits
+PMADDUBSW = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}
 SIZES = {"bfloat16": 2, "float32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}  # bytes of a number
 
 
@@ -149,9 +151,9 @@ def dot_small(code: Code, at: Processor, sums: Value, x: Value, weight: Value) -
     if at.bytes == "sdot":
         return _dot_sdot(code, sums, x, weight)
     if at.bytes == "madd":
-        name = "llvm.x86.avx512.pmaddubs.w.512" if at.lanes == 16 else "llvm.x86.avx2.pmadd.ub.sw"
         kind = vector(I16, 2 * at.lanes)
-        return _dot_madd(code, sums, code.call(name, kind, weight, x), code.constant(kind, 1))
+        products = code.call(PMADDUBSW[at.lanes], kind, weight, x)
+        return _dot_madd(code, sums, products, code.constant(kind, 1))
     wide = vector(I32, 4 * at.lanes)
     products = x.to(wide) * weight.to(wide)
     for start in range(0, 4 * at.lanes, at.lanes):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from pallas_kernels.llvm import native
+from pallas_kernels.llvm import formats, native
 from pallas_kernels.llvm.blocks import rounded, transposed, zeros
 from pallas_kernels.llvm.code import Code
 from pallas_kernels.llvm.formats import SIZES, Format, Processor, byte_format, plain_format, processor
@@ -30,6 +30,7 @@ WORD, VECTOR = 4, 4 * LANES  # bytes
 OUTS = 64  # outputs of a panel, and the minimum for a weight
 LINE = WORD * OUTS  # bytes of a word of inputs of all outputs of a panel
 WORDS, ROWS = 384, 768  # maximum words that are packed at a time, and rows of a block
+HALF = 0x0F0F0F0F  # of each byte of a word
 SHORT = 8  # words of products by four-bit codes whose sum fits in 16 bits: 8 * 4 / 2 * 15 * 128 < 2 ** 15
 LEAST = 96  # rows of a block, if there are others
 
@@ -61,11 +62,9 @@ class Shape(NamedTuple):
         return word * LINE + out * WORD if self.outs == OUTS else word * VECTOR + out * (WORDS * WORD)
 
 
-def shape_of(at: Processor, *, by_group: bool = False) -> Shape:
-    """The shape for a processor's registers. by_group: they hold the sums of a group, and those of all."""
-    if at.lanes == LANES:
-        return Shape(LANES, OUTS // LANES, 3 if by_group else at.rows)
-    return Shape(at.lanes, 2, 3 if by_group else 6)
+def shape_of(at: Processor, sums: int = 1) -> Shape:
+    """The shape for a processor's registers, which hold this number of sums for each result."""
+    return Shape(at.lanes, OUTS // LANES if at.lanes == LANES else 2, 6 // sums)
 
 
 def serves(at: Processor, x: str, weight: WeightFormat) -> bool:
@@ -73,8 +72,7 @@ def serves(at: Processor, x: str, weight: WeightFormat) -> bool:
     if weight.inputs is None:  # pairs of bfloat16
         pairs = at.pairs and at.lanes == LANES
         return x == "bfloat16" and (weight.bits == 4 or weight.numbers == x) and pairs
-    able = at.bytes == "vnni" or (at.bytes == "madd" and weight.bits == 4 and at.lanes == LANES // 2)
-    return x in INPUTS and weight.inputs == "int8" and able
+    return x in INPUTS and weight.inputs == "int8" and at.bytes in ("vnni", "madd")
 
 
 def why_no_panels(x: str, weight: WeightFormat, outs: int, size: int) -> str | None:
@@ -82,7 +80,7 @@ def why_no_panels(x: str, weight: WeightFormat, outs: int, size: int) -> str | N
     if not serves(processor(native.host()), x, weight):
         return (
             f"{x} by {weight.name}: panels need AVX-512's products of bfloat16 pairs, for bfloat16 and int4, "
-            "VNNI for w8a8, or VNNI or AVX2 for w4a8"
+            "and AVX2 for w8a8 and w4a8"
         )
     if outs < OUTS:
         return f"outputs={outs}: at least {OUTS}"
@@ -145,7 +143,7 @@ def bytes_module(target: native.Target, x: str, hadamard: int = 1) -> str:
     `multiply.bytes_module`, to the last bit.
     """
     at, code = processor(target), Code()
-    fmt = byte_format(at)
+    fmt = replace(byte_format(at), offset=128)
     quantize(code, at, x, 1, 2, sums=(fmt.offset, 3), transformed=(hadamard, 4))
     write(code, at, fmt, _stored(code, at, fmt))
     return code.text()
@@ -161,7 +159,8 @@ def write(
         group, offset: inputs whose sums have a scale, and maybe an offset, of their own, see `StripOperands`.
             `pack` writes these behind WORDS words.
     """
-    shape = shape_of(at, by_group=bool(group))
+    halves = _halves(at, fmt)
+    shape, chunk = shape_of(at, 2 if group or halves > 1 else 1), WORDS // max(halves, 1) * WORD
     at = replace(at, rows=shape.rows)
     _strip(code, at, shape, fmt, group, offset)
     frame, many = code.function("parts", (PTR, I64), internal=False, result=I64)
@@ -188,8 +187,8 @@ def write(
     packed, sums = code.memory((WORDS + by_group) * LINE), code.memory(ROWS * LINE)
     o = (part // blocks * OUTS).least(count - OUTS)  # the last may overlap: both compute equal results
     begin = part % blocks * block_rows
-    with code.loop(0, row_bytes, WORDS * WORD) as first:
-        taken = (row_bytes - first).least(WORDS * WORD)
+    with code.loop(0, row_bytes, chunk) as first:
+        taken = (row_bytes - first).least(chunk)
         pack(frame, o, first, taken // WORD, packed)
         with (
             code.loop(0, OUTS, shape.outs) as out,
@@ -227,7 +226,7 @@ def _panels(outs: Value) -> Value:
 
 def _stored(code: Code, at: Processor, fmt: Format) -> Pack:
     """Packs weights that are stored as x is. Bytes become unsigned by their offset."""
-    _pack(code, shape_of(at), fmt)
+    _pack(code, shape_of(at), fmt, _halves(at, fmt))
 
     def pack(frame: Value, o: Value, first: Value, words: Value, to: Value) -> None:
         weight, shape = code.argument(frame, 1)
@@ -237,7 +236,14 @@ def _stored(code: Code, at: Processor, fmt: Format) -> Pack:
     return pack
 
 
-def _pack(code: Code, shape: Shape, fmt: Format) -> None:
+def _halves(at: Processor, fmt: Format) -> int:
+    """Parts of weights whose products are summed in 16 bits first, as without VNNI: codes, or the lower and
+    the upper halves of bytes. 0: all sums have 32 bits.
+    """
+    return (2 if fmt.offset else 1) if fmt.x == "int8" and at.bytes == "madd" else 0
+
+
+def _pack(code: Code, shape: Shape, fmt: Format, halves: int) -> None:
     """Writes the function `pack` of a panel's weights, the bytes from one output to the next, the number of
     words, and the place of the panel.
     """
@@ -250,14 +256,16 @@ def _pack(code: Code, shape: Shape, fmt: Format) -> None:
         lines = transposed([code.load(vector(I32), place) for place in places])
         for line, turned in enumerate(lines):
             values = turned ^ flipped if fmt.offset else turned
-            code.store(values, to + shape.place(word + line, out), VECTOR)
+            parts = [(values >> 4 * half) & HALF for half in range(halves)] or [values]
+            for half, part in enumerate(parts):
+                code.store(part, to + shape.place((word + line) * len(parts) + half, out), VECTOR)
 
 
 def _strip(code: Code, at: Processor, shape: Shape, fmt: Format, group: int | None, offset: bool) -> None:
     """Writes the function `strip` of StripOperands and the number of rows, one of `heights`."""
     for height in heights(at):
         operands = StripOperands(*code.function(f"strip_{height}", KINDS))
-        strip = _Strip(code, shape, fmt, height, at.bytes != "vnni", operands)
+        strip = _Strip(code, shape, fmt, height, _halves(at, fmt), operands)
         if group:
             strip.multiply_by_group(group, offset)
         else:
@@ -270,17 +278,13 @@ def _strip(code: Code, at: Processor, shape: Shape, fmt: Format, group: int | No
 
 
 class _Strip(NamedTuple):
-    """Writes the code for a strip of this many rows. Sums are vectors, row by row.
-
-    Attributes:
-        short: whether products of bytes and codes are added up in 16 bits first, as without VNNI.
-    """
+    """Writes the code for a strip of this many rows. Sums are vectors, row by row. halves: see `_halves`."""
 
     code: Code
     shape: Shape
     fmt: Format
     rows: int
-    short: bool
+    halves: int
     call: StripOperands
 
     @property
@@ -307,7 +311,7 @@ class _Strip(NamedTuple):
             of_rows = [call.row_sum + (call.row_sums * row + index * 4) for row in range(self.rows)]
             for (row, _), total in zip(self.numbers, of_group, strict=True):
                 total.set(code.constant(self.fmt.sums, 0) if offset else self._splat(I32, of_rows[row]))
-            (self._add_short if self.short else self._add)(of_group, first, (first + each).least(call.words))
+            self._add(of_group, first, (first + each).least(call.words))
             lines = [call.out_scale + (index * 2 + line) * LINE for line in range(1 + offset)]
             scales, *by_sum = (self._vectors(kind, line) for line in lines)
             for (row, out), total, known in zip(self.numbers, of_group, sums, strict=True):
@@ -316,13 +320,17 @@ class _Strip(NamedTuple):
                     before = code.fma(factor[out], self._splat(F32, of_rows[row]), before)
                 known.set(code.fma(total.get().to(kind), scales[out], before))
         with self._end(sums):
-            of_rows = [self._splat(F32, call.row_scale + row * 4) for row in range(self.rows)]
+            of_rows = self._of_rows(F32, call.row_scale)
             self._store(
                 [of_rows[row] * total.get() for (row, _), total in zip(self.numbers, sums, strict=True)]
             )
 
     def _splat(self, kind: Any, place: Value) -> Value:
         return self.code.load(kind, place, 4).splat(self.shape.lanes)
+
+    def _of_rows(self, kind: Any, place: Value) -> list[Value]:
+        """Numbers of the rows, each in all lanes."""
+        return [self._splat(kind, place + row * 4) for row in range(self.rows)]
 
     def _vectors(self, kind: Any, line: Value) -> list[Value]:
         """Loads a vector for each of the outputs' vectors."""
@@ -351,6 +359,9 @@ class _Strip(NamedTuple):
 
     def _add(self, sums: list[Variable], first: Value, end: Value) -> None:
         """Adds products of these words to sums."""
+        if self.halves:
+            self._add_short(sums, first, end)
+            return
         size = self.shape.bytes
         with self.code.loop(first, end) as word:
             line = self._line(word)
@@ -363,17 +374,20 @@ class _Strip(NamedTuple):
                     total.set(self.fmt.dot(self.code, total.get(), mine, other))
 
     def _add_short(self, sums: list[Variable], first: Value, end: Value) -> None:
-        """Adds products of these words of codes, a multiple of SHORT, to sums."""
+        """Adds products of these words, a multiple of SHORT, to sums: in 16 bits first, by half."""
         code, kind, raw = self.code, vector(I16, 2 * self.shape.lanes), vector(I8, self.shape.bytes)
+        multiply = formats.PMADDUBSW[self.shape.lanes]
         with code.loop(first, end, SHORT) as some:
-            short = [code.constant(kind, 0)] * len(sums)
+            short = [[code.constant(kind, 0)] * len(sums) for _ in range(self.halves)]
             for word in (some + index for index in range(SHORT)):
-                weights = self._vectors(raw, self._line(word))
                 xs = [self._word(row, word, raw) for row in range(self.rows)]
-                for index, (row, n) in enumerate(self.numbers):
-                    short[index] += code.call("llvm.x86.avx2.pmadd.ub.sw", kind, weights[n], xs[row])
-            for total, added in zip(sums, short, strict=True):
-                total.set(self.fmt.dot(code, total.get(), added, code.constant(kind, 1)))
+                for half, added in enumerate(short):
+                    weights = self._vectors(raw, self._line(word * self.halves + half))
+                    for index, (row, n) in enumerate(self.numbers):
+                        added[index] += code.call(multiply, kind, weights[n], xs[row])
+            for half, added in enumerate(short):
+                for total, value in zip(sums, added, strict=True):
+                    total.set(self.fmt.dot(code, total.get(), value, code.constant(kind, 16**half)))
 
     def _line(self, word: Value) -> Value:
         return self.call.packed + word * (WORD * self.shape.outs)
@@ -396,14 +410,11 @@ class _Strip(NamedTuple):
 
     def _scaled(self, sums: list[Value]) -> list[Value]:
         """Sums of bytes without their excess, times the scales of rows and of outputs."""
-        kind, call, out = vector(F32, self.shape.lanes), self.call, []
-        scales = [
-            self.code.load(kind, call.out_scale + n * self.shape.bytes, 4) for n in range(self.shape.vectors)
+        kind, call = vector(F32, self.shape.lanes), self.call
+        excess, of_rows = self._of_rows(I32, call.row_sum), self._of_rows(F32, call.row_scale)
+        places = (call.out_scale + n * self.shape.bytes for n in range(self.shape.vectors))
+        scales = [self.code.load(kind, place, 4) for place in places]
+        return [
+            (total - excess[row]).to(kind) * of_rows[row] * scales[n]
+            for (row, n), total in zip(self.numbers, sums, strict=True)
         ]
-        for (row, n), total in zip(self.numbers, sums, strict=True):
-            excess, of_row = (
-                self._splat(I32, call.row_sum + row * 4),
-                self._splat(F32, call.row_scale + row * 4),
-            )
-            out.append((total - excess).to(kind) * of_row * scales[n])
-        return out

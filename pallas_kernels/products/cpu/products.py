@@ -43,11 +43,10 @@ def in_form(
     form = supported(form, str(x.dtype), weight, *values.shape)
     if form == "amx":
         return product_by_tiles(x, values, scale, dtype, hadamard)
-    if form == "panels":
-        return product_by_panels(x, values, scale, dtype, hadamard)
-    if weight.inputs is None or scale is None:
-        return product(x, values, scale, dtype)
-    return product_of_bytes(x, values, scale, dtype, hadamard)
+    by_panels = form == "panels"
+    if weight.inputs is not None and scale is not None:
+        return product_of_bytes(x, values, scale, dtype, hadamard, by_panels=by_panels)
+    return _call(register_panels(), dtype, x, values) if by_panels else product(x, values, scale, dtype)
 
 
 def supported(form: str, x: str, weight: WeightFormat, outs: int, size: int) -> str:
@@ -74,27 +73,19 @@ def product(
     return _call(name, dtype, x, weight, *([] if scale is None else [scale]))
 
 
-def product_by_panels(
-    x: jax.Array, weight: jax.Array, scale: jax.Array | None, dtype: jax.typing.DTypeLike, hadamard: int = 1
-) -> jax.Array:
-    """`product` of bfloat16, with a scale `product_of_bytes`, faster for many rows; see `why_no_panels`."""
-    if scale is None:
-        return _call(register_panels(), dtype, x, weight)
-    return _of_bytes(register_panels_of_bytes(str(x.dtype), hadamard), x, weight, scale, dtype, hadamard)
-
-
 def product_of_bytes(
-    x: jax.Array, weight: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike, hadamard: int = 1
+    x: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array,
+    dtype: jax.typing.DTypeLike,
+    hadamard: int = 1,
+    *,
+    by_panels: bool = False,
 ) -> jax.Array:
     """x, transformed, then quantized row by row to int8 as `quantize` does, times int8 weights; exact sums,
-    times both scales.
+    times both scales. by_panels: faster for many rows, see `why_no_panels`.
     """
-    return _of_bytes(register_bytes(str(x.dtype), hadamard), x, weight, scale, dtype, hadamard)
-
-
-def _of_bytes(
-    name: str, x: jax.Array, weight: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike, hadamard: int
-) -> jax.Array:
+    name = register_bytes(str(x.dtype), hadamard, by_panels=by_panels)
     row_sums = jax.ShapeDtypeStruct(x.shape[:1], jnp.int32)
     scratch = [*_quantized(x), row_sums, *_transformed(x, hadamard)]
     return _call(name, dtype, x, weight, scale, scratch=scratch)
@@ -126,7 +117,7 @@ def product_of_int4(x: jax.Array, weight: Int4, dtype: jax.typing.DTypeLike, for
         arranged = [] if by_panels else [jax.ShapeDtypeStruct((rows, -(-size // TILE) * TILE), jnp.int8)]
         group_sums = jax.ShapeDtypeStruct((rows, weight.scale.shape[-1]), jnp.float32)
         scratch = [*_quantized(x), *arranged, group_sums, *_transformed(x, weight.hadamard)]
-        name = (register_int4_bytes_panels if by_panels else register_int4_bytes)(str(x.dtype), weight)
+        name = register_int4_bytes(str(x.dtype), weight, by_panels=by_panels)
         return _call(name, dtype, x, *arrays, scratch=scratch)
     if weight.hadamard > 1:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype), *_transformed(x, weight.hadamard)]
@@ -231,14 +222,12 @@ def register_panels() -> str:
     return _register("jengine_panels", lambda: panels.pairs_module(native.host()), PANELS)
 
 
-def register_panels_of_bytes(x: str, hadamard: int = 1) -> str:
-    name = f"jengine_panels_{x}_{_w8a8(hadamard)}"
-    return _register(name, lambda: panels.bytes_module(native.host(), x, hadamard), BYTES, PANELS)
-
-
-def register_bytes(x: str, hadamard: int = 1) -> str:
-    name = f"jengine_product_{x}_{_w8a8(hadamard)}"
-    return _register(name, lambda: bytes_module(native.host(), x, hadamard), BYTES, "multiply")
+def register_bytes(x: str, hadamard: int = 1, *, by_panels: bool = False) -> str:
+    form, multiply, module = (
+        ("panels", PANELS, panels.bytes_module) if by_panels else ("product", "multiply", bytes_module)
+    )
+    name = f"jengine_{form}_{x}_{_w8a8(hadamard)}"
+    return _register(name, lambda: module(native.host(), x, hadamard), BYTES, multiply)
 
 
 def register_int4(x: str, group: int, offset: bool, kind: str = "int4") -> str:
@@ -251,20 +240,15 @@ def register_int4_panels(group: int, offset: bool, kind: str = "int4") -> str:
     return _register(name, lambda: int4_panels_module(native.host(), group, offset, kind), PANELS)
 
 
-def register_int4_bytes_panels(x: str, weight: Int4) -> str:
-    form = weight.group, weight.offset is not None, weight.hadamard
-    name = f"jengine_panels_{x}_{_w4a8(*form)}"
-    return _register(name, lambda: int4_bytes_panels_module(native.host(), x, *form), BYTES, PANELS)
-
-
-def _w4a8(group: int, offset: bool, hadamard: int) -> str:
-    return f"w4a8_{group}{'_offset' if offset else ''}_{hadamard}"
-
-
-def register_int4_bytes(x: str, weight: Int4) -> str:
-    form = weight.group, weight.offset is not None, weight.hadamard
-    name = f"jengine_product_{x}_{_w4a8(*form)}"
-    return _register(name, lambda: int4_bytes_module(native.host(), x, *form), BYTES, "multiply")
+def register_int4_bytes(x: str, weight: Int4, *, by_panels: bool = False) -> str:
+    form, multiply, module = (
+        ("panels", PANELS, int4_bytes_panels_module)
+        if by_panels
+        else ("product", "multiply", int4_bytes_module)
+    )
+    group, offset, hadamard = weight.group, weight.offset is not None, weight.hadamard
+    name = f"jengine_{form}_{x}_w4a8_{group}{'_offset' if offset else ''}_{hadamard}"
+    return _register(name, lambda: module(native.host(), x, group, offset, hadamard), BYTES, multiply)
 
 
 def register_transform(x: str, block: int) -> str:
@@ -284,7 +268,7 @@ def prepare_int4(x: str, parameter: Int4, weight: WeightFormat) -> None:
         register_transform(x, parameter.hadamard)
     if parameter.inputs:
         if by_panels:
-            register_int4_bytes_panels(x, parameter)
+            register_int4_bytes(x, parameter, by_panels=True)
         if x in INPUTS:
             register_int4_bytes(x, parameter)
         return
@@ -306,7 +290,7 @@ def prepare(x: str, weight: WeightFormat, hadamard: int = 1) -> None:
         register_tiles(x, of_bytes, hadamard)
     if why_no_panels(x, weight, panels.OUTS, panels.inputs_at_once(weight)) is None:
         if of_bytes:
-            register_panels_of_bytes(x, hadamard)
+            register_bytes(x, hadamard, by_panels=True)
         else:
             register_panels()
     if x in INPUTS:
