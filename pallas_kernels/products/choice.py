@@ -79,7 +79,7 @@ def forms(
             key = form_key(rows, x, weight.name)
             able = candidates(at, x, weight, rows) if by_place else ("kernel",)
             if limit() is not None:  # the libraries that XLA calls do not follow the flag
-                able = able[:1]
+                able = tuple(form for form in able if form != "xla")
             if len(able) == 1 or known.get(key) not in able:
                 times[key] = able[0] if len(able) == 1 else _fastest(able, rows, x, weight, shape)
             else:
