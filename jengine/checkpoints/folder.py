@@ -78,7 +78,8 @@ def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILE
     if name.quantization is not None:
         return find_gguf(name, revision, weights=files is HUB_FILES)
     folder = _download(model, revision, files)
-    if (folder / "config.json").exists() or converted.is_converted(folder):
+    known_by = "config.json", converted.MARK, *(["tokenizer_config.json"] if files is WITHOUT_WEIGHTS else [])
+    if any((folder / name).exists() for name in known_by):
         return folder
     return find_gguf(HubName(model, DEFAULT_QUANTIZATION), revision, weights=files is HUB_FILES)
 

@@ -16,11 +16,12 @@ import numpy as np
 
 from jengine.base.errors import ModelError
 from jengine.base.model_files import read_object
-from jengine.checkpoints.folder import resolve
 from jengine.checkpoints.lora_config import MAX_NAME, lora_config
 from jengine.checkpoints.safetensors import parse, read_file
 from jengine.checkpoints.stored import Tensor, dense
 from jengine.core.lora import LoraSource
+from jengine.hub.files import hub_name
+from jengine.hub.repository import download
 from jengine.models.adapters import Factors, LoraWeights, Module, Site, bare
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -121,7 +122,9 @@ def _read(source: LoraSource) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
     if source.config is not None:
         place = Path(f"lora {source.name}")
         return place, source.config, parse(np.frombuffer(source.tensors, np.uint8), place / TENSORS, ())
-    folder = resolve(source.path, files=[CONFIG, TENSORS])
+    folder = Path(source.path).expanduser()
+    if not folder.is_dir():
+        folder = download(str(hub_name(source.path)), None, [CONFIG, TENSORS])
     if not (folder / TENSORS).exists() and (folder / "adapter_model.bin").exists():
         raise ModelError(
             f"only {TENSORS} is read; save the adapter with safe_serialization=True", file=folder

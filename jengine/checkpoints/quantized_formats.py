@@ -45,6 +45,8 @@ SCHEMES = ("dynamic", "static", None)
 BY_ROW = ("dynamic by token", "dynamic by tensor", "static by token", "static by tensor")
 Group = dict[str, Any]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each field of a word
+SHUFFLED = ("group", "dynamic", True)  # values of actorder for groups of inputs that are not consecutive
+TEXT_PARTS = r"(?:(?:model|language_model|text_model)\.)*"  # before the name of a module of the text model
 # settings for quantized activations
 ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "input_global_scale")
 CACHES = ("k_scale", "v_scale")  # settings for quantized caches
@@ -123,7 +125,7 @@ def _compressed_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "quant_method": "compressed-tensors",
         "format": form,
         "config_groups": {"group_0": {"weights": weights, "input_activations": inputs}},
-        "ignore": [f"re:{fnmatch.translate(name)}" for name in ignore],
+        "ignore": [f"re:{TEXT_PARTS}{fnmatch.translate(_of_text(name))}" for name in ignore],
     }
 
 
@@ -163,7 +165,7 @@ def stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
         symmetric = bool(weights.get("symmetric", True))
         if form == "float4":
             return StoredWeights(form="e2m1", group=int(weights["group_size"]), others=others)
-        if form == "int4" and strategy == "group" and not weights.get("actorder"):
+        if form == "int4" and strategy == "group" and weights.get("actorder") not in SHUFFLED:
             return _four_bits(int(weights["group_size"]), not symmetric, others)
         if form in ("int8", "float8") and strategy in ("channel", "tensor") and symmetric:
             return _eight_bits(form, config, others)
@@ -173,7 +175,7 @@ def stored_weights(config: Mapping[str, Any]) -> StoredWeights | None:
     if method == "mxfp4":
         return StoredWeights(form="e2m1", group=32, others=(r"(?!.*\.experts$)",))
     # modules whose names contain one of these
-    others = tuple(f".*{re.escape(name)}" for name in config.get("modules_to_not_convert") or [])
+    others = tuple(f".*{re.escape(_of_text(name))}" for name in config.get("modules_to_not_convert") or [])
     if method == "awq":
         return _four_bits(int(config["group_size"]), bool(config.get("zero_point", True)), others)
     if method == "gptq":
@@ -208,8 +210,14 @@ def _four_bits(group: int, offset: bool, others: tuple[str, ...]) -> StoredWeigh
 
 
 def _ignored(name: str) -> str:
-    """A module's name, or a regular expression of it."""
-    return name.removeprefix("re:") if name.startswith("re:") else re.escape(name) + "$"
+    """A pattern of a module's name: a regular expression, or its name in the whole model or the text part."""
+    pattern = f"{TEXT_PARTS}{re.escape(_of_text(name))}$"
+    return name.removeprefix("re:") if name.startswith("re:") else pattern
+
+
+def _of_text(name: str) -> str:
+    """A module's name without its parts' names, which are others in a model with images."""
+    return re.sub(TEXT_PARTS, "", name, count=1) or name
 
 
 def read_quantized(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -206,14 +206,13 @@ class CompileChildren:
         self._tasks, self._change = deque[_Task](), threading.Condition()
         self._early: dict[tuple[str, Key], _Task] = {}  # by name of the job
         self._children = dict[int, _Child]()  # by thread
-        self._count, self._started = count, 0
-        self._working, self._closed = count, False
-        self._serving = False
+        self._count, self._started, self._failed = count, 0, 0
+        self._closed = self._serving = False
 
     @property
     def works(self) -> bool:
         """Whether processes can be started, as far as is known."""
-        return self._working > 0
+        return not self._failed or self._failed < self._started
 
     def begin(self, job: Job, keys: list[Key]) -> None:
         """Compiles programs before `compile` asks for them."""
@@ -254,7 +253,7 @@ class CompileChildren:
 
     def _add(self, task: _Task) -> _Task:
         with self._change:
-            if not self._working or self._closed:
+            if not self.works or self._closed:
                 task.result.set_exception(CompileFailed(ENDED))
                 return task
             self._tasks.append(task)
@@ -323,8 +322,8 @@ class CompileChildren:
     def _give_up(self, why: str) -> None:
         """A process could not be started: the others do its work, if there are any."""
         with self._change:
-            self._working -= 1
-            none = not self._working and not self._closed
+            self._failed += 1
+            none = not self.works and not self._closed
         if none:
             log.warning("no process can be started that compiles programs, so this one does: %s", why)
             self._fail_all()

@@ -131,7 +131,7 @@ def pages_that_fit(config: EngineConfig, spec: ExecutionSpec, weights: int = 0) 
     each = spec.page_bytes
     everyone = 1 + spec.max_slots * spec.most_pages(spec.max_model_len)
     cache_bytes = parse_bytes("kv_cache_memory", config.kv_cache_memory)
-    device = spec.mesh.devices.flat[0]
+    device = spec.mesh.local_devices[0]
     if cache_bytes is not None:
         count = (cache_bytes - spec.num_states * spec.state_bytes) // each
     elif device.platform == "cpu":
@@ -167,7 +167,7 @@ def check_room(spec: ExecutionSpec, programs: Iterable[ProgramMemory]) -> None:
     Raises:
         OutOfMemory: it has not.
     """
-    stats = spec.mesh.devices.flat[0].memory_stats() or {}
+    stats = spec.mesh.local_devices[0].memory_stats() or {}
     if "bytes_limit" not in stats:  # a CPU
         return
     memory = DeviceMemory.of(stats["bytes_limit"], spec, programs)

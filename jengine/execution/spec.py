@@ -8,6 +8,7 @@ import functools
 import hashlib
 import importlib.metadata
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -336,6 +337,7 @@ class ExecutionSpec:
             "jax": jax.__version__,
             "jaxlib": importlib.metadata.version("jaxlib"),
             "plugin": "" if device.platform == "cpu" else _plugins(),
+            "flags": [] if device.platform == "cpu" else _gpu_flags(),
             "kernels": cpu_refused() or "llvm" if device.platform == "cpu" else "",
             "product_forms": dict(self.product_forms),
             "jengine": __version__,
@@ -386,6 +388,12 @@ def _plugins() -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
     return ", ".join(versions)
+
+
+def _gpu_flags() -> list[str]:
+    """XLA's flags in the environment that change programs of GPUs."""
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return sorted(flag for flag in flags if flag.startswith("--xla_gpu_") and "dump" not in flag)
 
 
 @functools.cache

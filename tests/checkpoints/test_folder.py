@@ -15,6 +15,7 @@ from jengine import SamplingParams
 from jengine.base.errors import ModelError
 from jengine.checkpoints import read_config, read_sampling_defaults, resolve
 from jengine.checkpoints.folder import CONFIG_FILES
+from jengine.hub.files import WITHOUT_WEIGHTS
 from jengine.models.config import RopeScaling
 from tests.golden.weights import VARIANTS
 
@@ -70,6 +71,10 @@ def test_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     got.clear()
     resolve("someone/model", "v2", CONFIG_FILES)
     assert got == {"config.json"}
+    got.clear()
+    (tmp_path / "config.json").rename(tmp_path / "tokenizer_config.json")  # a repository with no model
+    assert resolve("someone/model", "v2", WITHOUT_WEIGHTS) == tmp_path
+    assert got == wanted - {"model.safetensors"}
 
 
 @pytest.mark.parametrize("failure", [OSError("no route\nto host"), ValueError("bad id"), RuntimeError("")])

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import jax
 import numpy as np
 import pytest
@@ -53,6 +54,19 @@ def test_every_module_has_its_change(tmp_path: Path) -> None:
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
         np.testing.assert_array_equal(a, adapter.tensors[f"{name}.lora_A.weight"])
         np.testing.assert_allclose(b, 4 / r**0.5 * adapter.tensors[f"{name}.lora_B.weight"], rtol=1e-6)
+
+
+def test_an_adapter_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its repository has no config.json."""
+    folder, wanted = write_lora(tmp_path, lora("llama_gqa", "plain")), set[str]()
+
+    def download(repo: str, *, allow_patterns: list[str], **_: Any) -> str:
+        wanted.update([repo, *allow_patterns])
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert read(Path("someone/adapter")).factors
+    assert wanted == {"someone/adapter", "adapter_config.json", "adapter_model.safetensors"}
 
 
 def change(tmp_path: Path, config: dict[str, Any], tensors: dict[str, Any]) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -243,7 +244,15 @@ def test_groups_of_16_stay_in_four_bits() -> None:
             assert is_weight(spec.params["layers"][0]["mlp"]["down"])
 
 
-@pytest.mark.parametrize("ignore", ["model.layers.0.mlp.down_proj", r"re:.*layers\.0\.mlp\.down_proj$"])
+@pytest.mark.parametrize(
+    "ignore",
+    [
+        "model.layers.0.mlp.down_proj",
+        "model.language_model.layers.0.mlp.down_proj",  # names of a model with images
+        "language_model.model.layers.0.mlp.down_proj",
+        r"re:.*layers\.0\.mlp\.down_proj$",
+    ],
+)
 def test_modules_that_are_ignored(ignore: str, tmp_path: Path) -> None:
     config = {**compressed("pack-quantized", **FOUR), "ignore": ["lm_head", ignore]}
     write_quantized(
@@ -251,6 +260,23 @@ def test_modules_that_are_ignored(ignore: str, tmp_path: Path) -> None:
     )
     layers = loaded(tmp_path)["layers"]
     assert not is_weight(layers[0]["mlp"]["down"]) and isinstance(layers[1]["mlp"]["down"], Int4)
+
+
+@pytest.mark.parametrize(
+    "order, kept", [(None, 1), ("static", 1), ("weight", 1), ("group", 0), ("dynamic", 0)]
+)
+def test_groups_of_consecutive_inputs_stay_in_four_bits(order: str | None, kept: bool) -> None:
+    stored = stored_weights(compressed("pack-quantized", **FOUR, actorder=order))
+    assert (stored is not None) == kept
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.self_attn", "model.language_model.layers.1.self_attn"])
+def test_modules_that_are_not_converted(name: str) -> None:
+    stored = stored_weights({**FP8, "modules_to_not_convert": [name]})
+    assert stored is not None
+    [pattern] = stored.others
+    assert re.match(pattern, "model.layers.1.self_attn.q_proj")
+    assert not re.match(pattern, "model.layers.0.self_attn.q_proj")
 
 
 def test_logits_are_those_of_the_dequantized(tmp_path: Path) -> None:

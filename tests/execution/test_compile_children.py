@@ -133,7 +133,7 @@ def test_where_no_process_can_start_programs_fail_with_one_warning(
     assert "with exit status 1: no room for another process" in caplog.text
 
     monkeypatch.setattr(sys, "executable", str(tmp_path / "absent"))
-    children = CompileChildren(1)
+    children = CompileChildren(3)  # fewer programs than processes
     assert isinstance(children.compile(JOB, "one").exception(PATIENCE), CompileFailed)
     assert not children.works and "absent" in caplog.text
 

@@ -9,17 +9,20 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jengine import cli
-from jengine.base.errors import InvalidArgument
+from jengine.base.errors import InvalidArgument, OutOfMemory
 from jengine.capacity.planning.ahead_of_time import compile_table
 from jengine.core.config import EngineConfig
 from jengine.engine.start import start_engine
-from jengine.execution.memory import DeviceMemory, ProgramMemory, pages_beside
+from jengine.execution.memory import DeviceMemory, ProgramMemory, check_room, pages_beside, pages_that_fit
 from jengine.execution.program_store import PrebuiltPrograms, difference
 from jengine.execution.programs import program_keys
 from tests.execution.specs import make_spec
@@ -238,3 +241,14 @@ def test_pages_are_what_the_rest_leaves() -> None:
     assert pages_beside(config, spec, memory) == min(memory.pages, 1 + 16 * 12)
     assert pages_beside(EngineConfig(model="demo", num_pages=7), spec, memory) == 7
     assert pages_beside(EngineConfig(model="demo", kv_cache_memory=10 * page), spec, memory) == 10
+
+
+def test_memory_is_that_of_a_device_of_this_process() -> None:
+    """Of several processes, the first device may be another's."""
+    here = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 1 << 30, "bytes_in_use": 9})
+    other = SimpleNamespace(platform="gpu")  # has no statistics here
+    mesh = SimpleNamespace(devices=np.array([other, here]), local_devices=[here], shape={"tensor": 1})
+    spec = replace(make_spec(), mesh=mesh)
+    assert pages_that_fit(EngineConfig(model="demo"), spec) == 1 + 16 * 12
+    with pytest.raises(OutOfMemory):
+        check_room(spec, [ProgramMemory(0, 0, 0, 2 << 30)])

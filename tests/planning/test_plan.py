@@ -142,6 +142,14 @@ def test_the_scheduler_knows_the_memory_beside_a_full_cache(capfd: pytest.Captur
     assert "exceeds the base limit" not in capfd.readouterr().err
 
 
+def test_flags_of_the_compiler_are_part_of_an_identity(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, prints = describe_for(EngineConfig.of(str(tiny), TINY), "h100"), list[str]()
+    for flags in ("", "--xla_gpu_enable_command_buffer=", "--xla_dump_to=x --xla_gpu_dump_llvmir=true"):
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        prints.append(spec.fingerprint())
+    assert prints[0] == prints[2] != prints[1]
+
+
 def test_devices_share_the_cache(tiny: Path) -> None:
     spec = describe_for(EngineConfig.of(str(tiny), {**TINY, "tensor_parallel_size": 2}), "h100")
     assert spec.mesh.size == 2 and spec.identity()["mesh"] == {"tensor": 2}
