@@ -102,6 +102,7 @@ class RequestHandle:
                 timer.cancel()
         self._end(None)
         self._forget(self)
+        self._grown.set()  # for a task that reads
 
     def pause(self, until: float) -> None:
         """Delays the next output until this time of the event loop's clock, unless it is the last. Tokens
@@ -148,6 +149,8 @@ class RequestHandle:
         ready = False
         while not ready:
             await self._grown.wait()
+            if self._closed:
+                raise StopAsyncIteration
             self._grown.clear()
             ended = self._output.finished
             if self._error is not None and not ended:

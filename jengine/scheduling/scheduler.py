@@ -218,7 +218,7 @@ class Scheduler:
             family=family,
             lora=lora or self.registry.loras.get(request.lora_name),
         )
-        self.acceptance.set_targets(sequence, self.clock())
+        self.acceptance.set_targets(sequence, self.clock(), lambda: self.prefixes.match(sequence).tokens)
         self.admission.queue(sequence)
         return sequence
 

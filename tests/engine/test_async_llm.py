@@ -18,6 +18,8 @@ import pytest
 from jengine import LLM, AsyncLLM, InvalidArgument, RequestOutput, SamplingParams
 from jengine.api.async_llm import OutputKind
 from jengine.api.backend import EngineThread
+from jengine.api.request_handle import RequestHandle
+from jengine.core.request import CompletionOutput
 from tests.engine.counting import LONG, TEXT, CountingRunner, assert_idle, collect, counting
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
@@ -292,3 +294,21 @@ def test_500_requests_with_random_aborts_and_timeouts(fresh: AsyncLLM) -> None:
     asyncio.run(main())
     assert sum(ends.values()) == 500 and {"stop", "length", "abort", "left", "cancelled"} <= set(ends), ends
     assert fresh.backend.engine.compiles_since_start == before
+
+
+def test_closing_a_handle_ends_its_reader() -> None:
+    async def run() -> list[RequestOutput]:
+        output = RequestOutput(
+            request_id="a", prompt=None, prompt_token_ids=[1], outputs=[CompletionOutput()]
+        )
+        handle = RequestHandle(output, "cumulative", lambda why: True, lambda handle: None, lambda: None)
+
+        async def read() -> list[RequestOutput]:
+            return [news async for news in handle]
+
+        reader = asyncio.create_task(read())
+        await asyncio.sleep(0)  # it waits
+        handle.close()
+        return await asyncio.wait_for(reader, 60)
+
+    assert asyncio.run(run()) == []

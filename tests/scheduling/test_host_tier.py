@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from jengine.scheduling.costs.step_costs import SwapCosts
-from jengine.scheduling.pages.block_table import Hit
+from jengine.scheduling.pages.block_table import NO_HIT, GroupPages, Hit
+from jengine.scheduling.pages.blocks import BlockManager
 from tests.scheduling.strict_device import Loop
 
 PAGE, LENGTH = 4, 24  # tokens of a page; of a prompt
@@ -198,3 +199,49 @@ def test_those_that_begin_alike_fetch_once() -> None:
     loop.drain(ahead=1)
     assert tier.fetched - before == LENGTH // PAGE
     assert [sequence.num_cached for sequence in together] == [LENGTH] * 3
+
+
+def test_a_page_of_a_store_that_is_on_the_device_is_left_out() -> None:
+    """Its request was slower than another that computed the same prompt."""
+    blocks, tokens = BlockManager(4, [1 + 20], prefix_caching=True, host_pages=8, staged=8), [*range(9)]
+    assert blocks.tier is not None
+    blocks.tier.give = lambda host, block, group: None
+    blocks.admit(0, NO_HIT, 9, None)
+    blocks.grow(0, 9)
+    blocks.commit(0, tokens, 8)
+    blocks.release(0)
+    assert blocks.receive(tokens[:8], None, [(0, 0), (1, 0)]) == [0, 0]
+    blocks.land()
+    blocks.check_integrity()
+
+
+@pytest.mark.parametrize("pages", [33, 34, 36])
+def test_two_fetched_prompts_behind_a_window_do_not_wait_for_each_other(pages: int) -> None:
+    loop = Loop(
+        max_model_len=96,
+        tile_size=16,
+        page_size=4,
+        num_pages=1 + pages,
+        max_num_seqs=4,
+        max_num_batched_tokens=36,
+        groups=(GroupPages(None), GroupPages(64)),
+        prefix_caching=True,
+        host_pages=200,
+        staged=16,
+    )
+    loop.scheduler.predictor.costs.swaps = SwapCosts(0.0, 0.0, 0.0)
+    loop.ending = 1.0
+
+    def prompt(kind: int, length: int) -> list[int]:
+        return [(kind * 37 + i * i * 7 + i) % 50 for i in range(length)]
+
+    for kind, length in ((1, 33), (2, 33), *((kind, 56) for kind in range(3, 9))):
+        loop.add(prompt(kind, length), max_tokens=2, ignore_eos=True)
+        loop.drain(1)
+    both = [
+        loop.add(prompt(kind, 20) + prompt(10 + kind, more), max_tokens=2, ignore_eos=True)
+        for kind, more in ((1, 36), (2, 4))
+    ]
+    for _ in range(60):
+        loop.step(ahead=1)
+    assert all(sequence.finish_reason == "length" for sequence in both)

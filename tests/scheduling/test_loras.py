@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jengine.base.errors import InvalidArgument
+from jengine.core.request import Request, SamplingParams
+from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.requests.loras import EMPTY, Lora, LoraPlaces
+from jengine.scheduling.scheduler import Scheduler
+from jengine.table.program_table import ProgramTable
+from tests.scheduling.test_promises import Linear
+from tests.scheduling.virtual_loop import VirtualLoop
 
 NAMES = "abcdef"
 
@@ -151,3 +159,42 @@ def test_names() -> None:
     with pytest.raises(InvalidArgument, match="lora_request='x': no adapter of this name is loaded"):
         loras.get("x")
     assert loras.get(None) is None and loras.may_start(None)
+
+
+@pytest.mark.parametrize("adapters, places", [(2, 1), (4, 2), (8, 4)])
+def test_batches_stay_full_when_adapters_take_turns(adapters: int, places: int) -> None:
+    """An adapter that leaves for another fills the slots that were free."""
+    slots = 32
+    table = ProgramTable.build(
+        max_num_seqs=slots, max_num_batched_tokens=slots + 64, tile_size=8, adapters=places
+    )
+    costs = Linear(1.0, 0.0, 0.5, 0.0)
+    costs.table = table
+    engine = VirtualLoop(costs, 1, {})
+    scheduler = Scheduler.of(
+        table,
+        page_size=4,
+        num_pages=2000,
+        max_num_seqs=slots,
+        max_num_batched_tokens=slots + 64,
+        max_model_len=96,
+        costs=costs,
+        clock=engine.clock,
+        max_loras=places,
+        options=SchedulingOptions(),
+    )
+    loras = scheduler.registry.loras
+    for number in range(adapters):
+        loras.load(str(number), loras.next_number())
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    for number in range(64):
+        prompt, name = [100 + number, *range(1, 8)], str(number % adapters)
+        engine.add(
+            scheduler,
+            Request(request_id=str(number), prompt_token_ids=prompt, params=params, lora_name=name),
+        )
+    running = []
+    while scheduler.has_work:
+        engine.step(scheduler)
+        running.append(len(scheduler.registry.running))
+    assert statistics.mean(running) > slots / 2

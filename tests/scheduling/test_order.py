@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jengine.core.request import Request, SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
+from jengine.scheduling.requests import policy
 from jengine.scheduling.scheduler import Scheduler
 from jengine.table.program_table import ProgramTable
 from tests.scheduling.test_promises import Linear
@@ -139,6 +140,17 @@ def test_a_preempted_sequence_is_charged_once():
     run.scheduler.registry.preempt(sequence)
     run.engine.run(run.scheduler, [])
     assert run.scheduler.registry.fair.served == {"a": 8 + 4}
+
+
+def test_clients_that_come_once_are_forgotten(monkeypatch):
+    monkeypatch.setattr(policy, "REMEMBERED", 5)
+    run = Run([], policy="fair")
+    fair = run.scheduler.registry.fair
+    fair.served = {"often": 1e6}
+    for number in range(30):
+        run.engine.run(run.scheduler, [request(number, client=f"once {number}")])
+        assert len(fair.served) <= 7
+    assert "often" in fair.served
 
 
 # --- batches ------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class Linear(StepCosts):
         )
 
 
-def serve(costs, requests, lengths, options, num_pages=400, ahead=1, budget=SEQS + 8 * TILE):
+def serve(costs, requests, lengths, options, num_pages=400, ahead=1, budget=SEQS + 8 * TILE, cached=False):
     engine = VirtualLoop(costs, ahead, lengths)
     scheduler = Scheduler.of(
         TABLE,
@@ -45,6 +45,7 @@ def serve(costs, requests, lengths, options, num_pages=400, ahead=1, budget=SEQS
         max_model_len=MODEL_LEN,
         costs=costs,
         clock=engine.clock,
+        prefix_caching=cached,
         options=SchedulingOptions(**options),
     )
     engine.run(scheduler, requests)
@@ -133,3 +134,21 @@ def test_a_sequence_whose_last_token_is_in_flight_asks_for_no_page_beyond():
         one.step(ahead=2)
     one.add([4] * 5, max_tokens=2, targets={"ttft_ms": 1e6})
     one.drain(2)
+
+
+def test_a_cached_prompt_is_promised_what_it_takes() -> None:
+    """A conversation's second turn: computing all of it would take too long."""
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    first = [*range(2, 62)]
+    requests = [
+        Request(request_id="first", prompt_token_ids=first, params=params),
+        Request(
+            request_id="second", prompt_token_ids=[*first, 70, 71], params=params, arrival=10.0, ttft_ms=100.0
+        ),
+    ]
+    costs = Linear(1.0, 0.0, 20.0, 0.0)
+    for on_late in "reject", "serve":
+        options = {"strategy": "latency", "on_late": on_late}
+        engine, scheduler = serve(costs, requests, {}, options, cached=True)
+        assert [sequence.finish_reason for sequence in engine.sequences] == ["length", "length"]
+        assert scheduler.acceptance.goodput.met == 1 and not any(s.late for s in engine.sequences)

@@ -131,8 +131,8 @@ class Gate:
 
     @property
     def plans(self) -> bool:
-        """Whether steps are planned: always, or for requests that came before the pause."""
-        return self.mode in (None, "wait")
+        """Whether steps are planned: always, or for requests that came before the pause; not asleep."""
+        return self.mode in (None, "wait") and not self.asleep
 
     @property
     def held(self) -> int:

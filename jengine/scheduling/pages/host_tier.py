@@ -186,8 +186,8 @@ class HostTier:
             self._index.changed(PageChange("stored", *self._owner[host], HOST))
 
     def receive(self, block: Block, group: int) -> int:
-        """The host page for a store's page of a block; 0 if there is none, or it has a copy already."""
-        host = 0 if (block, group) in self._page else self._take()
+        """The host page for a store's page of a block; 0 if there is none, or the page is here already."""
+        host = 0 if block.pages[group] or (block, group) in self._page else self._take()
         if host:
             self._page[block, group], self._owner[host] = host, (block, group)
             self._index.use(block)

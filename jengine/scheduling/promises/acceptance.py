@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right, insort
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as List
 from itertools import accumulate, islice, takewhile
 
@@ -163,7 +164,7 @@ class Acceptance:
         spans = [
             (at, min(at + size, len(s.tokens)))
             for s in coming
-            for at in range(s.num_computed, len(s.tokens), size)
+            for at in range(_computed(s), len(s.tokens), size)
         ]
         attended = [0, *accumulate([pairs(at, end - at, windows) for at, end in spans])]
         going = [
@@ -178,7 +179,7 @@ class Acceptance:
         )
 
     def _prompt(self, sequence: Sequence, start: float) -> Prompt:
-        tiles = -(-(len(sequence.tokens) - sequence.num_computed) // self._predictor.tile_size)
+        tiles = -(-(len(sequence.tokens) - _computed(sequence)) // self._predictor.tile_size)
         if sequence.late or sequence.first_token is not None:
             return Prompt(tiles, math.inf)
         return Prompt(
@@ -199,8 +200,8 @@ class Acceptance:
 
     # --- what becomes of targets ----------------------------------------------------------------------
 
-    def set_targets(self, sequence: Sequence, now: float) -> None:
-        """Sets arrival and targets of a new sequence."""
+    def set_targets(self, sequence: Sequence, now: float, cached: Callable[[], int]) -> None:
+        """Sets arrival and targets of a new sequence. cached: finds the prompt tokens that are cached."""
         request, options = sequence.request, self._registry.options
         sequence.arrival, sequence.queued = request.arrival or now, now
         ttft, tpot = request.ttft_ms or options.ttft_ms, request.tpot_ms or options.tpot_ms
@@ -209,16 +210,20 @@ class Acceptance:
         if tpot is not None:
             sequence.tpot = tpot / 1e3
         if ttft is not None:
-            sequence.ttft = ttft / 1e3
-            sequence.start_by = (
-                sequence.arrival + sequence.ttft - self._predictor.prompt_seconds(sequence.prompt_len)
-            )
+            sequence.ttft, sequence.expected = ttft / 1e3, cached()
+            left = self._predictor.prompt_seconds(sequence.prompt_len - sequence.expected)
+            sequence.start_by = sequence.arrival + sequence.ttft - left
 
     def note_end(self, sequence: Sequence, now: float) -> None:
         """Records that a sequence has got its last token."""
         self.lengths.note(len(sequence.tokens) - sequence.prompt_len)
         if sequence.has_target:
             self.goodput.ended(sequence, now)
+
+
+def _computed(sequence: Sequence) -> int:
+    """Tokens that need not be computed, as far as is known before the sequence starts."""
+    return sequence.expected if sequence.state is State.WAITING else sequence.num_computed
 
 
 def expect(plan: PlanBuilder, end: float) -> None:

@@ -124,11 +124,11 @@ class PromptCutter:
         first computes it and the others find it.
         """
         registry, blocks, left = self._registry, self._blocks, budget
+        # behind windows, a prompt takes its pages chunk by chunk, so two could wait for each other's
+        alone = {State.PREFILLING, State.FETCHING} if any(self._limits.windows) else {State.PREFILLING}
         for sequence in begun:
             left -= self._cut(plan, sequence, left)
-        while (
-            left > 0 and self.admitting > 0 and all(s.state is not State.PREFILLING for s in registry.running)
-        ):
+        while left > 0 and self.admitting > 0 and all(s.state not in alone for s in registry.running):
             first = registry.next
             # A preempted sequence with tokens in flight is not fully known yet; those behind it wait.
             if first is None or first.in_flight or first.slots > self.room:

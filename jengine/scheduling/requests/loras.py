@@ -21,7 +21,8 @@ class Lora:
         users: unfinished requests.
         running: sequences that run, beams of a search counted once.
         used: when it was loaded, or last got a place or a running sequence; larger is later.
-        leaving: whether no further sequence may start with it, since another adapter needs its place.
+        leaving: whether another adapter needs its place.
+        last: number of sequences that may still start with it while it is leaving.
         unloaded: whether no further request may use it.
     """
 
@@ -32,6 +33,7 @@ class Lora:
     running: int = 0
     used: int = 0
     leaving: bool = False
+    last: int = 0
     unloaded: bool = False
 
 
@@ -40,7 +42,8 @@ class LoraPlaces:
 
     An adapter gets a place when its first sequence starts, and keeps it until another one needs it. The least
     recently used adapter without running sequences makes way. If all have some, the waiting adapter that
-    comes first makes one of them leave: no further sequence starts with that one, so its place becomes free.
+    comes first makes one of them leave: as many more of its sequences start as slots were free then, so that
+    batches stay full, and its place becomes free when they have ended.
 
     Args:
         places: on the devices.
@@ -120,12 +123,16 @@ class LoraPlaces:
                 self._give_up(lora)
             self._drop(lora)
 
-    def may_start(self, lora: Lora | None) -> bool:
-        """Whether a sequence with it may start now. If not, another leaves for it, unless one does."""
+    def may_start(self, lora: Lora | None, slots: int = 0) -> bool:
+        """Whether a sequence with it may start now. If not, another leaves for it, unless one does.
+
+        Args:
+            slots: number of free ones.
+        """
         if lora is None:
             return True
         if lora.place:
-            return not lora.leaving
+            return not lora.leaving or lora.last > 0
         if self._free() is not None:
             return True
         if lora not in self._claims:
@@ -133,6 +140,7 @@ class LoraPlaces:
             if staying:
                 leaving = min(staying, key=lambda claim: (claim.running, claim.used))
                 leaving.leaving, self._claims[lora] = True, leaving
+                leaving.last = slots
         return False
 
     def start(self, lora: Lora | None) -> None:
@@ -149,6 +157,7 @@ class LoraPlaces:
             self._writes[place] = lora.number
             self._give_up(lora)
         lora.running += 1
+        lora.last -= lora.leaving
         lora.used = next(self._clock)
 
     def stop(self, lora: Lora | None) -> None:

@@ -16,7 +16,7 @@ from typing import Protocol
 from jengine.core.scheduling_options import Policy
 from jengine.scheduling.requests.sequence import Order, Sequence
 
-# idle clients whose virtual time is kept; beyond that, those that would start at `_now` are forgotten
+# idle clients whose virtual time is kept; beyond that, the half that was served least is forgotten
 REMEMBERED = 4096
 
 
@@ -178,13 +178,11 @@ class FairQueue:
         self.served[client] = self.served.get(client, self._now) + tokens
 
     def _forget(self) -> None:
-        """Forgets clients that would start at `_now` anyway."""
+        """Forgets half of the clients that wait for nothing: those that were served least."""
         if len(self.served) - len(self._queues) > REMEMBERED:
-            self.served = {
-                client: served
-                for client, served in self.served.items()
-                if client in self._queues or served > self._now
-            }
+            idle = sorted(self.served.keys() - self._queues.keys(), key=lambda client: self.served[client])
+            for client in idle[: len(idle) // 2]:
+                del self.served[client]
 
 
 def charge(sequence: Sequence) -> int:

@@ -190,7 +190,7 @@ class Registry:
         return (
             sequence.number not in self.incoming
             and self.images.may_start(sequence)
-            and self.loras.may_start(sequence.lora)
+            and self.loras.may_start(sequence.lora, len(self.free_slots))
         )
 
     def order(self, sequence: Sequence) -> Order:
