@@ -71,7 +71,10 @@ def test_reasoning_depends_on_the_prompt(tmp_path: Path) -> None:
     assert parsed(qwen.parser("<|assistant|>\n", []), text) == [Content(text)]
     assert parsed(qwen.parser("<|assistant|>\n", []), "<think>" + text) == [Reasoning("so"), Content("yes")]
     thought = [Reasoning("so"), Content("yes")]
-    assert parsed(qwen.parser("<think>\n", []), text) == parsed(r1.parser("", []), text) == thought
+    assert parsed(qwen.parser("<think>\n", []), text) == parsed(r1.parser("<think>\n", []), text) == thought
+    assert parsed(r1.parser("", []), "yes") == [Content("yes")], "a template that only removes thoughts"
+    opened = format_of(folder, "{# </think> #}", reasoning_parser="deepseek_r1")
+    assert parsed(opened.parser("", []), text) == thought
     assert parsed(r1.parser("<think>\n\n</think>\n\n", []), "yes") == [Content("yes")], (
         "the prompt has ended it"
     )
@@ -119,7 +122,7 @@ def test_grammars_begin_after_the_reasoning(
 
 def test_forced_calls_after_reasoning(tmp_path: Path) -> None:
     form = format_of(write(byte_level(), tmp_path), "{# </think> #}")
-    assert parsed(form.parser("", TOOLS, True, NamedCall("f")), 'hm</think>\n{"a": 1}') == [
+    assert parsed(form.parser("<think>", TOOLS, True, NamedCall("f")), 'hm</think>\n{"a": 1}') == [
         Reasoning("hm"),
         ToolCallStart(0, "f"),
         Arguments(0, '{"a": 1}'),
@@ -142,3 +145,21 @@ def test_answers_in_channels_show_their_special_tokens(tmp_path: Path) -> None:
     assert parsed(form.parser("", TOOLS, True, NamedCall("f")), thought + call) == [Reasoning("hm"), *called]
     whole = parsed(form.parser("", TOOLS, False, NamedCall("f")), '{"a": 1}')
     assert whole == called, "a message is continued"
+
+
+@pytest.mark.parametrize(
+    "mark, call",
+    [
+        ("<parameter=", "<tool_call>\n<function=f>\n</function>\n</tool_call>"),
+        ("<tool_call>", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
+        (KIMI.begin, f"{KIMI.begin}{KIMI.call}functions.f:0{KIMI.separator}{{}}{KIMI.call_end}{KIMI.end}"),
+    ],
+)
+@pytest.mark.parametrize("end", ["", "</think>"])
+def test_a_call_ends_a_thought(tmp_path: Path, mark: str, call: str, end: str) -> None:
+    made = format_of(write(byte_level(), tmp_path), f"{{# </think> {mark} #}}{{{{ enable_thinking }}}}")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    got = parsed(made.parser("<think>\n", tools), f"I need it.{end}\n\n{call}")
+    assert got == [Reasoning("I need it."), ToolCallStart(0, "f"), Arguments(0, "{}")]
+    text = f"I need it.\n\n{call}"
+    assert parsed(made.parser("<think>\n", []), text) == [Reasoning(text)], "nothing can be called"

@@ -69,6 +69,7 @@ def streamed(client: OpenAI, says: str, **options: Any) -> tuple[str, str, list[
         reason = choice.finish_reason or reason
         content += choice.delta.content or ""
         reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+        assert len(choice.delta.tool_calls or []) <= 1, "many clients read only the first"
         for call in choice.delta.tool_calls or []:
             if call.id:
                 assert call.index == len(calls) and call.type == "function"

@@ -415,3 +415,24 @@ def test_long_arguments_take_linear_time() -> None:
         ToolCallStart(0, "f"),
         Arguments(0, text),
     ]
+
+
+CALL_OF_LINES = '{"text": "a\n\tb", "n": 1}'
+WITH_LINES = [
+    ("hermes", f'<tool_call>{{"name": "f", "arguments": {CALL_OF_LINES}}}</tool_call>'),
+    ("mistral", f"[TOOL_CALLS]f[ARGS]{CALL_OF_LINES}"),
+    (
+        "kimi_k2",
+        f"{KIMI.begin}{KIMI.call}functions.f:0{KIMI.separator}{CALL_OF_LINES}{KIMI.call_end}{KIMI.end}",
+    ),
+    ("harmony", f"<|channel|>commentary to=functions.f<|message|>{CALL_OF_LINES}<|call|>"),
+]
+
+
+@pytest.mark.parametrize("name, text", WITH_LINES)
+def test_line_breaks_in_strings_become_json(name: str, text: str) -> None:
+    assert "\n" in CALL_OF_LINES
+    for pieces in ([text], [*text]):
+        [start, arguments] = parsed(PARSERS[name](), *pieces)
+        assert isinstance(start, ToolCallStart) and isinstance(arguments, Arguments)
+        assert json.loads(arguments.text) == {"text": "a\n\tb", "n": 1}

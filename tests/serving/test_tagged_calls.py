@@ -364,6 +364,11 @@ def test_types_of_values() -> None:
         ("5", {"string", "null"}, '"5"'),
         ("null", {"string", "null"}, "null"),
         ("yes", {"boolean"}, '"yes"'),
+        (" True\n", {"boolean"}, "true"),  # as templates show Python's values
+        ("FALSE", {"boolean", "null"}, "false"),
+        ("None", {"integer", "null"}, "null"),
+        ("True", {"boolean", "string"}, '"True"'),
+        ("True", {"integer"}, '"True"'),
         ("[1]", {"object"}, "[1]"),
         ("NaN", {"number"}, '"NaN"'),
         ("1e999", {"number"}, '"1e999"'),

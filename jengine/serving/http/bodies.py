@@ -16,7 +16,7 @@ IGNORED = policy.fields(policy.CHAT, "accepted")
 # as long as the body
 LONG_FIELDS = frozenset((
     "prompt", "messages", "input", "tokens", "allowed_token_ids", "stop_token_ids", "text_1", "text_2",
-    "data_1", "data_2", "queries", "query", "documents", "system", "instructions",
+    "data_1", "data_2", "queries", "query", "documents", "system", "instructions", "prediction",
 ))  # fmt: skip
 DOCUMENTS = frozenset((
     "tools", "chat_template", "chat_template_kwargs", "structured_outputs", "response_format",

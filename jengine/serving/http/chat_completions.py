@@ -104,40 +104,47 @@ class ChatStream:
         self._tokens += tokens_of(output.outputs)
         for completion in output.outputs:
             # one at a time, since many clients read only the first
-            if (choice := await self._choice(completion)) is not None:
+            for choice in await self._choices(completion):
                 facts, self._facts = self._facts, {}
                 await self._send([choice], facts)
 
-    async def _choice(self, completion: CompletionOutput) -> Parts | None:
+    async def _choices(self, completion: CompletionOutput) -> list[Parts]:
         index = completion.index
         if index in self._ended:
-            return None
+            return []
         parser = self._parsers[index]
         events = parser.push(completion.text)
         ended = completion.finish_reason is not None
         if ended:
             self._ended.add(index)
             events = joined([*events, *parser.finish()])
-        delta = self._delta(self._chat.shown(events), index)
+        deltas = self._deltas(self._chat.shown(events), index)
         more = {
             **await self._chat.logprobs(completion, self._portioned),
             **(self._chat.ids(completion) if completion.token_ids else {}),
         }
-        if delta is None and not ended and not more:
-            return None
+        if not deltas and not ended and not more:
+            return []
         why = reason(completion, self._called[index]) if ended else None
         ending = stop_reason(completion) if ended else {}
-        choice = {"index": index, "delta": delta or {}, "finish_reason": why, **ending}
-        return with_members(portions.encoded(choice), more)
+        *before, last = deltas or [{}]
+        choice = {"index": index, "delta": last, "finish_reason": why, **ending}
+        earlier = ({"index": index, "delta": delta, "finish_reason": None} for delta in before)
+        return [*map(portions.encoded, earlier), with_members(portions.encoded(choice), more)]
 
-    def _delta(self, events: list[Event], index: int) -> dict[str, Any] | None:
+    def _deltas(self, events: list[Event], index: int) -> list[dict[str, Any]]:
+        """One for each call: many clients read only the first entry of tool_calls."""
         content = "".join(event.text for event in events if isinstance(event, Content))
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
-        calls = [_call_delta(event) for event in events if isinstance(event, ToolCallStart | Arguments)]
+        calls = list[dict[str, Any]]()
+        for event in events:
+            if isinstance(event, Arguments) and calls and calls[-1]["index"] == event.index:
+                calls[-1]["function"]["arguments"] += event.text
+            elif isinstance(event, ToolCallStart | Arguments):
+                calls.append(_call_delta(event))
         self._called[index] = self._called[index] or bool(calls)
-        if not (content or reasoning or calls):
-            return None
-        return present(content=content, reasoning_content=reasoning, tool_calls=calls)
+        first = present(content=content, reasoning_content=reasoning, tool_calls=calls[:1])
+        return [first, *({"tool_calls": [call]} for call in calls[1:])] if first else []
 
     async def end(self) -> None:
         if self._usage.final:

@@ -185,10 +185,11 @@ class ThinkParser:
     Args:
         inside: whether the text begins within the reasoning: the prompt has the opening tag, or the model
             writes none.
+        call: the marker of a tool call, which ends the reasoning, too: some models forget its closing tag.
     """
 
-    def __init__(self, rest: OutputParser, inside: bool) -> None:
-        self._rest, self._inside = rest, inside
+    def __init__(self, rest: OutputParser, inside: bool, call: str = "") -> None:
+        self._rest, self._inside, self._ends = rest, inside, (END, call) if call else (END,)
         self._buffer, self._state = "", "before"
 
     def push(self, text: str) -> list[Event]:
@@ -213,12 +214,12 @@ class ThinkParser:
         if self._state == "open":  # before the first visible character
             self._buffer = self._buffer.lstrip("\r\n")
             self._state = "in" if self._buffer else "open"
-        text, marker, self._buffer = split(self._buffer, END)
+        text, marker, self._buffer = split_at(self._buffer, *self._ends)
         shown = text.rstrip("\r\n")
         if shown:
             events.append(Reasoning(shown))
         if marker:
-            text, self._buffer, self._state = self._buffer, "", "after"
+            text, self._buffer, self._state = marker.removeprefix(END) + self._buffer, "", "after"
             return joined([*events, *self._after(text)])
         self._buffer = text[len(shown) :] + self._buffer
         return events

@@ -122,6 +122,13 @@ MARKS = (  # markers in chat templates; the first one found decides
     ("<tool_call>", "hermes"),
 )
 
+CALL_MARKS = {  # at the beginning of a call, or of all
+    "deepseek": DEEPSEEK.begin,
+    "kimi_k2": KIMI.begin,
+    "minimax_m2": MINIMAX.section,
+    **dict.fromkeys(("glm45", "hermes", "qwen3_coder"), "<tool_call>"),
+}
+
 
 class AnswerFormat:
     """A model's format.
@@ -149,6 +156,7 @@ class AnswerFormat:
         self.calls = parser_name if self._template is None and parser_name in TOOL_PARSERS else None
         self._tool_parser = TOOL_PARSERS.get(parser_name or "none")
         self._reasoning = _reasoning_parser(sources) if reasoning_parser == "auto" else reasoning_parser
+        self._assumes_open = reasoning_parser == "deepseek_r1"  # many templates only remove earlier thoughts
         self._turns = Turns(tokenizer)
         self.tools = self._template is not None or self._tool_parser is not None
         self.shows_special_tokens = self._template is not None or parser_name in (
@@ -172,7 +180,7 @@ class AnswerFormat:
             return None
         is_open = open_thought(self._turns.last(prompt) if continues else prompt.rstrip()[-len(END) :])
         if is_open is None:  # the model begins one, if it thinks
-            return self._reasoning == "deepseek_r1"
+            return self._assumes_open
         return True if is_open else None
 
     def parser(
@@ -207,7 +215,8 @@ class AnswerFormat:
         calls = LlamaJson(schemas, calls) if plain else calls
         rest = calls if forced is None else forced
         inside = self.reasoning(prompt, continues) if thinks else None
-        return rest if inside is None else ThinkParser(rest, inside)
+        call = CALL_MARKS.get(self.calls or "", "") if schemas and forced is None else ""
+        return rest if inside is None else ThinkParser(rest, inside, call)
 
 
 def _tool_parser(source: str) -> str | None:

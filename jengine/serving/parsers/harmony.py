@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection
 
 from jengine.serving.parsers.events import Arguments, Content, Event, Reasoning, Stepwise, ToolCallStart
+from jengine.serving.parsers.json_calls import JsonValue
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)  # that end a message's text
@@ -28,7 +29,7 @@ class Harmony(Stepwise):
         super().__init__()
         self._names = names
         self._state, self._kind = "opening", "content"
-        self._calls = 0
+        self._calls, self._arguments = 0, JsonValue()
         self._empty = True  # nothing of the message's text has been emitted
 
     def _step(self, events: list[Event]) -> bool:
@@ -64,7 +65,7 @@ class Harmony(Stepwise):
         name = self._name(header[recipient.start(1) :]) if recipient else ""
         self._empty = True
         if name in self._names:
-            self._kind = "call"
+            self._kind, self._arguments = "call", JsonValue()
             events.append(ToolCallStart(self._calls, name))
         else:
             self._kind = "reasoning" if name or (channel and channel[1] == "analysis") else "content"
@@ -79,6 +80,8 @@ class Harmony(Stepwise):
     def _emit(self, text: str, events: list[Event]) -> None:
         if text:
             self._empty = False
+            if self._kind == "call":
+                text = self._arguments.all_escaped(text)
             kinds: dict[str, Event] = {
                 "content": Content(text),
                 "reasoning": Reasoning(text),

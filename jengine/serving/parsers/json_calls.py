@@ -49,6 +49,26 @@ class JsonValue:
             return MORE if self._depth else LAST
         return MORE if character in (PLAIN if self._depth else SCALAR) else BEFORE
 
+    def escaped(self, character: str) -> str:
+        """The character that was fed last, as JSON writes it: some models write line breaks in strings."""
+        return json.dumps(character)[1:-1] if self._string and character < " " else character
+
+    def all_escaped(self, text: str) -> str:
+        """Text of values, of which every character is fed."""
+        return "".join([self.escaped(character) for character in text if self.feed(character)])
+
+    def read(self, text: str) -> tuple[str, int, bool]:
+        """(the part of the text that belongs to the value, escaped; its length; whether the value ends)."""
+        shown = list[str]()
+        for at, character in enumerate(text):
+            status = self.feed(character)
+            if status == BEFORE:
+                return "".join(shown), at, True
+            shown.append(self.escaped(character))
+            if status == LAST:
+                return "".join(shown), at + 1, True
+        return "".join(shown), len(text), False
+
 
 class JsonCall:
     """Reads `{"name": "f", "arguments": {...}}`. Other keys are skipped.
@@ -78,6 +98,11 @@ class JsonCall:
     def raw(self) -> str:
         """The text read so far, if the call has not begun."""
         return "".join(self._raw)
+
+    @property
+    def empty(self) -> bool:
+        """Whether no character has been read."""
+        return self._state == "open"
 
     def feed(self, text: str) -> tuple[int, list[Event]]:
         """(number of characters read, at most up to the call's end; events)."""
@@ -115,7 +140,7 @@ class JsonCall:
         if status != BEFORE:
             self._text.append(character)
             if self._key in ARGUMENTS and self._text[0] in "{[":
-                self._arguments.append(character)
+                self._arguments.append(self._value.escaped(character))
         if status != MORE:
             self._value_ended()
         return status != BEFORE or self._before_key(character)
@@ -280,6 +305,7 @@ class CallArray:
 
 
 STRING = frozenset({"string"})
+PYTHON = {"true": "boolean", "false": "boolean", "none": "null"}  # types of these words
 MOST_DEPTH = 50  # of references and parts of a schema
 TYPES = {
     bool: "boolean",
@@ -393,8 +419,11 @@ def _target(schema: dict[str, Any], root: Any) -> Any:
 
 def argument(text: str, types: frozenset[str]) -> str:
     """The JSON text of a value. Text that is not JSON of one of the types is a string, if a string is allowed
-    or it is not JSON.
+    or it is not JSON. Some templates show values of earlier calls as Python does, and models copy that.
     """
+    word = text.strip().lower()
+    if "string" not in types and PYTHON.get(word) in types:
+        text = word.replace("none", "null")
     try:
         value = json.loads(text, parse_constant=_no_constant)
         kind = TYPES[type(value)]

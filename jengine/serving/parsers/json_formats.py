@@ -18,7 +18,7 @@ from jengine.serving.parsers.events import (
     joined,
     split,
 )
-from jengine.serving.parsers.json_calls import BEFORE, LAST, CallList, JsonCall, JsonValue
+from jengine.serving.parsers.json_calls import CallList, JsonCall, JsonValue
 
 START, END = "<tool_call>", "</tool_call>"
 TAG = "<|python_tag|>"  # optional, at the beginning
@@ -65,7 +65,7 @@ class Hermes(Stepwise):
         return marker
 
     def _read(self, call: JsonCall, events: list[Event]) -> bool:
-        if not call.raw and not call.begun:
+        if call.empty:
             body = self._buffer.lstrip()
             self._opening += self._buffer[: len(self._buffer) - len(body)]
             self._buffer = body
@@ -266,16 +266,12 @@ class Mistral(Stepwise):
         return bool(self._buffer)
 
     def _in_arguments(self, value: JsonValue, events: list[Event]) -> bool:
-        for at, character in enumerate(self._buffer):
-            status = value.feed(character)
-            if status in (LAST, BEFORE):
-                end = at + (status == LAST)
-                events.append(Arguments(self._count, self._buffer[:end]))
-                self._buffer, self._arguments, self._count = self._buffer[end:], None, self._count + 1
-                return True
-        events.append(Arguments(self._count, self._buffer))
-        self._buffer = ""
-        return False
+        shown, read, ended = value.read(self._buffer)
+        events.append(Arguments(self._count, shown))
+        self._buffer = self._buffer[read:]
+        if ended:
+            self._arguments, self._count = None, self._count + 1
+        return ended
 
     def finish(self) -> list[Event]:
         events: list[Event] = []

@@ -20,8 +20,6 @@ from jengine.serving.parsers.events import (
     split_at,
 )
 from jengine.serving.parsers.json_calls import (
-    BEFORE,
-    LAST,
     STRING,
     JsonValue,
     argument,
@@ -151,16 +149,12 @@ class MarkedCalls(Stepwise):
         return True
 
     def _in_arguments(self, events: list[Event]) -> bool:
-        for at, character in enumerate(self._buffer):
-            status = self._arguments.feed(character)
-            if status in (LAST, BEFORE):
-                end = at + (status == LAST)
-                events.append(Arguments(self._count, self._buffer[:end]))
-                self._buffer, self._count, self._state = self._buffer[end:], self._count + 1, self._after
-                return True
-        events.append(Arguments(self._count, self._buffer))
-        self._buffer = ""
-        return False
+        shown, read, ended = self._arguments.read(self._buffer)
+        events.append(Arguments(self._count, shown))
+        self._buffer = self._buffer[read:]
+        if ended:
+            self._count, self._state = self._count + 1, self._after
+        return ended
 
     def _after(self, events: list[Event]) -> bool:
         """What may follow arguments, such as the end of a code block, belongs to the call."""

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 # seconds; smaller differences do not count, so a client with little work stays ahead of new ones
 QUANTUM = 0.25
-# idle clients whose time is kept; beyond that, those that would start at `_now` are forgotten
+# idle clients whose time is kept; beyond that, the half with the least time is forgotten
 REMEMBERED = 4096
 
 
@@ -68,8 +68,6 @@ class Turns[T]:
 
     def _forget(self) -> None:
         if len(self._spent) - len(self._waiting) > REMEMBERED:
-            self._spent = {
-                client: spent
-                for client, spent in self._spent.items()
-                if client in self._waiting or spent > self._now
-            }
+            idle = sorted(self._spent.keys() - self._waiting.keys(), key=lambda client: self._spent[client])
+            for client in idle[: len(idle) // 2]:
+                del self._spent[client]
