@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any, NamedTuple
@@ -9,6 +11,7 @@ from typing import Any, NamedTuple
 OTHERS = ("additionalProperties", "unevaluatedProperties", "patternProperties")  # say what else there may be
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
 DATA = ("const", "default", "enum", "examples", "required", "x-guidance")  # hold no schemas
+LOOKAROUND = re.compile(r"\(\?<?[=!]|\\[bB]")
 MAX_NAMES = 20_000  # to look at in schemas that apply to the same objects, a few milliseconds
 
 Schema = dict[str, Any]
@@ -91,6 +94,15 @@ def open_objects(root: Any) -> None:
     for schema in _schemas(root):
         if isinstance(schema.get("properties"), dict) and not any(key in schema for key in OTHERS):
             schema["additionalProperties"] = True
+
+
+def without_lookaround(root: Schema) -> Schema:
+    """A copy without the patterns that no automaton finds: those with look-around or word boundaries."""
+    root = copy.deepcopy(root)
+    for schema in _schemas(root):
+        if LOOKAROUND.search(str(schema.get("pattern"))):
+            del schema["pattern"]
+    return root
 
 
 def _schemas(root: Any) -> Iterator[Schema]:

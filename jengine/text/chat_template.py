@@ -210,8 +210,9 @@ def load_chat_templates(folder: Path, special_tokens: Mapping[str, str]) -> dict
     """The templates of a model's folder by name. The standard one is named "default".
 
     They are chat_template.jinja and additional_chat_templates/NAME.jinja; otherwise chat_template in
-    tokenizer_config.json, a text or a list of {"name", "template"}; or those of a GGUF file. If there is only
-    a tekken.json, mistral-common generates one, if it is installed.
+    tokenizer_config.json, a text or a list of {"name", "template"}, or in chat_template.json, as processors
+    saved it before; or those of a GGUF file. If there is only a tekken.json, mistral-common generates one, if
+    it is installed.
 
     Raises:
         ModelError: one cannot be read.
@@ -224,12 +225,13 @@ def load_chat_templates(folder: Path, special_tokens: Mapping[str, str]) -> dict
             for name, source in read_chat_templates(folder).items()
         }
     templates: dict[str, tuple[str, Path]] = {}
-    file = folder / "tokenizer_config.json"
+    file = folder
     try:
-        named = read_object(file).get("chat_template") if file.is_file() else None
-        if isinstance(named, str):
-            named = [{"name": "default", "template": named}]
-        templates = {entry["name"]: (entry["template"], file) for entry in named or []}
+        for file in folder / "chat_template.json", folder / "tokenizer_config.json":
+            named = read_object(file).get("chat_template") if file.is_file() else None
+            if isinstance(named, str):
+                named = [{"name": "default", "template": named}]
+            templates |= {entry["name"]: (entry["template"], file) for entry in named or []}
         for file in [
             *folder.glob("chat_template.jinja"),
             *sorted(folder.glob("additional_chat_templates/*.jinja")),

@@ -154,7 +154,7 @@ def _unread(what: StructuredOutputs, error: str) -> InvalidArgument:
     elif schema and rule.startswith(CALL_PARAMETERS):
         field, value = f"tools[{rule.removeprefix(CALL_PARAMETERS)}]", schema
     if place and (schema or what.grammar is None):
-        error = error[place.end() :].partition("\n   1 | ")[0].rstrip()
+        error = re.split(r"\n +\d+ \| ", error[place.end() :], maxsplit=1)[0].rstrip()
     if "coerce_one_of" in error:
         error = (
             "oneOf is supported only if at most one of its schemas can match; use anyOf, or put"

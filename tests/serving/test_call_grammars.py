@@ -124,7 +124,11 @@ def test_calls_or_any_text(tokenizer: Tokenizer) -> None:
 
 
 def test_a_schema_that_is_supported_in_part_prevents_no_text(tokenizer: Tokenizer) -> None:
-    properties = {"days": {"type": "array", "uniqueItems": True}, "city": {"not": {"type": "null"}}}
+    properties = {
+        "days": {"type": "array", "uniqueItems": True},
+        "city": {"not": {"type": "null"}},
+        "pattern": {"type": "string", "pattern": r"^(?!\.)[a-z.]+@\w+\b"},
+    }
     parameters = {"type": "object", "properties": properties}
     tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
     with pytest.raises(InvalidArgument):

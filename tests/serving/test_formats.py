@@ -163,3 +163,15 @@ def test_a_call_ends_a_thought(tmp_path: Path, mark: str, call: str, end: str) -
     assert got == [Reasoning("I need it."), ToolCallStart(0, "f"), Arguments(0, "{}")]
     text = f"I need it.\n\n{call}"
     assert parsed(made.parser("<think>\n", []), text) == [Reasoning(text)], "nothing can be called"
+
+
+def test_a_thought_may_name_a_call(tmp_path: Path) -> None:
+    made = format_of(write(byte_level(), tmp_path), "{# </think> <tool_call> #}{{ enable_thinking }}")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    thought = "I answer within <tool_call></tool_call> tags, <tool_call> first.\nSo it is f."
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    expected = [Reasoning(thought), ToolCallStart(0, "f"), Arguments(0, "{}")]
+    for end in "</think>\n\n", "\n":
+        text = f"{thought}{end}{call}"
+        for pieces in ([text], [*text]):
+            assert parsed(made.parser("<think>\n", tools), *pieces) == expected

@@ -17,7 +17,7 @@ from jengine import CompletionOutput, EngineDead, Load, RequestOutput
 from jengine.core.updates import StoreLoad
 from jengine.serving.guards.access import Authenticator, KeyInterceptor
 from jengine.serving.guards.security import ApiKeys, hash_line
-from jengine.serving.metrics.model_metrics import Histogram, ModelMetrics
+from jengine.serving.metrics.model_metrics import Histogram, ModelMetrics, RequestWatch
 from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, pages_of
 from jengine.spi import StepTotals
 
@@ -398,3 +398,16 @@ def test_rpcs_by_outcome(caplog: pytest.LogCaptureFixture) -> None:
 def test_without_models_requests_are_not_watched() -> None:
     assert Metrics().request_started() is None
     assert Metrics(ModelMetrics("a", Load, lambda: 0)).request_started("b") is None
+
+
+def test_prompts_of_embeddings_count() -> None:
+    model = ModelMetrics("tiny", lambda: LOAD, lambda: 0, StepTotals)
+    made = output(1.0, 2.0, 3.0, (0, "stop"), prompt=50)
+    made.embedding = [0.5]
+    watch = RequestWatch(model)
+    watch.tokens(made)
+    watch.ended(made)
+    assert (model.prompt_tokens, model.generation_tokens) == (50, 0)
+    got = scraped(Metrics(model))
+    for name in "request_prompt_tokens", "request_queue_time_seconds", "time_to_first_token_seconds":
+        assert got[(f"{name}_count",)] == 1

@@ -417,7 +417,7 @@ def test_long_arguments_take_linear_time() -> None:
     ]
 
 
-CALL_OF_LINES = '{"text": "a\n\tb", "n": 1}'
+CALL_OF_LINES = '{"text": "a\n\tb \\\n", "n": 1}'
 WITH_LINES = [
     ("hermes", f'<tool_call>{{"name": "f", "arguments": {CALL_OF_LINES}}}</tool_call>'),
     ("mistral", f"[TOOL_CALLS]f[ARGS]{CALL_OF_LINES}"),
@@ -435,4 +435,4 @@ def test_line_breaks_in_strings_become_json(name: str, text: str) -> None:
     for pieces in ([text], [*text]):
         [start, arguments] = parsed(PARSERS[name](), *pieces)
         assert isinstance(start, ToolCallStart) and isinstance(arguments, Arguments)
-        assert json.loads(arguments.text) == {"text": "a\n\tb", "n": 1}
+        assert json.loads(arguments.text) == {"text": "a\n\tb \\\n", "n": 1}

@@ -140,6 +140,15 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert names() == {"default": "four", "tool_use": "three", "rag": "five"}
 
 
+def test_the_template_of_a_processor(tmp_path: Path) -> None:
+    """As processors of older versions of transformers saved it."""
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "one"}))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert load_chat_templates(tmp_path, {})["default"].source == "one"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "two"}))
+    assert load_chat_templates(tmp_path, {})["default"].source == "two"
+
+
 def test_tools_take_the_template_made_for_them(tmp_path: Path) -> None:
     several = [
         {"name": "default", "template": "plain"},

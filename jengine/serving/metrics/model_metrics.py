@@ -303,6 +303,8 @@ class RequestWatch:
         for i, new in enumerate(news):
             self.lengths[i] += new
         if not steps:
+            if output.embedding is not None and not self.last:  # it generates no tokens
+                self.last = self._first(output, time.monotonic())
             return
         now, metrics = time.monotonic(), self.metrics
         metrics.generation_tokens += count

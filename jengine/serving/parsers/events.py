@@ -185,11 +185,13 @@ class ThinkParser:
     Args:
         inside: whether the text begins within the reasoning: the prompt has the opening tag, or the model
             writes none.
-        call: the marker of a tool call, which ends the reasoning, too: some models forget its closing tag.
+        call: the marker of a tool call, which ends the reasoning, too, since some models forget its closing
+            tag. Within a line it is quoted, unless it is a special token.
     """
 
     def __init__(self, rest: OutputParser, inside: bool, call: str = "") -> None:
         self._rest, self._inside, self._ends = rest, inside, (END, call) if call else (END,)
+        self._line = ""  # of the reasoning, as far as it is shown
         self._buffer, self._state = "", "before"
 
     def push(self, text: str) -> list[Event]:
@@ -215,14 +217,23 @@ class ThinkParser:
             self._buffer = self._buffer.lstrip("\r\n")
             self._state = "in" if self._buffer else "open"
         text, marker, self._buffer = split_at(self._buffer, *self._ends)
+        while self._quotes(text, marker):
+            more, following, self._buffer = split_at(self._buffer, *self._ends)
+            text, marker = text + marker + more, following
         shown = text.rstrip("\r\n")
         if shown:
             events.append(Reasoning(shown))
+            self._line = (self._line + shown).rpartition("\n")[2]
         if marker:
             text, self._buffer, self._state = marker.removeprefix(END) + self._buffer, "", "after"
             return joined([*events, *self._after(text)])
         self._buffer = text[len(shown) :] + self._buffer
         return events
+
+    def _quotes(self, text: str, marker: str) -> bool:
+        """Whether a marker behind this text of the reasoning only names a call."""
+        within = bool((self._line + text).rpartition("\n")[2].strip())
+        return within and marker not in ("", END) and not marker.startswith(("<|", "<\uff5c"))
 
     def _after(self, text: str) -> list[Event]:
         """The answer, without leading newlines."""

@@ -24,9 +24,11 @@ class JsonValue:
 
     def __init__(self) -> None:
         self._depth, self._string, self._escape = 0, False, False
+        self._escaped = False  # whether the last character followed a backslash
 
     def feed(self, character: str) -> str:
         """MORE, LAST or BEFORE."""
+        self._escaped = self._escape
         if self._string:
             if self._escape:
                 self._escape = False
@@ -51,7 +53,9 @@ class JsonValue:
 
     def escaped(self, character: str) -> str:
         """The character that was fed last, as JSON writes it: some models write line breaks in strings."""
-        return json.dumps(character)[1:-1] if self._string and character < " " else character
+        if not self._string or character >= " ":
+            return character
+        return "\\" * self._escaped + json.dumps(character)[1:-1]
 
     def all_escaped(self, text: str) -> str:
         """Text of values, of which every character is fed."""

@@ -69,5 +69,5 @@ class Turns[T]:
     def _forget(self) -> None:
         if len(self._spent) - len(self._waiting) > REMEMBERED:
             idle = sorted(self._spent.keys() - self._waiting.keys(), key=lambda client: self._spent[client])
-            for client in idle[: len(idle) // 2]:
+            for client in idle[: -REMEMBERED // 2]:
                 del self._spent[client]
