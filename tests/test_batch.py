@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -237,6 +238,7 @@ def test_one_process_at_a_time_may_write(tmp_path: Path) -> None:
         ("here", "here", "must be another file than --input"),
         ("here", "missing/out", "cannot be written: No such file"),
         ("here", ".", "cannot be written: Is a directory"),
+        ("x" * 300, "out", "input='.*: cannot be read: File name too long"),
     ],
 )
 def test_files_that_cannot_be(source: str, target: str, message: str, tmp_path: Path) -> None:
@@ -245,6 +247,11 @@ def test_files_that_cannot_be(source: str, target: str, message: str, tmp_path: 
     with pytest.raises(InvalidArgument, match=message):
         batch.run(options)
     assert (tmp_path / "here").read_text() == '{"prompt": "x"}\n'
+
+
+def test_answers_may_be_thrown_away() -> None:
+    with OutputFile(Path(os.devnull)) as output:
+        output.write([{"custom_id": "1"}])
 
 
 # --- a stand-in for the engine --------------------------------------------------------------------

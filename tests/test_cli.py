@@ -278,6 +278,10 @@ def test_compile_prints_flags_that_can_be_given() -> None:
         "--programs=programs",
         f"--speculative-config={json.dumps(how)}",
     ]
+    given = {"enable_lora": True, "weight_updates": False, "lora_target_modules": ["q_proj", "v_proj"]}
+    flags = compile_command._flags(argparse.Namespace(out="programs", max_model_len=None, **given))
+    parsed = cli._parser().parse_args(["generate", "demo", "hi", *flags])
+    assert {name: getattr(parsed, name) for name in given} == given and "--max-model-len" not in str(flags)
 
 
 @pytest.mark.parametrize(

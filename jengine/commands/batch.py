@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -143,7 +144,8 @@ def run(options: argparse.Namespace) -> int:
     """Answers every line of options.input without an answer in options.output. Returns 1 if any line has
     failed, now or earlier."""
     engine_options = engine_fields(options)
-    if options.input.exists() and options.output.exists() and options.input.samefile(options.output):
+    there = os.path.exists(options.input) and os.path.exists(options.output)  # False for names that cannot be
+    if there and options.input.samefile(options.output):
         raise InvalidArgument("output", str(options.output), "must be another file than --input")
     if options.retry_errors and options.output == STDOUT:
         raise InvalidArgument("retry_errors", True, "needs --output FILE, which holds the errors")

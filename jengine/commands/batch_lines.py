@@ -109,7 +109,9 @@ class OutputFile(Output):
         try:
             self._file = path.open("a+b")
         except OSError as wrong:
-            raise InvalidArgument("output", str(path), f"cannot be written: {wrong.strerror}") from None
+            raise InvalidArgument(
+                "output", str(path), f"cannot be written: {wrong.strerror or wrong}"
+            ) from None
         try:
             self._lock()
             self._recover()
@@ -203,7 +205,8 @@ class OutputFile(Output):
             print(
                 f"jengine: {self._path}: the last line was incomplete and is answered again", file=sys.stderr
             )
-        self._file.truncate(end)
+        if self._file.seek(0, os.SEEK_END) > end:  # a device has no length to cut
+            self._file.truncate(end)
 
 
 STDIN = Path("-")

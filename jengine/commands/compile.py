@@ -110,8 +110,16 @@ def _flags(options: argparse.Namespace) -> list[str]:
         "programs": options.out,
         **flag_values(options, EngineConfig, skip=(*SKIPS, "compile_threads", "cache_dir")),
     }
-    shown = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in values.items()}
-    return [f"--{name.replace('_', '-')}={value}" for name, value in shown.items()]
+    flags = list[str]()
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, list | tuple):
+            flags += [f"--{flag}={item}" for item in value]
+        elif value is not None:
+            flags.append(f"--{flag}={json.dumps(value) if isinstance(value, dict) else value}")
+    return flags
 
 
 def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -261,6 +261,10 @@ def _gain(objective: Objective, tuned: Tuned) -> str:
 
 def _line(option: tuple[str, Any]) -> str:
     name, value = option
+    if value is None:  # the default
+        return ""
+    value = json.dumps(value) if isinstance(value, dict) else value
     why = f"# {value}: {STRATEGIES[value]}\n" if name == "strategy" else ""
-    # in TOML, text, numbers and booleans have the same form as in JSON
-    return f"{why}{name} = {json.dumps(value if isinstance(value, bool | int | float) else str(value))}\n"
+    # in TOML, text, numbers, booleans and lists have the same form as in JSON
+    plain = isinstance(value, bool | int | float | list | tuple)
+    return f"{why}{name} = {json.dumps(value if plain else str(value))}\n"

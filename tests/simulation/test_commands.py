@@ -131,6 +131,19 @@ def test_tune_writes_options_that_engines_take(trace, capsys, tmp_path):
     assert "output tokens a second" in text.splitlines()[0] and "max_num_seqs" in capsys.readouterr().err
 
 
+def test_values_that_tune_writes(tmp_path):
+    given = {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+        "lora_target_modules": ("q_proj", "v_proj"),
+        "max_model_len": None,
+        "dtype": "bfloat16",
+    }
+    options = tomllib.loads("".join(map(simulate._line, given.items())))
+    config, wanted = (EngineConfig.of("demo", values) for values in (options, given))
+    assert json.loads(str(config.speculative_config)) == given["speculative_config"]
+    assert dataclasses.replace(config, speculative_config=given["speculative_config"]) == wanted
+
+
 def test_tune_without_a_file_prints_them(trace, capsys):
     assert cli.main(["tune", "demo", trace, "--quiet", "--target-ttft-ms", "20"]) == 0
     text = capsys.readouterr().out

@@ -74,6 +74,7 @@ class OpenAIEndpoint:
     async def reach(self) -> None:
         _, writer = await asyncio.open_connection(self._host, self._port)
         writer.close()
+        await self._name()  # not within the first requests' times
 
     async def stream(self, request: BenchRequest) -> AsyncIterator[tuple[int, int]]:
         body: dict[str, Any] = {
@@ -120,7 +121,11 @@ class OpenAIEndpoint:
 
     async def _name(self) -> str:
         if self._model is None:
-            self._model = str((await self._json("GET", "/v1/models"))["data"][0]["id"])
+            models = await self._json("GET", "/v1/models")
+            try:
+                self._model = str(models["data"][0]["id"])
+            except (LookupError, TypeError) as error:
+                raise JengineError("/v1/models names no model; give --model") from error
         return self._model
 
     async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
