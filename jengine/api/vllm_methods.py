@@ -39,10 +39,11 @@ def get_tokenizer(
         ModelError: there is no such model, or it has no tokenizer.
     """
     from jengine.checkpoints import resolve
+    from jengine.hub.files import TOKENIZER_FILES
 
     _, notes = translated(more, (), ENGINE_SETTINGS, "argument")
     warn(notes)
-    tokenizer = Tokenizer.load(resolve(tokenizer_name, revision))
+    tokenizer = Tokenizer.load(resolve(tokenizer_name, revision, TOKENIZER_FILES))
     return tokenizer.for_transformers(tokenizer_name, VERY_LONG)
 
 

@@ -25,6 +25,7 @@ from jengine.hub.files import (
     DEFAULT_QUANTIZATION,
     HUB_FILES,
     IN_FOLDERS,
+    TOKENIZER_FILES,
     WITHOUT_WEIGHTS,
     HubName,
     hub_name,
@@ -78,8 +79,8 @@ def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILE
     if name.quantization is not None:
         return find_gguf(name, revision, weights=files is HUB_FILES)
     folder = _download(model, revision, files)
-    known_by = "config.json", converted.MARK, *(["tokenizer_config.json"] if files is WITHOUT_WEIGHTS else [])
-    if any((folder / name).exists() for name in known_by):
+    tokenizer = ["tokenizer.json", "tokenizer_config.json"] if files is TOKENIZER_FILES else []
+    if any((folder / name).exists() for name in ("config.json", converted.MARK, *tokenizer)):
         return folder
     return find_gguf(HubName(model, DEFAULT_QUANTIZATION), revision, weights=files is HUB_FILES)
 

@@ -364,7 +364,7 @@ def pause(engine: Engine, mode: PauseMode) -> None:
 
 def idle(engine: Engine) -> bool:
     """Whether a paused engine has nothing left to do before it resumes."""
-    return not (engine.gate.mode == "wait" and engine.scheduler.has_work)
+    return not (engine.gate.mode == "wait" and engine.has_steps)
 
 
 def resume(engine: Engine) -> None:

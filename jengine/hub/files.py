@@ -16,6 +16,7 @@ from jengine.base.model_files import read_object
 
 HUB_FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]  # weights, configuration, tokenizer
 WITHOUT_WEIGHTS = HUB_FILES[1:]
+TOKENIZER_FILES = [*WITHOUT_WEIGHTS]
 BIN_FILES = ["pytorch_model*.bin"]  # if the hub has no safetensors
 MODULES = ("Pooling", "Normalize", "LogitScore")  # of sentence-transformers, in folders of their own
 IN_FOLDERS = ["additional_chat_templates/*.jinja", *(f"*_{module}/config.json" for module in MODULES)]

@@ -218,9 +218,17 @@ class Scheduler:
             family=family,
             lora=lora or self.registry.loras.get(request.lora_name),
         )
-        self.acceptance.set_targets(sequence, self.clock(), lambda: self.prefixes.match(sequence).tokens)
+        self.acceptance.set_targets(sequence, self.clock(), lambda: self._cached(sequence))
         self.admission.queue(sequence)
         return sequence
+
+    def _cached(self, sequence: Sequence) -> int:
+        """Tokens of a new sequence that are cached on the device; a further sample has those of the first."""
+        first = self.registry.by_number.get(sequence.family, sequence)
+        if first is not sequence:
+            return first.expected
+        hit = self.prefixes.match(sequence)
+        return 0 if hit.fetches else hit.tokens
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """Ends a sequence. If it has ended, changes the reason: its last token may complete a stop string."""

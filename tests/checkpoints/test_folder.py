@@ -15,7 +15,7 @@ from jengine import SamplingParams
 from jengine.base.errors import ModelError
 from jengine.checkpoints import read_config, read_sampling_defaults, resolve
 from jengine.checkpoints.folder import CONFIG_FILES
-from jengine.hub.files import WITHOUT_WEIGHTS
+from jengine.hub.files import TOKENIZER_FILES
 from jengine.models.config import RopeScaling
 from tests.golden.weights import VARIANTS
 
@@ -73,7 +73,7 @@ def test_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert got == {"config.json"}
     got.clear()
     (tmp_path / "config.json").rename(tmp_path / "tokenizer_config.json")  # a repository with no model
-    assert resolve("someone/model", "v2", WITHOUT_WEIGHTS) == tmp_path
+    assert resolve("someone/model", "v2", TOKENIZER_FILES) == tmp_path
     assert got == wanted - {"model.safetensors"}
 
 

@@ -34,7 +34,7 @@ def engine(**changes: Any) -> Any:
     }
     made = type("Stub", (), {name: vars(Engine)[name] for name in ("has_work", "has_unused_programs")})()
     made.__dict__.update(parts)
-    type(made)._has_steps = vars(Engine)["_has_steps"]
+    type(made).has_steps = vars(Engine)["has_steps"]
     return made
 
 

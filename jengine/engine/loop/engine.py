@@ -121,11 +121,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a request, page or first use is left, unless it is paused, or a step was not read."""
-        left = self._has_steps and self.gate.plans
+        left = self.has_steps and self.gate.plans
         return left or self.has_unused_programs or bool(self._in_flight or self._early)
 
     @property
-    def _has_steps(self) -> bool:
+    def has_steps(self) -> bool:
         """Whether steps are left for requests, or to give pages to a store."""
         return self.scheduler.has_work or (self.pages is not None and self.pages.saving)
 
@@ -302,7 +302,7 @@ class Engine:
             self._taken = take_programs(self.scheduler, self._programs, self._taken)
         awaited = self.scheduler.searches.awaited or self.scheduler.speculation.awaited
         updates, self._early = self._early, []
-        if not (self.gate.plans and (self._has_steps or not self.gate.mode)):
+        if not (self.gate.plans and (self.has_steps or not self.gate.mode)):
             yield None
             updates += self._read_all_but(0)
             if not updates and waits:  # a thread waits for outputs of a paused engine

@@ -40,7 +40,7 @@ from jengine.execution.programs import open_cache
 from jengine.execution.ranks import RanksRunner
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
-from jengine.hub.files import WITHOUT_WEIGHTS
+from jengine.hub.files import TOKENIZER_FILES
 from jengine.parallel.link import Leader, Link
 from jengine.text.tokenizer import Tokenizer, has_tokenizer
 from jengine.vision.reader import ImageReader
@@ -237,7 +237,7 @@ def _facts(
     """What is known before the weights are read."""
     started = Started(
         source.folder,
-        source.folder if config.tokenizer is None else resolve(config.tokenizer, files=WITHOUT_WEIGHTS),
+        source.folder if config.tokenizer is None else resolve(config.tokenizer, files=TOKENIZER_FILES),
         logprobs_mode=config.logprobs_mode,
         seconds=seconds,
     )

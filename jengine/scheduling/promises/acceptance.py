@@ -223,7 +223,8 @@ class Acceptance:
 
 def _computed(sequence: Sequence) -> int:
     """Tokens that need not be computed, as far as is known before the sequence starts."""
-    return sequence.expected if sequence.state is State.WAITING else sequence.num_computed
+    new = sequence.state is State.WAITING and not sequence.num_preemptions
+    return sequence.expected if new else sequence.num_computed
 
 
 def expect(plan: PlanBuilder, end: float) -> None:

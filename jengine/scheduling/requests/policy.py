@@ -181,7 +181,7 @@ class FairQueue:
         """Forgets half of the clients that wait for nothing: those that were served least."""
         if len(self.served) - len(self._queues) > REMEMBERED:
             idle = sorted(self.served.keys() - self._queues.keys(), key=lambda client: self.served[client])
-            for client in idle[: len(idle) // 2]:
+            for client in idle[: -REMEMBERED // 2]:
                 del self.served[client]
 
 
