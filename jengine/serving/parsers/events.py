@@ -191,7 +191,7 @@ class ThinkParser:
 
     def __init__(self, rest: OutputParser, inside: bool, call: str = "") -> None:
         self._rest, self._inside, self._ends = rest, inside, (END, call) if call else (END,)
-        self._line = ""  # of the reasoning, as far as it is shown
+        self._within = False  # whether the line of the reasoning that is shown has begun
         self._buffer, self._state = "", "before"
 
     def push(self, text: str) -> list[Event]:
@@ -223,7 +223,7 @@ class ThinkParser:
         shown = text.rstrip("\r\n")
         if shown:
             events.append(Reasoning(shown))
-            self._line = (self._line + shown).rpartition("\n")[2]
+            self._within = self._begins_line(shown)
         if marker:
             text, self._buffer, self._state = marker.removeprefix(END) + self._buffer, "", "after"
             return joined([*events, *self._after(text)])
@@ -232,8 +232,13 @@ class ThinkParser:
 
     def _quotes(self, text: str, marker: str) -> bool:
         """Whether a marker behind this text of the reasoning only names a call."""
-        within = bool((self._line + text).rpartition("\n")[2].strip())
-        return within and marker not in ("", END) and not marker.startswith(("<|", "<\uff5c"))
+        special = marker.startswith(("<|", "<\uff5c"))
+        return marker not in ("", END) and not special and self._begins_line(text)
+
+    def _begins_line(self, text: str) -> bool:
+        """Whether the last line of the reasoning has visible characters, with this text."""
+        _, newline, line = text.rpartition("\n")
+        return bool(line.strip()) or (self._within and not newline)
 
     def _after(self, text: str) -> list[Event]:
         """The answer, without leading newlines."""
