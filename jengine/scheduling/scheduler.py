@@ -226,7 +226,7 @@ class Scheduler:
         """Tokens of a new sequence that are cached on the device; a further sample has those of the first."""
         first = self.registry.by_number.get(sequence.family, sequence)
         if first is not sequence:
-            return first.expected
+            return first.expected_cached
         hit = self.prefixes.match(sequence)
         return 0 if hit.fetches else hit.tokens
 

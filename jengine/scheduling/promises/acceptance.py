@@ -210,8 +210,8 @@ class Acceptance:
         if tpot is not None:
             sequence.tpot = tpot / 1e3
         if ttft is not None:
-            sequence.ttft, sequence.expected = ttft / 1e3, cached()
-            left = self._predictor.prompt_seconds(sequence.prompt_len - sequence.expected)
+            sequence.ttft, sequence.expected_cached = ttft / 1e3, cached()
+            left = self._predictor.prompt_seconds(sequence.prompt_len - sequence.expected_cached)
             sequence.start_by = sequence.arrival + sequence.ttft - left
 
     def note_end(self, sequence: Sequence, now: float) -> None:
@@ -224,7 +224,7 @@ class Acceptance:
 def _computed(sequence: Sequence) -> int:
     """Tokens that need not be computed, as far as is known before the sequence starts."""
     new = sequence.state is State.WAITING and not sequence.num_preemptions
-    return sequence.expected if new else sequence.num_computed
+    return sequence.expected_cached if new else sequence.num_computed
 
 
 def expect(plan: PlanBuilder, end: float) -> None:

@@ -22,7 +22,7 @@ class Lora:
         running: sequences that run, beams of a search counted once.
         used: when it was loaded, or last got a place or a running sequence; larger is later.
         leaving: whether another adapter needs its place.
-        last: number of sequences that may still start with it while it is leaving.
+        starts_left: number of sequences that may still start with it while it is leaving.
         unloaded: whether no further request may use it.
     """
 
@@ -33,7 +33,7 @@ class Lora:
     running: int = 0
     used: int = 0
     leaving: bool = False
-    last: int = 0
+    starts_left: int = 0
     unloaded: bool = False
 
 
@@ -132,7 +132,7 @@ class LoraPlaces:
         if lora is None:
             return True
         if lora.place:
-            return not lora.leaving or lora.last > 0
+            return not lora.leaving or lora.starts_left > 0
         if self._free() is not None:
             return True
         if lora not in self._claims:
@@ -140,7 +140,7 @@ class LoraPlaces:
             if staying:
                 leaving = min(staying, key=lambda claim: (claim.running, claim.used))
                 leaving.leaving, self._claims[lora] = True, leaving
-                leaving.last = slots
+                leaving.starts_left = slots
         return False
 
     def start(self, lora: Lora | None) -> None:
@@ -157,7 +157,7 @@ class LoraPlaces:
             self._writes[place] = lora.number
             self._give_up(lora)
         lora.running += 1
-        lora.last -= lora.leaving
+        lora.starts_left -= lora.leaving
         lora.used = next(self._clock)
 
     def stop(self, lora: Lora | None) -> None:

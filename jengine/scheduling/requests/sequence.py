@@ -61,7 +61,7 @@ class Sequence:
     slot: int = 0  # 0, the null slot: owns none
     state: State = State.WAITING
     num_preemptions: int = 0
-    expected: int = 0  # prompt tokens that were cached when a request with a target for its first token came
+    expected_cached: int = 0  # prompt tokens that were cached when it came, if its first one has a target
     num_cached: int = 0  # prompt tokens that were cached, or computed for another sample, at first admission
     scheduled: float = 0.0  # time of first admission
     start_by: float = math.inf  # latest time at which its prompt must start for its first token to be in time
