@@ -16,7 +16,7 @@ from pallas_kernels.llvm.formats import Processor, processor
 from pallas_kernels.llvm.kinds import INPUTS
 from pallas_kernels.llvm.max_isa import limit
 from pallas_kernels.products.cpu import panels
-from pallas_kernels.products.cpu.products import why_no_tiles
+from pallas_kernels.products.cpu.products import by_row, why_no_tiles
 from pallas_kernels.products.cpu.tiles import OUTS
 from pallas_kernels.products.weight import ROW_CLASSES, form_key
 from pallas_kernels.products.weights import abstract, product, stored
@@ -42,6 +42,8 @@ def candidates(at: Processor, x: str, weight: WeightFormat, rows: int) -> tuple[
     able = panels.serves(at, x, weight)
     by_tiles = ("amx",) if at.tiles and rows > 1 and why_no_tiles(x, weight, OUTS) is None else ()
     if weight.bits == 4:
+        if rows == 1 and by_row(at, x, weight):
+            return ("row",)
         if able and rows > FOUR_BITS[weight.inputs is not None]:
             return ("panels", *by_tiles)
         return ("kernel", *(("panels",) if able and weight.inputs and rows > 1 else ()), *by_tiles)

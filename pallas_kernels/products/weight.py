@@ -33,7 +33,7 @@ from pallas_kernels.targets import Impl, Table, choose
 
 ROW_CLASSES = 1, 16, 64  # products have the same form up to each number of rows, and beyond the last
 
-# pairs of a `form_key` and "kernel" (the default), "panels", "amx" or "xla"
+# pairs of a `form_key` and "kernel" (the default), "row", "panels", "amx" or "xla"
 Forms = tuple[tuple[str, str], ...]
 Axes = tuple[str | None, ...]  # a name per axis
 
@@ -167,8 +167,8 @@ class StoredWeight[P](ABC):
         return False
 
     def by_cpu_kernel(self, x: jax.Array, dtype: jnp.dtype[Any], form: str) -> jax.Array:
-        """`product` by a flat weight with `has_cpu_kernel`. "amx" and "panels" are "kernel" for sizes that
-        they do not support.
+        """`product` by a flat weight with `has_cpu_kernel`. Other forms are "kernel" where they do not
+        serve; see `products.supported`.
         """
         raise NotImplementedError(f"{self.format.name}: a CPU has no kernel")
 

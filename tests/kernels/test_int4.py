@@ -18,6 +18,7 @@ from pallas_kernels.llvm.formats import processor
 from pallas_kernels.llvm.kinds import INPUTS
 from pallas_kernels.products.cpu import products as cpu_products
 from pallas_kernels.products.cpu.int4 import int4_module
+from pallas_kernels.products.cpu.int4_row import int4_row_module
 from pallas_kernels.products.weight import form_key, forms_of
 from pallas_kernels.products.weights import prepare, product, stored
 from pallas_kernels.quantization.int4 import (
@@ -187,9 +188,10 @@ def test_indices_of_leading_axes() -> None:
 
 
 def in_form(form: str, x: jax.Array, weight: Int4, dtype: str) -> np.ndarray[Any, Any]:
-    forms = forms_of({form_key(x.shape[0], str(x.dtype), "int4"): form})
+    forms = forms_of({form_key(x.shape[0], str(x.dtype), stored(weight).format.name): form})
     lowered = jax.jit(lambda x, weight: stored(weight).with_forms(forms).product(x, dtype)).lower(x, weight)
-    assert ("jengine_product" in lowered.as_text()) == (form == "kernel")
+    name = {"kernel": "jengine_product", "row": "jengine_row"}.get(form)
+    assert name in lowered.as_text() if name else "jengine_" not in lowered.as_text()
     got = lowered.compile()(x, weight)
     assert got.dtype == dtype
     return np.asarray(got, np.float64)
@@ -232,9 +234,11 @@ def check_product(
     weight, wide = packed(outs, -(-size // group) * group, group, offset=offset, kind=kind)
     x = normal((rows, weight.shape[1]), rows, x_dtype)
     want = np.asarray(x, np.float64) @ multiplied(wide, x_dtype).T
-    got = in_form("kernel", x, weight, dtype)
-    rounding = 2.0**-8 if dtype == "bfloat16" else 0
-    assert (np.abs(got - want) <= rounding * np.abs(want) + 4e-6 * np.abs(want).max() + 1e-9).all()
+    by_row = cpu_products.by_row(processor(native.host()), x_dtype, stored(weight).format)
+    for form in ("kernel", "row") if rows == 1 and by_row else ("kernel",):
+        got = in_form(form, x, weight, dtype)
+        rounding = 2.0**-8 if dtype == "bfloat16" else 0
+        assert (np.abs(got - want) <= rounding * np.abs(want) + 4e-6 * np.abs(want).max() + 1e-9).all()
 
 
 @pytest.mark.parametrize(
@@ -294,10 +298,13 @@ def test_no_instruction_is_compiled_that_a_processor_lacks(name: str) -> None:
     triple, features, *_, lacking = SETS[name]
     target = native.Target(triple, features=features)
     for x_dtype in INPUTS:
-        text = native.assembly(int4_module(target, x_dtype, 32, True), target)
-        code = "\n".join(line for line in text.splitlines() if not line.lstrip().startswith((".", "#", "//")))
-        assert not re.search(lacking, code)
-        assert ("vdpbf16ps" in code) == (name == "avx512bf16" and x_dtype == "bfloat16")
+        for module in (int4_module, int4_row_module):
+            text = native.assembly(module(target, x_dtype, 32, True), target)
+            lines = (line for line in text.splitlines() if not line.lstrip().startswith((".", "#", "//")))
+            code = "\n".join(lines)
+            assert not re.search(lacking, code)
+            pairs = name == "avx512bf16" and x_dtype == "bfloat16" and module is int4_module
+            assert ("vdpbf16ps" in code) == pairs
 
 
 @pytest.mark.parametrize(
@@ -310,12 +317,20 @@ def test_results_without_features(name: str, monkeypatch: pytest.MonkeyPatch) ->
         pytest.skip(f"this processor lacks {name}")
     monkeypatch.setattr(native, "host", lambda: target)
     monkeypatch.setattr(cpu_products, "register", lambda known, make: calls.register(f"{known}_{name}", make))
-    weight, wide = packed(9, 160, 32, offset=True)
-    x = normal((5, 160), 0, "bfloat16")
-    lowered = jax.jit(lambda x, weight: product(x, weight, jnp.float32)).lower(x, weight)
-    assert f"_{name}" in lowered.as_text()
-    want = np.asarray(x, np.float64) @ wide.T
-    np.testing.assert_allclose(lowered.compile()(x, weight), want, atol=3e-6 * np.abs(want).max())
+    for (outs, size), kind, offset, group in (
+        ((9, 160), "int4", True, 32), ((3, 320), "int4", False, 64), ((9, 160), "e2m1", False, 16),
+    ):  # fmt: skip
+        weight, wide = packed(outs, size, group, offset=offset, kind=kind)
+        forms = forms_of({form_key(1, "bfloat16", stored(weight).format.name): "row"})
+        for rows in (5, 1):
+            x = normal((rows, size), 0, "bfloat16")
+            called = jax.jit(lambda x, weight: weight.product(x, jnp.float32))
+            formed = stored(weight).with_forms(forms)
+            lowered = called.lower(x, formed)
+            form = "row" if rows == 1 else "product"
+            assert re.search(rf"jengine_{form}_\w*_{name}", lowered.as_text())
+            want = np.asarray(x, np.float64) @ wide.T
+            np.testing.assert_allclose(lowered.compile()(x, formed), want, atol=3e-6 * np.abs(want).max())
 
 
 def test_a_gpu_gets_xlas_form() -> None:

@@ -268,6 +268,7 @@ def test_what_is_measured() -> None:
     assert choice.candidates(with_amx, "bfloat16", INT4, 256) == ("panels", "amx")
     assert choice.candidates(with_amx, "float32", INT4_BY_INT8, 256) == ("panels",)
     assert choice.candidates(with_amx, "bfloat16", INT4, 1) == ("kernel",)
+    assert choice.candidates(with_amx, "float32", INT4, 1) == ("row",)
     assert choice.candidates(without, "bfloat16", INT4, 8) == ("kernel",)
     assert choice.candidates(without, "bfloat16", INT4_BY_INT8, 8) == ("kernel", "panels")
 

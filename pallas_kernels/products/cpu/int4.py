@@ -16,7 +16,7 @@ from pallas_kernels.llvm import native
 from pallas_kernels.llvm.blocks import AHEAD, NONE, Operands, Out, padded, store_rows, totals, zeros
 from pallas_kernels.llvm.code import LINE, Code
 from pallas_kernels.llvm.formats import SIZES, Format, Processor, plain_format, processor
-from pallas_kernels.llvm.types import BF16, F32, I16, I32, I64, LANES, PTR, VOID, vector
+from pallas_kernels.llvm.types import BF16, F32, I8, I16, I32, I64, LANES, PTR, VOID, vector
 from pallas_kernels.llvm.values import Value
 from pallas_kernels.products.cpu.multiply import PANEL, blocks_of, dispatch, strips
 from pallas_kernels.quantization.int4 import E2M1, TILE
@@ -25,6 +25,8 @@ UNPACKED_FEW = 16  # maximum rows for which reading weights dominates
 SCRATCH = 1 << 17  # bytes of unpacked weights on the stack
 STEPS = 4  # of 32 inputs in a tile, which has LANES words
 SCALES_AHEAD = 512  # prefetch distance for scales and offsets in bytes
+LOW = 0x0F0F0F0F  # of all bytes of a word
+PSHUFB = {8: "llvm.x86.avx2.pshuf.b", 16: "llvm.x86.avx512.pshuf.b.512"}  # by lanes: looks bytes up in 16
 # the number of each four-bit code
 TABLES = {"int4": [n - 16 * (n > 7) for n in range(16)], "e2m1": [*E2M1, *(-n for n in E2M1)]}
 
@@ -95,12 +97,17 @@ class Int4Format:
         return self.at.outs * (2 if self.at.lanes == LANES else 1)
 
 
+def in_pairs(at: Processor, x: str) -> bool:
+    """Whether weights are multiplied as pairs of bfloat16."""
+    return at.pairs and at.lanes == LANES and x == "bfloat16"
+
+
 def int4_module(target: native.Target, x: str, group: int, offset: bool, kind: str = "int4") -> str:
     """The module of a function `multiply` with arguments x, values, scale and, if weights have offsets,
     offset.
     """
     at, code = processor(target).for_floats(), Code()
-    pairs = at.pairs and at.lanes == LANES and x == "bfloat16"
+    pairs = in_pairs(at, x)
     fmt = Int4Format(at, pairs, plain_format(at, x, "bfloat16" if pairs else "float32"), group, offset, kind)
     _single(code, "block", fmt, fmt.alone)
     _single(code, "single", fmt, 1)
@@ -263,12 +270,15 @@ def _floats(
     if len(scales) == 2:
         lanes = [lane + LANES * (lane >= LANES // 2) for lane in range(LANES)]
         by_word = [first.shuffled(last, lanes) for first, last in zip(*scales, strict=True)]
+    numbers_of = of_e2m1(code, fmt.at, word) if fmt.kind == "e2m1" else []
     for step in steps:
         halves = []  # the even inputs and the odd ones
         for half in range(2):
-            up = 28 - 4 * step - 16 * half
-            bits = (word << up if up else word).signed_shift(28)
-            numbers = (_of_e2m1(bits) if fmt.kind == "e2m1" else bits).to(vector(F32))
+            if numbers_of:
+                bits, up, size_of = numbers_of[step % 2], 24 - 8 * (step // 2 + 2 * half), 8
+            else:
+                bits, up, size_of = word, 28 - 4 * step - 16 * half, 4
+            numbers = (bits << up if up else bits).signed_shift(32 - size_of).to(vector(F32))
             halves.append(_scaled(code, numbers, *by_word))
         lanes = [n // 2 + LANES * (n % 2) for n in range(2 * LANES)]
         even, odd = halves
@@ -280,9 +290,25 @@ def _scaled(code: Code, numbers: Value, scale: Value, offset: Value | None = Non
     return numbers * scale if offset is None else code.fma(numbers, scale, offset)
 
 
-def _of_e2m1(bits: Value) -> Value:
-    """Numbers for e2m1 codes with extended sign bits."""
-    size = bits & 7
-    over_4, over_6 = ((size - n).most(0) for n in (4, 6))
-    magnitude = size + over_4 + (over_6 + over_6)
-    return (bits < 0).choose(0 - magnitude, magnitude)
+def of_e2m1(code: Code, at: Processor, word: Value, excess: int = 0) -> list[Value]:
+    """The numbers of words of e2m1 codes, and an excess, in bytes: of codes in low halves of bytes, and in
+    high ones.
+    """
+    size = 4 * at.lanes
+    table = [number + excess for number in TABLES["e2m1"]] * (size // 16)
+
+    def looked_up(codes: Value) -> Value:
+        if at.lanes in PSHUFB:
+            pieces = [codes.pick(range(n, n + size)) for n in range(0, 4 * LANES, size)]
+            found = [
+                code.call(PSHUFB[at.lanes], piece.kind, code.constant(piece.kind, table), piece)
+                for piece in pieces
+            ]
+            return found[0] if len(found) == 1 else found[0].shuffled(found[1], range(4 * LANES))
+        signed = (codes ^ 8) - 8
+        magnitude = signed & 7
+        magnitude = magnitude + (magnitude - 4).most(0) + (magnitude - 6).most(0) * 2
+        return (signed < 0).choose(excess - magnitude, magnitude + excess)
+
+    halves = [(word >> bits & LOW).bits(vector(I8, 4 * LANES)) for bits in (0, 4)]
+    return [looked_up(half).bits(vector(I32)) for half in halves]

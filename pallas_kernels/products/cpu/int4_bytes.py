@@ -20,12 +20,11 @@ from pallas_kernels.llvm.formats import Processor, dot_small, processor
 from pallas_kernels.llvm.types import F32, I8, I32, I64, LANES, PTR, VOID, vector
 from pallas_kernels.llvm.values import Value, Variable
 from pallas_kernels.products.cpu.int4 import KINDS as PACKED_KINDS
-from pallas_kernels.products.cpu.int4 import SCALES_AHEAD, Packed, packed_of
+from pallas_kernels.products.cpu.int4 import LOW, SCALES_AHEAD, Packed, packed_of
 from pallas_kernels.products.cpu.multiply import PANEL, blocks_of, heights, quantize, strips
 from pallas_kernels.quantization.int4 import SCALES, TILE
 
 SIGNS = 0x88888888 - (1 << 32)  # makes signed four-bit numbers codes that are larger by 8
-LOW = 0x0F0F0F0F  # of all bytes of a word
 QUARTER = 32  # inputs of a tile
 HALF = QUARTER // 4  # words of a quarter
 # Order of a tile's bytes in which low halves of a word are four consecutive inputs, and high halves those 32
@@ -153,14 +152,14 @@ def _block(
                 code.prefetch(place + AHEAD)
             by_groups = _codes(code, at, code.load(vector(I32), place), group)
             for groups, parts in by_groups.items():
-                scale = _scale(code, at, each.scale + tile * (TILE // group * 4), groups)
+                scale = scale_of(code, at, each.scale + tile * (TILE // group * 4), groups)
                 for row, halves in enumerate(bytes_of):
                     dot = code.constant(vector(I32, at.lanes), 0)
                     for half, piece, codes in parts:
                         dot = dot_small(code, at, dot, halves[half][piece], codes)
                     total = sums[row * outs + n]
                     total.set(code.fma(dot.to(vector(F32, at.lanes)), scale, total.get()))
-    added = _of_offsets(code, call, lines, rows, offset)
+    added = of_offsets(code, call.sums, lines, rows, offset=offset)
     some = min(outs, SCALES)
     for row in range(rows):
         row_scale = code.load(F32, call.row_scale + 4 * row, 4).splat(some)
@@ -191,28 +190,33 @@ def _codes(code: Code, at: Processor, word: Value, group: int) -> Codes:
     return out
 
 
-def _scale(code: Code, at: Processor, place: Value, groups: tuple[int, ...]) -> Value:
+def scale_of(code: Code, at: Processor, place: Value, groups: tuple[int, ...]) -> Value:
     """A vector of one group's scale, or half of one's and half of the other's."""
     first, *other = (code.load(F32, place + 4 * group, 4).splat(at.lanes) for group in groups)
     lanes = [lane + at.lanes * (lane >= at.lanes // 2) for lane in range(at.lanes)]
     return first.shuffled(other[0], lanes) if other else first
 
 
-def _of_offsets(
-    code: Code, call: ByteOperands, lines: list[Packed], rows: int, offset: bool
+def of_offsets(
+    code: Code, sums: Value, lines: list[Packed], rows: int, *, offset: bool, excess: int = 8
 ) -> list[Variable]:
-    """Vectors of sums over groups of (offset - 8 scale) * sum of bytes, for each row and output."""
-    kind = vector(F32, SCALES)
+    """Vectors of sums over groups of (offset - excess * scale) * sum of x, for each row and output.
+
+    Args:
+        sums: address of the sums of x by group, float32, in rows as long as those of scales.
+        excess: how much larger codes are than numbers.
+    """
+    kind, scale_row = vector(F32, SCALES), lines[0].scale_row
     added = [code.variable(code.constant(kind, 0.0)) for _ in range(rows * len(lines))]
-    eight = code.constant(kind, -8.0)
-    with code.loop(0, call.scale_row, 4 * SCALES) as at:
-        sums = [code.load(kind, call.sums + (call.scale_row * row + at), 4) for row in range(rows)]
-        sums = sums if offset else [of_row * eight for of_row in sums]
+    by_scale = code.constant(kind, -float(excess))
+    with code.loop(0, scale_row, 4 * SCALES) as at:
+        of_rows = [code.load(kind, sums + (scale_row * row + at), 4) for row in range(rows)]
+        of_rows = of_rows if offset else [of_row * by_scale for of_row in of_rows]
         for n, each in enumerate(lines):
             by = scale = code.load(kind, each.scale + at, 4)
             if offset:
-                by = code.fma(scale, eight, code.load(kind, each.offset + at, 4))
-            for row, of_row in enumerate(sums):
+                by = code.fma(scale, by_scale, code.load(kind, each.offset + at, 4))
+            for row, of_row in enumerate(of_rows):
                 total = added[row * len(lines) + n]
                 total.set(code.fma(by, of_row, total.get()))
     return added

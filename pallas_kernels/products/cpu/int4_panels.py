@@ -12,8 +12,8 @@ from pallas_kernels.llvm.code import Code
 from pallas_kernels.llvm.formats import SIZES, Format, byte_format, plain_format, processor
 from pallas_kernels.llvm.types import F32, I8, I32, I64, LANES, PTR, VOID, vector
 from pallas_kernels.llvm.values import Value
-from pallas_kernels.products.cpu.int4 import KINDS, Int4Format, Packed, packed_of, weights_of
-from pallas_kernels.products.cpu.int4_bytes import CONSECUTIVE, HALF, LOW, SIGNS
+from pallas_kernels.products.cpu.int4 import KINDS, LOW, Int4Format, Packed, packed_of, weights_of
+from pallas_kernels.products.cpu.int4_bytes import CONSECUTIVE, HALF, SIGNS
 from pallas_kernels.products.cpu.multiply import quantize
 from pallas_kernels.products.cpu.panels import LINE, OUTS, VECTOR, WORD, WORDS, Pack, shape_of, write
 from pallas_kernels.quantization.int4 import GROUPS, TILE

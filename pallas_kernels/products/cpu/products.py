@@ -13,13 +13,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.llvm import amx, native
 from pallas_kernels.llvm.calls import call, register
-from pallas_kernels.llvm.formats import processor
+from pallas_kernels.llvm.formats import Processor, processor
 from pallas_kernels.llvm.kinds import INPUTS
 from pallas_kernels.products.cpu import panels, tiles
 from pallas_kernels.products.cpu.hadamard import transform_module
-from pallas_kernels.products.cpu.int4 import int4_module
+from pallas_kernels.products.cpu.int4 import in_pairs, int4_module
 from pallas_kernels.products.cpu.int4_bytes import int4_bytes_module
 from pallas_kernels.products.cpu.int4_panels import int4_bytes_panels_module, int4_panels_module
+from pallas_kernels.products.cpu.int4_row import int4_row_module
 from pallas_kernels.products.cpu.multiply import bytes_module, product_module
 from pallas_kernels.products.cpu.panels import why_no_panels as why_no_panels
 from pallas_kernels.quantization.formats import WeightFormat
@@ -50,12 +51,19 @@ def in_form(
 
 
 def supported(form: str, x: str, weight: WeightFormat, outs: int, size: int) -> str:
-    """A form of products: "amx" or "panels"; for sizes that these do not support and without permission
-    to use tiles, "kernel".
+    """A form of products: "amx", "panels" or "row"; for sizes and formats that these do not support and
+    without permission to use tiles, "kernel".
     """
+    if form == "row":
+        return form if by_row(processor(native.host()), x, weight) else "kernel"
     if form == "amx":
         return form if amx.permitted() and why_no_tiles(x, weight, outs) is None else "kernel"
     return form if form == "panels" and why_no_panels(x, weight, outs, size) is None else "kernel"
+
+
+def by_row(at: Processor, x: str, weight: WeightFormat) -> bool:
+    """Whether a single row is multiplied in a form of its own, "row"; see `int4_row.py`."""
+    return weight.bits == 4 and weight.inputs is None and x in INPUTS and not in_pairs(at, x)
 
 
 def product(
@@ -126,7 +134,8 @@ def product_of_int4(x: jax.Array, weight: Int4, dtype: jax.typing.DTypeLike, for
     if by_tiles:
         return _call(register_int4_tiles(*kind), dtype, x, *arrays, scratch=[_packed(x, "bfloat16")])
     x = x if by_panels else _as_multiplied(x)
-    name = register_int4_panels(*kind) if by_panels else register_int4(str(x.dtype), *kind)
+    by_row = form == "row" and len(x) == 1
+    name = register_int4_panels(*kind) if by_panels else register_int4(str(x.dtype), *kind, by_row=by_row)
     return _call(name, dtype, x, *arrays)
 
 
@@ -230,9 +239,10 @@ def register_bytes(x: str, hadamard: int = 1, *, by_panels: bool = False) -> str
     return _register(name, lambda: module(native.host(), x, hadamard), BYTES, multiply)
 
 
-def register_int4(x: str, group: int, offset: bool, kind: str = "int4") -> str:
-    name = f"jengine_product_{x}_{kind}_{group}{'_offset' if offset else ''}"
-    return _register(name, lambda: int4_module(native.host(), x, group, offset, kind), "multiply")
+def register_int4(x: str, group: int, offset: bool, kind: str = "int4", *, by_row: bool = False) -> str:
+    form, module = ("row", int4_row_module) if by_row else ("product", int4_module)
+    name = f"jengine_{form}_{x}_{kind}_{group}{'_offset' if offset else ''}"
+    return _register(name, lambda: module(native.host(), x, group, offset, kind), "multiply")
 
 
 def register_int4_panels(group: int, offset: bool, kind: str = "int4") -> str:
@@ -277,6 +287,8 @@ def prepare_int4(x: str, parameter: Int4, weight: WeightFormat) -> None:
     if x in INPUTS:
         for dtype in _dtypes(x):
             register_int4(dtype, *kind)
+    if by_row(processor(native.host()), x, weight):
+        register_int4(x, *kind, by_row=True)
 
 
 def prepare(x: str, weight: WeightFormat, hadamard: int = 1) -> None:
