@@ -33,7 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.attention.softmax import LOG2_E, MASKED, SMALLEST, join, scores
+from pallas_kernels.attention.softmax import LOG2_E, MASKED, SMALLEST, join, maximum, scores
 from pallas_kernels.attention.support import GPU_OPTIONS
 from pallas_kernels.devices import traced_for
 from pallas_kernels.mosaic.ampere import (
@@ -426,7 +426,7 @@ def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
         )
         s, factor = scores(s, options)
         s = jnp.where(seen, s * factor, -jnp.inf)
-        m_new = jnp.maximum(m, s.max(axis=0))
+        m_new = maximum(m, s.max(axis=0), dtype, scaled=bool(kind))
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s - spread(m_new, tile))
         store(smem.p, (p * spread(factors[1], tile, 0) if kind else p).astype(dtype))

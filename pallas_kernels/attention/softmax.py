@@ -15,6 +15,7 @@ from pallas_kernels.attention.options import AttentionOptions
 
 MASKED = -1e30  # finite, so that a row that has seen no token yet gives no NaN
 SMALLEST = 1e-30  # minimum of a sum used as a divisor
+FLOAT16_SHIFT = 8
 LOG2_E = math.log2(math.e)
 
 
@@ -31,6 +32,21 @@ def scores(s: jax.Array, options: AttentionOptions) -> tuple[jax.Array, float]:
     # rsqrt(y)^2, since a division needs so many registers that fewer blocks would fit.
     inverse_root = lax.rsqrt(1.0 + jnp.exp2(s * (2.0 * scale * LOG2_E / soft_cap)))
     return 1.0 - 2.0 * inverse_root * inverse_root, soft_cap * LOG2_E
+
+
+def maximum(
+    m: jax.Array, s: jax.Array, dtype: jax.typing.DTypeLike, *, scaled: bool, log_2: float = 1.0
+) -> jax.Array:
+    """What is subtracted from scores: m so far, or the maximum s of new scores.
+
+    Weights of eight-bit values are multiplied by the values' scales before they are rounded to dtype. In
+    float16 most of them would be subnormal or zero, so all weights and their sum are 2^8 times as large.
+
+    Args:
+        scaled: whether values have scales.
+        log_2: logarithm of 2 in the base of the scores.
+    """
+    return jnp.maximum(m, s - FLOAT16_SHIFT * log_2 if scaled and dtype == jnp.float16 else s)
 
 
 def join(out: jax.Array, lse: jax.Array, sinks: jax.Array | None = None) -> jax.Array:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.attention.softmax import MASKED, maximum
 from pallas_kernels.quantization.quantized import Pages, Quantized, numbers
 
-MASKED = -1e30  # finite, so that a row that has seen nothing yet gives no NaN
 ROW_GROUP = 8  # decode rows that share a loop, whose length is that of the longest
 # the same if there are at most ROW_GROUP rows: many of them may be padding, which should not loop
 FEW_GROUP = 2
@@ -181,7 +181,7 @@ def _attend(
             seen &= token > at[..., None] - window
         seen = seen[:, None, None]  # [n, 1, 1, queries, span]
         s = jnp.where(seen, s, MASKED)
-        m_new = jnp.maximum(m, s.max(-1))
+        m_new = maximum(m, s.max(-1), dtype, scaled=v_scale is not None, log_2=math.log(2))
         p = jnp.where(seen, jnp.exp(s - m_new[..., None]), 0.0)
         alpha = jnp.exp(m - m_new)
         weights = p if v_scale is None else p * jnp.where(used[:, None], v_scale, 0)[:, :, None, None]

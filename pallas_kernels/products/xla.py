@@ -62,7 +62,8 @@ def _converted_by_block(x: jax.Array, values: jax.Array) -> jax.Array:
 def grouped_product(x: jax.Array, weight: jax.Array, scale: jax.Array | None, groups: Groups) -> jax.Array:
     """`grouped_product.grouped_product` for any dtype. Eight-bit weights are all converted."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dtype = x.dtype if scale is None else jnp.float32  # unscaled sums may exceed float16's range
     y = lax.ragged_dot_general(
-        x, weight.astype(x.dtype), groups.size, GROUPED, precision=precision, preferred_element_type=x.dtype
+        x, weight.astype(x.dtype), groups.size, GROUPED, precision=precision, preferred_element_type=dtype
     )
     return y if scale is None else (y * scale[groups.owner]).astype(x.dtype)

@@ -52,6 +52,7 @@ class Form:
     @property
     def name(self) -> str:
         kind = "decode" if self.decode else "prefill_ahead" if self.ahead else "prefill"
+        kind += "_tiles" if self.tiles else ""  # a process may lack the permission for them
         return f"jengine_{kind}_{self.stored}_{self.inputs}_{self.head_dim}_{self.page_size}_{self.group}"
 
     @property

@@ -29,7 +29,7 @@ from pallas_kernels.attention.hopper.decode_feed import (
 )
 from pallas_kernels.attention.hopper.join import Join, await_parts, join
 from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.attention.softmax import LOG2_E, MASKED, SMALLEST, scores
+from pallas_kernels.attention.softmax import LOG2_E, MASKED, SMALLEST, maximum, scores
 from pallas_kernels.attention.work_list import TILE
 from pallas_kernels.mosaic.hopper import (
     COLUMNS,
@@ -250,7 +250,7 @@ class Compute:
         s, factor = scores(s, options)
         whole = self._is_whole(item, tile)
         s = lax.cond(whole, lambda s: s, partial(self._masked, item, tile), s * factor)
-        m_new = jnp.maximum(m, s.max(axis=1))
+        m_new = maximum(m, s.max(axis=1), v.smem.dtype, scaled=v.scale is not None)
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [0]))
         total = total * alpha + (few_lines.line_sums(p) if self.few else p.sum(axis=1))

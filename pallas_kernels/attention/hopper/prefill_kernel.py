@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention.hopper.prefill_feed import Blocks, Ring, feed
 from pallas_kernels.attention.hopper.prefill_form import Form
 from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.attention.softmax import MASKED, SMALLEST, scores
+from pallas_kernels.attention.softmax import MASKED, SMALLEST, maximum, scores
 from pallas_kernels.attention.walk import Walk
 from pallas_kernels.mosaic.hopper import accumulate, per_row, product, product_then_accumulate
 from pallas_kernels.mosaic.refs import Refs
@@ -362,7 +362,7 @@ class Warpgroup:
         else:
             whole = every if inside is None else every & inside
             s = lax.cond(whole, lambda s: s, partial(self._masked, item, token), s)
-        m_new = jnp.maximum(m, s.max(axis=1) * factor)
+        m_new = maximum(m, s.max(axis=1) * factor, self.inputs.q.dtype, scaled=v.scale is not None)
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s * factor - lax.broadcast_in_dim(m_new, s.shape, [0]))
         total = total * alpha + p.sum(axis=1)
