@@ -48,10 +48,7 @@ class AttentionOptions:
         return replace(self, sinks=None, slopes=None)
 
     def refused(self, *taken: str) -> str | None:
-        """Why an implementation that takes the scale and these options cannot serve these; None if it can.
-
-        Args:
-        """
+        """Why an implementation that takes the scale and these options cannot serve these; None if it can."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name not in ("scale", "causal", *taken) and value is not None:

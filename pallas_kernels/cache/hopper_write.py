@@ -56,7 +56,7 @@ def kv_write(
 ) -> tuple[Queries, tuple[Pages, Pages]]:
     """Normalizes and rotates queries and keys, and writes keys and values to their pages.
 
-    `dispatch.why_kv_write_unsupported` gives the supported shapes and dtypes. A QkvProduct is read in place.
+    `support.why_no_gpu_write` gives the supported shapes and dtypes. A QkvProduct is read in place.
     XLA concatenates a Qkv first. If the number of pairs is not a multiple of 32, XLA also normalizes and
     rotates, in the same fusion.
 

@@ -179,10 +179,6 @@ class Code:
         name = f"llvm.vector.reduce.fadd.{suffix(x.kind)}"
         return self.call(name, F32, self.constant(F32, -0.0), x, flags=("reassoc",))
 
-    def largest(self, x: Value) -> Value:
-        """The maximum of the lanes, none of which is NaN."""
-        return self.call(f"llvm.vector.reduce.fmax.{suffix(x.kind)}", F32, x, flags=("nnan", "nsz"))
-
     # Memory
 
     def memory(self, size: Value | int) -> Value:

@@ -53,11 +53,7 @@ def _why_no_hopper_dense(x: Any, weight: EightBits) -> str | None:
         return f"rows={x.shape[0]}: the kernel for eight-bit weights takes at most {EIGHT_BIT_ROWS}"
     if weight.numbers.inputs and (why := why_no_hopper_rows(x)) is not None:
         return why
-    return why_no_product(x) or why_sizes_unsupported(weight.shape, grouped=False)
-
-
-def _why_no_hopper_grouped(x: Any, weight: EightBits) -> str | None:
-    return why_no_product(x) or why_sizes_unsupported(weight.shape, grouped=True)
+    return _why_no_product(x, weight, grouped=False)
 
 
 def _why_no_blackwell(x: Any, weight: EightBits, *, grouped: bool = True) -> str | None:
@@ -65,7 +61,7 @@ def _why_no_blackwell(x: Any, weight: EightBits, *, grouped: bool = True) -> str
     few = (block_rows(rows, weight.shape[0]) if grouped else rows) <= BLOCK[0]
     if few and not weight.multiplies_groups:
         return f"rows={rows}: up to {BLOCK[0]} of a matrix cost mma.sync as few instructions"
-    return why_no_product(x) or why_sizes_unsupported(weight.shape, grouped=grouped, **sizes)
+    return _why_no_product(x, weight, grouped=grouped, **sizes)
 
 
 def _why_no_blackwell_dense(x: Any, weight: EightBits) -> str | None:
@@ -79,11 +75,11 @@ def _why_no_ampere_dense(x: Any, weight: EightBits, *, fp8_inputs: bool = False)
         return f"inputs={numbers.kind}: XLA multiplies these without converting them"
     if x.shape[0] > EIGHT_BIT_ROWS:
         return f"rows={x.shape[0]}: the kernel for eight-bit weights takes at most {EIGHT_BIT_ROWS}"
-    return _why_no_ampere(x, weight, grouped=False)
+    return _why_no_product(x, weight, grouped=False, inputs=SIZE_GRID)
 
 
-def _why_no_ampere(x: Any, weight: EightBits, *, grouped: bool = True) -> str | None:
-    return why_no_product(x) or why_sizes_unsupported(weight.shape, grouped=grouped, inputs=SIZE_GRID)
+def _why_no_product(x: Any, weight: EightBits, *, grouped: bool = True, **sizes: int) -> str | None:
+    return why_no_product(x) or why_sizes_unsupported(weight.shape, grouped=grouped, **sizes)
 
 
 def _dense(
@@ -167,8 +163,8 @@ class EightBits(QuantizedWeight[Quantized]):
     )
     GROUPED = (
         Implementation(BLACKWELL, _why_no_blackwell, _blackwell_grouped),
-        Implementation(HOPPER, _why_no_hopper_grouped, _hopper_grouped),
-        Implementation(AMPERE, _why_no_ampere, _ampere_grouped),
+        Implementation(HOPPER, _why_no_product, _hopper_grouped),
+        Implementation(AMPERE, partial(_why_no_product, inputs=SIZE_GRID), _ampere_grouped),
     )
     bits: ClassVar[int] = 8
 

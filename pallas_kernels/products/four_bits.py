@@ -57,8 +57,7 @@ def _hopper_dense(x: Rows, weight: FourBits, dtype: jnp.dtype[Any], device: jax.
 def _hopper_grouped(x: jax.Array, weight: FourBits, groups: Groups) -> jax.Array:
     from pallas_kernels.products.hopper import int4_product as kernel
 
-    packed = weight.numbers.map(lambda array: array.reshape(array.shape[0], -1, array.shape[-1]))
-    return kernel.grouped_int4_product(weight.transformed(x), packed, groups)
+    return kernel.grouped_int4_product(weight.transformed(x), weight.matrices, groups)
 
 
 def _ampere_dense(x: Rows, weight: FourBits, dtype: jnp.dtype[Any], device: jax.Device) -> jax.Array:
@@ -71,8 +70,7 @@ def _ampere_dense(x: Rows, weight: FourBits, dtype: jnp.dtype[Any], device: jax.
 def _ampere_grouped(x: jax.Array, weight: FourBits, groups: Groups) -> jax.Array:
     from pallas_kernels.products import ampere
 
-    packed = weight.numbers.map(lambda array: array.reshape(array.shape[0], -1, array.shape[-1]))
-    return ampere.grouped_product(weight.transformed(x), ampere.matrices_of(packed), groups)
+    return ampere.grouped_product(weight.transformed(x), ampere.matrices_of(weight.matrices), groups)
 
 
 def _table(grouped: bool, hopper: Any, ampere: Any) -> Table:
@@ -117,6 +115,11 @@ class FourBits(QuantizedWeight[Int4]):
         numbers = self.numbers
         inputs = "int8" if numbers.inputs else None
         return WeightFormat(numbers.kind, self.bits, numbers.group, numbers.offset is not None, inputs)
+
+    @property
+    def matrices(self) -> Int4:
+        """Numbers of each group's matrix [groups, out, in]."""
+        return self.numbers.map(lambda array: array.reshape(array.shape[0], -1, array.shape[-1]))
 
     def flat(self) -> FourBits:
         return replace(self, numbers=self.numbers.map(lambda array: array.reshape(-1, array.shape[-1])))

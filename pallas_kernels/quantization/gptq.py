@@ -20,7 +20,6 @@ from pallas_kernels.quantization.int4 import HIGHEST, LOWEST, fit
 DAMPING = 0.1, 1.0
 TOGETHER = 32  # columns that are rounded before one product updates the others; divides all sizes of groups
 Numbers = tuple[jax.Array, jax.Array]
-Column = tuple[jax.Array, jax.Array]
 
 
 def gptq(weight: jax.Array, moments: jax.Array, group: int, cross: jax.Array | None = None) -> Numbers:
@@ -101,7 +100,7 @@ def _rounded(weight: jax.Array, upper: jax.Array, group: int) -> Numbers:
     return numbers.reshape(size, outs).T.astype(jnp.int8), scale.T
 
 
-def _column(block: jax.Array, at: Column, scale: jax.Array) -> tuple[jax.Array, Column]:
+def _column(block: jax.Array, at: Numbers, scale: jax.Array) -> tuple[jax.Array, Numbers]:
     """Rounds a column of block [columns, outs], and subtracts the error's share from later columns.
 
     Args:

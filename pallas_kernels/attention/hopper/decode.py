@@ -52,7 +52,7 @@ def paged_attention_decode(
 ) -> jax.Array:
     """Attends from one query per row to all tokens of its sequence.
 
-    `dispatch.why_decode_unsupported` gives the supported shapes and dtypes.
+    `support.why_no_gpu_attention` gives the supported shapes and dtypes.
 
     Args:
         q: bfloat16 or float16 [rows, heads, head_dim]; query head h reads kv head h // (heads // kv_heads).

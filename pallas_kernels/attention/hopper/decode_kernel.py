@@ -1,4 +1,4 @@
-"""The body of the Hopper kernel for decode attention; see `attention_decode`.
+"""The body of the Hopper kernel for decode attention; see `decode.py`.
 
 The memory warpgroup of a pair is in `decode_feed`, the end of pairs that the work list splits in
 `attention_join`.

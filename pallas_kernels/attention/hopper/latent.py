@@ -28,7 +28,7 @@ its softmax,
 
 The memory warpgroup copies tiles by TMA, page by page. It clears the values of tokens beyond the sequence,
 since 0 * NaN is NaN. The first warpgroup joins the parts of pairs that the work list splits, after the
-block's own items (`attention_join.py`).
+block's own items (`join.py`).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def latent_attention_decode(
 ) -> jax.Array:
     """Attends from one query per sequence to all tokens of the sequence.
 
-    `attention.latent.why_latent_decode_unsupported` gives the supported shapes and dtypes.
+    `LATENT_DECODE` in `attention/latent.py` gives the supported shapes and dtypes.
 
     Args:
         q: bfloat16 or float16 [rows, heads, key_dim].

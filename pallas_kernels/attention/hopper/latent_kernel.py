@@ -1,4 +1,4 @@
-"""The body of the Hopper kernel for latent decode attention; see `latent_decode`."""
+"""The body of the Hopper kernel for latent decode attention; see `latent.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The body of the Hopper kernel for prefill attention; see `attention_prefill`.
+"""The body of the Hopper kernel for prefill attention; see `prefill.py`.
 
 Each compute warpgroup folds blocks of keys into an online softmax (Milakov and Gimelshein, 2018; Dao et al.,
 2022). The two alternate: one uses the tensor cores while the other computes exponentials. If registers
