@@ -95,7 +95,7 @@ class Spans:
         output = request.output
         attributes: dict[str, Any] = {
             "gen_ai.request.id": request.request_id,
-            "gen_ai.response.model": request.adapter or self._model,
+            "gen_ai.response.model": request.adapter or request.model or self._model,
             "gen_ai.usage.prompt_tokens": request.prompt_tokens,
             "gen_ai.usage.completion_tokens": request.output_tokens,
             "gen_ai.usage.cached_prompt_tokens": 0 if output is None else output.num_cached_tokens or 0,
