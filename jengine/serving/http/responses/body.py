@@ -25,6 +25,7 @@ from jengine.serving.http.responses.types import (
     ResponsesBody,
 )
 from jengine.serving.http.turns import Turns, image, text, type_of
+from jengine.serving.parsers.events import clean
 
 HOSTED = values(RESPONSES, "accepted", "tools")
 WITHOUT_EFFECT = members(RESPONSES, "accepted", "tools")
@@ -69,7 +70,7 @@ class Tools(NamedTuple):
             except (ValueError, RecursionError):
                 continue
             text = value.get(INPUT) if isinstance(value, dict) and len(value) == 1 else None
-            return text if isinstance(text, str) else arguments
+            return clean(text) if isinstance(text, str) else arguments
         return arguments
 
 
