@@ -212,7 +212,7 @@ def _chat_input(request: dict[str, Any], sampling: dict[str, Any]) -> ChatInput:
         schema = {"name": "answer", "schema": config["format"]["schema"]}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         names |= {"structured_outputs": "output_config.format", "response_format": "output_config.format"}
-    elif request.get("tool_choice", {}).get("type") in ("any", "tool"):
+    if request.get("tool_choice", {}).get("type") in ("any", "tool"):
         names["structured_outputs"] = "tools"
     return ChatInput(Body(fields, sampling), names, request)
 

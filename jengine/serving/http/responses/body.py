@@ -14,6 +14,7 @@ from jengine import InvalidArgument, StructuredOutputs
 from jengine.serving.grpc.conversions import MAX_MESSAGES
 from jengine.serving.http.bodies import LEVEL, Body, BodyFields, checked, without_nulls
 from jengine.serving.http.chat_service import ChatInput
+from jengine.serving.http.parameters import forces_calls
 from jengine.serving.http.policy import RESPONSES, check_fields, fields, log_accepted, members, values
 from jengine.serving.http.responses.types import (
     ALLOWED_TOOLS,
@@ -264,15 +265,15 @@ def _chat_input(request: dict[str, Any], sampling: dict[str, Any]) -> ChatInput:
         "tool_grammars": tools.grammars,
     }
     names = dict(NAMES)
-    if tools.choice is not None:
-        fields["tool_choice"] = tools.choice
-        if tools.choice not in ("none", "auto"):
-            names["structured_outputs"] = "tools"
     if "effort" in request.get("reasoning", {}):
         fields["reasoning_effort"] = request["reasoning"]["effort"]
     if (form := request.get("text", {}).get("format")) is not None:
         fields["response_format"] = _format(form)
         names |= {"structured_outputs": "text.format", "response_format": "text.format"}
+    if tools.choice is not None:
+        fields["tool_choice"] = tools.choice
+        if forces_calls(tools.choice):
+            names["structured_outputs"] = "tools"
     stored = {STORED_INPUT: _as_json(request["input"])} if request.get("store") else {}
     return ChatInput(Body(fields, sampling), names, {**request, **stored, "tools": tools})
 
