@@ -79,7 +79,7 @@ def test_all_names_are_served(tokenizer_folder: Path) -> None:
                 assert reply.status == status, reply.body
                 if status == 200:
                     assert json.loads(reply.body)["model"] == "a"
-            start, *parts = [part async for part in named.answer("GET", "/v1/models", {}, b"")]
+            _, *parts = [part async for part in named.answer("GET", "/v1/models", {}, b"")]
             assert [model["id"] for model in json.loads(b"".join(parts))["data"]] == ["a", "b"]
         finally:
             named.close()

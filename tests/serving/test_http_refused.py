@@ -80,7 +80,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (
         {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
         "response_format",
-        "only one of these",
+        "structured_outputs already constrains the output",
     ),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": "x"}, "structured_outputs", "must be an object"),

@@ -153,7 +153,6 @@ def test_a_conversation_with_calls_and_results(client: OpenAI, server: MockServe
     [
         ({"tool_choice": {"type": "function", "function": {"name": "news"}}}, "tool_choice.function.name"),
         ({"tool_choice": "required", "structured_outputs": {"json": {"type": "object"}}}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         (
             {

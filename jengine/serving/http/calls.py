@@ -227,7 +227,7 @@ def json_object(raw: bytes, most_bytes: Callable[[str], int | None] = lambda nam
 
 
 def _containers(raw: bytes) -> int:
-    """Number of arrays and objects, or, if that is within the limit, of all brackets that begin some."""
+    """Number of arrays and objects. Within the limit, brackets in strings are counted, too."""
     count = raw.count(b"[") + raw.count(b"{")
     if count <= MOST_CONTAINERS:
         return count
@@ -236,7 +236,7 @@ def _containers(raw: bytes) -> int:
     for start in range(0, len(rest), 2**20):  # in pieces, to need little memory
         piece = rest[start : start + 2**20]
         strings = np.logical_xor.accumulate(piece == ord('"')) ^ inside
-        count += np.count_nonzero(((piece | 32) == ord("{")) & ~strings)  # "[" | 32 is "{"
+        count += int(np.count_nonzero(((piece | 32) == ord("{")) & ~strings))  # "[" | 32 is "{"
         inside = bool(strings[-1])
     return count
 

@@ -43,10 +43,8 @@ def completion_params(body: Body, default: SamplingParams) -> GenerationParams:
         fields["logprobs"] = logprobs
         if body.get("echo"):
             fields.setdefault("prompt_logprobs", logprobs)
-    beams: dict[str, Any] = {
-        name: body.get(name) for name in ("use_beam_search", "length_penalty") if name in body.fields
-    }
-    return with_beams({**fields, **beams}, default)
+    beams = ("use_beam_search", "length_penalty")
+    return with_beams(fields | {name: body.get(name) for name in beams if name in body.fields}, default)
 
 
 def chat_params(body: Body, default: SamplingParams) -> SamplingParams:
@@ -71,11 +69,12 @@ def chat_params(body: Body, default: SamplingParams) -> SamplingParams:
     elif top is not None:
         raise InvalidArgument("top_logprobs", top, "needs logprobs=true")
     form = body.get("response_format")
-    # of an answer that is text, which a forced call excludes
+    # it is for answers that are text; a forced call excludes these
     if form is not None and form["type"] != "text" and not forces_calls(body.get("tool_choice")):
         if "structured_outputs" in fields:
             raise InvalidArgument("response_format", form, EXCLUSIVE)
-        schema = form["json_schema"].get("schema", {}) if form["type"] == "json_schema" else {"type": "object"}
+        has_schema = form["type"] == "json_schema"
+        schema = form["json_schema"].get("schema", {}) if has_schema else {"type": "object"}
         fields["structured_outputs"] = StructuredOutputs(json=schema)
     return default.clone(**fields)
 

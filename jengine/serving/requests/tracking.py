@@ -247,7 +247,9 @@ class RequestTracker:
         status = "OK"
         self._unfinished.add(request)
         try:
-            check_request_id(request_id)
+            if len(request_id) > MAX_REQUEST_ID:  # it is repeated in answers, logs and spans
+                message = f"request_id: {len(request_id)} characters; at most {MAX_REQUEST_ID}"
+                raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, message, field="request_id")
             yield request
         except (asyncio.CancelledError, grpc.aio.BaseError):
             status = interruption(call).name
@@ -271,10 +273,3 @@ def new_id() -> str:
     """A random id, unlike AsyncLLM's own. Those can be guessed, so a client could take the next one and block
     another client."""
     return uuid.uuid4().hex
-
-
-def check_request_id(request_id: str) -> None:
-    """Raises Refusal if a client's id is too long: it is repeated in answers, logs and spans."""
-    if len(request_id) > MAX_REQUEST_ID:
-        message = f"request_id: {len(request_id)} characters; at most {MAX_REQUEST_ID}"
-        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, message, field="request_id")

@@ -65,7 +65,7 @@ class MessagesStream:
         pass
 
     async def show(self, output: RequestOutput) -> None:
-        if not self._reader.begun:
+        if self._reader.last is None:
             usage = await _usage(self._chat, output, self._reader.blocks, 0)
             nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
             message = {**_head(self._chat, self._id), **nothing, "usage": usage}

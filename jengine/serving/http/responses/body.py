@@ -207,6 +207,7 @@ PATH = "/v1/responses"
 ECHOED = frozenset(("user", "prompt_cache_key", "safety_identifier"))
 IGNORED = fields(RESPONSES, "accepted") - ECHOED
 REFUSED = fields(RESPONSES, "error")
+AS_IN_CHATS = ("parallel_tool_calls", "max_tool_calls", "stream_options")
 NEUTRAL = {"background": False, "truncation": "disabled", "n": 1}
 FORM = BodyFields(ResponsesBody, ignored=IGNORED, refused=REFUSED, neutral=NEUTRAL)
 COUNT = BodyFields(
@@ -235,8 +236,6 @@ def read(body: dict[str, Any], stores: bool = False) -> ChatInput:
     check_fields(RESPONSES, body, NEUTRAL)
     log_accepted(PATH, (name for name, value in body.items() if value is not None))
     request, sampling = FORM.read(body)
-    if "stream_options" in request and not request.get("stream"):
-        raise InvalidArgument("stream_options", request["stream_options"], "needs stream=true")
     if request.get("store") and not stores:
         limit = "must be false, since this server keeps no responses (response_store_bytes)"
         raise InvalidArgument("store", True, limit)
@@ -254,11 +253,7 @@ def read_to_count(body: dict[str, Any]) -> ChatInput:
 def _chat_input(request: dict[str, Any], sampling: dict[str, Any]) -> ChatInput:
     tools = read_tools(request.get("tools", []), request.get("tool_choice"))
     fields = {
-        **{
-            name: request[name]
-            for name in (*LEVEL, "parallel_tool_calls", "max_tool_calls")
-            if name in request
-        },
+        **{name: request[name] for name in (*LEVEL, *AS_IN_CHATS) if name in request},
         **_logprobs(request),
         "messages": conversation(request.get("input"), request.get("instructions")),
         "tools": tools.functions,
