@@ -291,7 +291,7 @@ class LimitOptions:
             over HTTP).
         max_streams_per_client: the most completions that one client (an API key's name, or an address) may
             have at once. A request counts n times. The keys file may set another number for a key.
-        max_calls_per_client: the most calls of every kind that one client may have at once; at least
+        max_calls_per_client: the most calls that one client may have at once, except health checks; at least
             max_streams_per_client.
         max_connections: the most open connections of a port, idle ones included. Further ones get 503 over
             HTTP; gRPC closes them.

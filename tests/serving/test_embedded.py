@@ -69,6 +69,24 @@ def test_options_that_need_a_server(option: dict[str, Any], tokenizer_folder: Pa
     within(tokenizer_folder, work)
 
 
+def test_all_names_are_served(tokenizer_folder: Path) -> None:
+    async def work(llm: AsyncLLM, api: EmbeddedApi) -> None:
+        named = EmbeddedApi(llm, "mock", ServerConfig(served_model_name=("a", "b")))
+        try:
+            for name, status in (("a", 200), ("b", 200), ("mock", 404)):
+                body = {"model": name, "prompt": "hello", "max_tokens": 1}
+                reply = await named.post("/v1/completions", json.dumps(body).encode())
+                assert reply.status == status, reply.body
+                if status == 200:
+                    assert json.loads(reply.body)["model"] == "a"
+            _, *parts = [part async for part in named.answer("GET", "/v1/models", {}, b"")]
+            assert [model["id"] for model in json.loads(b"".join(parts))["data"]] == ["a", "b"]
+        finally:
+            named.close()
+
+    within(tokenizer_folder, work)
+
+
 def test_tokens_of_unfinished_requests(tokenizer_folder: Path) -> None:
     """Also counts those of a request that fails."""
 

@@ -286,6 +286,8 @@ def test_limits_without_keys(make_server: MakeServer) -> None:
         wait_until(lambda: server.engine.load.running == 3)
         with pytest.raises(openai.RateLimitError):
             client.models.list()
+        for path in ("/health", "/ping"):
+            assert httpx.get(httpx.URL(server.http).join(path), timeout=60).status_code == 200
 
 
 def test_request_ids_in_use(server: MockServer) -> None:

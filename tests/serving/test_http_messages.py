@@ -135,6 +135,17 @@ def test_calls(client: Anthropic) -> None:
     assert plain(cut) == [{"type": "text", "text": "See."}] and cut.stop_reason == "max_tokens"
 
 
+@pytest.mark.parametrize("arguments", ["{city: 1}", "[1]", '{"city": "\\ud83d"}'])
+def test_a_call_whose_arguments_are_no_object(client: Anthropic, arguments: str) -> None:
+    """A client could not read it, so its arguments are text."""
+    wrong = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
+    message = client.messages.create(**asked("See.\n" + wrong, tools=[WEATHER]))
+    assert [block["text"] for block in plain(message)] == ["See.", arguments]
+    assert message.stop_reason == "stop_sequence"
+    both = client.messages.create(**asked(wrong + CALL, tools=[WEATHER]))
+    assert [block.type for block in both.content] == ["text", "tool_use"] and both.stop_reason == "tool_use"
+
+
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
 def test_forced_calls(client: Anthropic, choice: dict[str, Any]) -> None:
     """The mock engine ignores grammars, so it must write the calls' form itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from openai import OpenAI
 
 from jengine import SamplingParams
 from jengine.serving.http.bodies import CHAT, COMPLETION, IGNORED
+from jengine.serving.http.calls import BadBody, json_object
 from tests.serving.conftest import MockServer
 
 TEXT = "The quick brown fox"
@@ -78,7 +80,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (
         {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
         "response_format",
-        "only one of these",
+        "structured_outputs already constrains the output",
     ),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": "x"}, "structured_outputs", "must be an object"),
@@ -214,3 +216,12 @@ def test_bodies_of_too_many_parts(plain: httpx.Client) -> None:
     body = b'{"prompt": [' + b",".join([b"[]"] * 200_000) + b"]}"
     answer = plain.post("/v1/completions", content=body, headers=JSON)
     assert answer.status_code == 400 and "at most 131072" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("ending", ['"', '\\"', "\\\\"])
+def test_brackets_in_strings_are_no_parts(ending: str) -> None:
+    """Strings and escapes may cross any border between pieces that are counted."""
+    texts = ["[1,2],{" * 80 + ending] * 2000
+    assert json_object(json.dumps({"input": texts}).encode()) == {"input": texts}
+    with pytest.raises(BadBody, match="has 131074 arrays and objects; at most 131072"):
+        json_object(json.dumps({"input": [*texts, *[[]] * (2**17)]}).encode())

@@ -152,7 +152,7 @@ def test_a_conversation_with_calls_and_results(client: OpenAI, server: MockServe
     "options, param",
     [
         ({"tool_choice": {"type": "function", "function": {"name": "news"}}}, "tool_choice.function.name"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tool_choice": "required", "structured_outputs": {"json": {"type": "object"}}}, "tool_choice"),
         ({"tools": [WEATHER, WEATHER]}, "tools"),
         (
             {
@@ -235,6 +235,7 @@ NATIVE = f"{{# <tool_call> #}}{{{{ tools }}}}{ECHO}"
     [
         (NATIVE, {}, ["answer: calls | text", '"\\"weather\\""', "<tool_call>", "thought"]),
         (NATIVE, {"tool_choice": "none"}, ["answer: text", "thought"]),
+        (NATIVE, {"tool_choice": "required"}, ["answer: calls\n", '"\\"weather\\""']),
         ("{# no #}{{ messages[0].content }}", {}, ["answer: calls | text", 'calls: "["']),
         ("{# <|channel|>analysis #}{{ tools }}", {}, ["(calls | final)", "to=functions."]),
         ("{# <|channel|>analysis #}{{ messages[0].content }}", {"tools": None}, ["analysis* (final)"]),
@@ -248,7 +249,7 @@ def test_calls_or_a_schema(
     (folder / "chat_template.jinja").write_text(template)
     constraints = []
     function = WEATHER["function"]
-    choice = {"type": "none"} if options.get("tool_choice") else {"type": "auto"}
+    choice = {"type": {"required": "any"}.get(options.get("tool_choice"), options.get("tool_choice", "auto"))}
     bodies: dict[str, dict[str, Any]] = {
         "chat/completions": asked("x", response_format=FORM, **options),
         "responses": {

@@ -12,7 +12,7 @@ import grpc
 import httpx
 import pytest
 from google.rpc.error_details_pb2 import RetryInfo
-from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
@@ -215,6 +215,7 @@ def test_calls_of_every_kind_are_bounded(make_server: MakeServer) -> None:
                     and "3 calls" in message
                     and details.retry_delay.ToMilliseconds() > 0
                 )
+            assert HealthStub(channel).Check(HealthCheckRequest()).status == HealthCheckResponse.SERVING
             watches[0].cancel()
             wait_until(lambda: _works(lambda: other.GetLoad(pb.GetLoadRequest())))
             for watch in watches:

@@ -88,6 +88,11 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ),
     ("harmony", f"<|channel|>analysis<|message|>no end{FINAL}so", [Reasoning("no end"), Content("so")]),
     ("harmony", "<|channel|>analysis<|mess", []),
+    (
+        "harmony",
+        "<|channel|>commentary to=functions.f json<|message|>",
+        [ToolCallStart(0, "f"), Arguments(0, "{}")],
+    ),
     ("harmony", '{"answer": 4} <|en', [Content('{"answer": 4} <|en')]),
     ("harmony", " t", [Content(" t")]),
     (

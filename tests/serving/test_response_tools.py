@@ -133,6 +133,7 @@ def test_custom_tools(server: MockServer) -> None:
         ('{"input": 5}', '{"input": 5}'),
         ("", ""),
         ("[1]", "[1]"),
+        ('{"input": "a\\ud83d"}', "a?"),
     ],
 )
 def test_inputs_that_are_cut_off(arguments: str, expected: str) -> None:

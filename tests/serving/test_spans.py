@@ -18,7 +18,9 @@ export = of_extra("dev", "opentelemetry.sdk.trace.export.in_memory_span_exporter
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def spans_of(*metadata: tuple[str, str], fails: Exception | None = None) -> list[Any]:
+def spans_of(
+    *metadata: tuple[str, str], fails: Exception | None = None, model: str | None = None
+) -> list[Any]:
     """The spans of one request with this metadata."""
     exporter = export.InMemorySpanExporter()
     tracker = RequestTracker(Metrics(), None, spans := Spans("tiny", exporter, at_once=True))
@@ -32,7 +34,7 @@ def spans_of(*metadata: tuple[str, str], fails: Exception | None = None) -> list
     output.metrics.first_token, output.metrics.finished = now - 0.5, now
     try:
         with tracker.track("Generate", "mine", call) as request:
-            request.began = now - 1.0
+            request.began, request.model = now - 1.0, model
             if fails is not None:
                 raise fails
             request.output = output
@@ -74,6 +76,10 @@ def test_a_request_that_failed() -> None:
         and span.attributes["rpc.grpc.status"] == "INVALID_ARGUMENT"
     )
     assert span.attributes["gen_ai.usage.prompt_tokens"] == 0
+
+
+def test_a_model_beside_the_default_one() -> None:
+    assert spans_of(model="small")[-1].attributes["gen_ai.response.model"] == "small"
 
 
 def test_over_http_too() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import re
 import traceback
 from collections.abc import Awaitable, Callable
 from functools import cache
@@ -38,6 +39,7 @@ PATHS = {
     "chat_template": "options.chat_template",
     "chat_template_kwargs": "options.chat_template_kwargs_json",
 }
+PROMPTS = ("prompt", "prompt_token_ids", "messages", "system", "input", "instructions")
 MAX_FIELDS = 2**15  # in a request and its submessages
 VARINT, FIXED64, DELIMITED, FIXED32 = 0, 1, 2, 5  # wire types
 
@@ -181,16 +183,24 @@ def reported(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[
 
 
 def _invalid(error: InvalidArgument) -> Refusal:
-    root = error.field.partition(".")[0].partition("[")[0]
+    root = root_of(error.field)
     path = (
         f"sampling_params.{error.field}"
         if root in SamplingParams.__dataclass_fields__
         else PATHS.get(root, root) + error.field[len(root) :]
     )
-    # clients know their own prompt, and it must not appear in logged statuses
-    quotes = root in ("prompt", "prompt_token_ids", "messages")
-    message = f"{path}: {error.limit}" if quotes else str(error).replace(error.field, path, 1)
-    return Refusal(grpc.StatusCode.INVALID_ARGUMENT, message, field=path)
+    return Refusal(grpc.StatusCode.INVALID_ARGUMENT, message_with(error, path), field=path)
+
+
+def root_of(field: str) -> str:
+    """The first name of a path, such as `messages` of `messages[0].role`."""
+    return re.split(r"[.\[]", field, maxsplit=1)[0]
+
+
+def message_with(error: InvalidArgument, name: str) -> str:
+    """An error's message with this name of its field, and without prompts, since it may be logged."""
+    quotes = root_of(error.field) in PROMPTS
+    return f"{name}: {error.limit}" if quotes else str(error).replace(error.field, name, 1)
 
 
 def _details(refused: Refusal) -> list[Message]:

@@ -284,18 +284,23 @@ class ServedModels(ModelProvider, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FixedModel:
-    """The ServedModels of a server with one model, whose AsyncLLM is never replaced."""
+    """The ServedModels of a server with one model, whose AsyncLLM is never replaced.
+
+    Attributes:
+        aliases: further names of the model.
+    """
 
     llm: AsyncLLM
     info: ModelInfo
     retry_seconds: float = RESTART_SECONDS
     adapters: Adapters = field(default_factory=Adapters)
+    aliases: Sequence[str] = ()
 
     async def use(self, name: str, user: User) -> ModelProvider | None:
-        return self if name in ("", self.info.name) else None
+        return self if name in ("", self.info.name, *self.aliases) else None
 
     def listed(self) -> Sequence[ListedModel]:
-        return (ListedModel(self.info.name, "loaded", self.info),)
+        return [ListedModel(name, "loaded", self.info) for name in (self.info.name, *self.aliases)]
 
     def running(self) -> Sequence[AsyncLLM]:
         return (self.llm,)

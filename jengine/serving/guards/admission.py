@@ -9,7 +9,7 @@ import ipaddress
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from typing import NamedTuple
 from urllib.parse import unquote
 
@@ -23,6 +23,8 @@ from jengine.serving.config import ServerConfig
 from jengine.serving.guards.security import current_key
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.spi import GenerationParams
+
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 
 
 class RequestBounds(NamedTuple):
@@ -451,7 +453,9 @@ class ClientCalls:
 
 
 class CallInterceptor(ContextInterceptor):
-    """Counts gRPC calls, and rejects those of clients with too many with RESOURCE_EXHAUSTED."""
+    """Counts gRPC calls except health checks, and rejects those of clients with too many with
+    RESOURCE_EXHAUSTED.
+    """
 
     def __init__(self, calls: ClientCalls) -> None:
         self._calls = calls
@@ -459,7 +463,7 @@ class CallInterceptor(ContextInterceptor):
     @asynccontextmanager
     async def around(self, method: str, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         try:
-            counted = self._calls.one_more(context)
+            counted = nullcontext() if method == HEALTH_CHECK else self._calls.one_more(context)
         except Busy as refused:
             await context.abort(refused.code, refused.message, status_metadata(refused))
             raise

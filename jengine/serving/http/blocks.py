@@ -10,10 +10,11 @@ import msgspec
 
 from jengine import CompletionOutput, RequestOutput
 from jengine.serving.http.chat_service import Chat
-from jengine.serving.parsers.events import Arguments, Event, Reasoning, ToolCallStart, joined
+from jengine.serving.parsers.events import Arguments, Content, Event, Reasoning, ToolCallStart, joined
 from jengine.serving.requests.tracking import new_id
 
 Kind = Literal["reasoning", "text", "call"]
+KINDS: dict[type[Event], Kind] = {Reasoning: "reasoning", Content: "text", Arguments: "call"}
 
 
 @dataclass(slots=True)
@@ -67,13 +68,7 @@ class Blocks:
             if isinstance(event, ToolCallStart):
                 steps += [*self.close(), self._opened("call", event.name)]
                 continue
-            kind: Kind = (
-                "reasoning"
-                if isinstance(event, Reasoning)
-                else "call"
-                if isinstance(event, Arguments)
-                else "text"
-            )
+            kind = KINDS[type(event)]
             if self._open is None or self._open.kind != kind:
                 steps += [*self.close(), self._opened(kind)]
             assert self._open is not None
@@ -124,10 +119,6 @@ class BlockReader:
         self.blocks, self.tokens = Blocks(), 0
         self.last: RequestOutput | None = None
         self.completion: CompletionOutput | None = None
-
-    @property
-    def begun(self) -> bool:
-        return self.last is not None
 
     def take(self, output: RequestOutput) -> list[Step]:
         """What an output changes."""

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 import msgspec
+import numpy as np
 from starlette.types import Message, Receive, Scope, Send
 
 from jengine import InvalidArgument
@@ -89,7 +90,7 @@ class HttpCall:
         """Reads the whole body.
 
         Raises:
-            BadBody: it has more than `most` bytes, or did not arrive in time.
+            BadBody: it has more than `max_bytes` bytes, or did not arrive in time.
         """
         too_large = BadBody(413, f"the body is too large: at most {max_bytes} bytes (max_message_bytes)")
         length = self.header(b"content-length") or ""
@@ -208,7 +209,7 @@ def json_object(raw: bytes, most_bytes: Callable[[str], int | None] = lambda nam
         BadBody: it is not a JSON object, or has too many parts.
         InvalidArgument: a field is too large.
     """
-    if (containers := raw.count(b"[") + raw.count(b"{")) > MOST_CONTAINERS:
+    if (containers := _containers(raw)) > MOST_CONTAINERS:
         raise BadBody(400, f"the body has {containers} arrays and objects; at most {MOST_CONTAINERS}")
     raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
@@ -223,6 +224,21 @@ def json_object(raw: bytes, most_bytes: Callable[[str], int | None] = lambda nam
         raise BadBody(400, "the body must be a JSON object") from None
     except (msgspec.MsgspecError, ValueError, RecursionError) as wrong:
         raise BadBody(400, f"the body is not valid JSON: {wrong}") from None
+
+
+def _containers(raw: bytes) -> int:
+    """Number of arrays and objects. Within the limit, brackets in strings are counted, too."""
+    count = raw.count(b"[") + raw.count(b"{")
+    if count <= MOST_CONTAINERS:
+        return count
+    count, inside = 0, False  # without those in strings
+    rest = np.frombuffer(raw.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    for start in range(0, len(rest), 2**20):  # in pieces, to need little memory
+        piece = rest[start : start + 2**20]
+        strings = np.logical_xor.accumulate(piece == ord('"')) ^ inside
+        count += int(np.count_nonzero(((piece | 32) == ord("{")) & ~strings))  # "[" | 32 is "{"
+        inside = bool(strings[-1])
+    return count
 
 
 def _value(name: str, raw: msgspec.Raw) -> Any:

@@ -121,14 +121,11 @@ class Chat(NamedTuple):
 
     async def logprobs(self, completion: CompletionOutput, portioned: Portioned) -> dict[str, Parts]:
         """Log probabilities for a choice's fields."""
-        if completion.logprobs is None or not completion.logprobs:
+        if not completion.logprobs:
             return {}
         texts = TokenTexts(self.llm.tokenizer, self.body.get("return_tokens_as_token_ids", False))
-        return {
-            "logprobs": await chat_logprobs(
-                portioned, completion.logprobs, self.body.get("top_logprobs", 0), texts
-            )
-        }
+        top = self.body.get("top_logprobs", 0)
+        return {"logprobs": await chat_logprobs(portioned, completion.logprobs, top, texts)}
 
     def ids(self, completion: CompletionOutput) -> dict[str, Parts]:
         """Token ids for a choice's fields, and which weights made them."""
@@ -247,9 +244,7 @@ class ChatService(HttpService):
     async def _create(self, call: HttpCall, json_body: dict[str, Any], size: int, request_id: str) -> None:
         with self._tracker.track(f"POST {self.PATH}", request_id, call) as tracked:
             self._admission.stream(call)
-            chat = await self._chat(
-                call, await self._read_input(call, self._api.read, json_body, size), tracked
-            )
+            chat = await self._chat(call, self._api.read, json_body, size, tracked)
             with self._admission.place(chat.params.n, call) as place:
                 tracked.place = place
                 if chat.body.get("stream"):
@@ -262,7 +257,7 @@ class ChatService(HttpService):
 
         async def count(call: HttpCall, json_body: dict[str, Any], size: int) -> None:
             self._admission.stream(call)
-            chat = await self._chat(call, await self._read_input(call, read, json_body, size))
+            chat = await self._chat(call, read, json_body, size)
             prompt = await self._prompt(call, chat, size)
             await call.answer(200, msgspec.json.encode(reply(len(prompt["prompt_token_ids"]))))
 
@@ -271,15 +266,16 @@ class ChatService(HttpService):
 
         return handle
 
-    async def _read_input(
-        self, call: HttpCall, read: Read, json_body: dict[str, Any], size: int
-    ) -> ChatInput:
-        """Validates a body, in a thread if it is long."""
-        return await self._text_work.run(client_of(call), size, lambda: read(json_body))
-
     async def _chat(
-        self, call: HttpCall, chat_input: ChatInput, tracked: TrackedRequest | None = None
+        self,
+        call: HttpCall,
+        read: Read,
+        json_body: dict[str, Any],
+        size: int,
+        tracked: TrackedRequest | None = None,
     ) -> Chat:
+        work = partial(self._text_work.run, client_of(call))
+        chat_input = await work(size, lambda: read(json_body))  # in a thread if it is long
         call.names = chat_input.names
         body, model = await self._accepted(chat_input.body, call, tracked)
         check_conversation(body)
@@ -291,10 +287,9 @@ class ChatService(HttpService):
         params = with_thinking_budget(params, body, form, tokenizer)
         if form.shows_special_tokens and (form.channels or (tools.callable and tools.forced is None)):
             params = params.clone(skip_special_tokens=False)
-        work, encode = partial(self._text_work.run, client_of(call)), tokenizer.encode
 
         async def count(text: str) -> int:
-            return len(await work(len(text), lambda: encode(text, False))) if text else 0
+            return len(await work(len(text), lambda: tokenizer.encode(text, False))) if text else 0
 
         return Chat(body, params, tools, form, llm, int(time.time()), model, chat_input.request, count)
 

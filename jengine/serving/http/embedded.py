@@ -48,9 +48,9 @@ class EmbeddedApi:
         for option in ("lora_modules", "lora_dir", "allow_lora_hub"):
             if getattr(config, option):
                 raise InvalidArgument(option, getattr(config, option), "only `jengine serve` takes it")
-        models = FixedModel(
-            llm, ModelInfo(name=[*config.served_names, name][0], limits=llm.backend.limits, dtype="")
-        )
+        name, *aliases = config.served_names or [name]
+        info = ModelInfo(name=name, limits=llm.backend.limits, dtype="")
+        models = FixedModel(llm, info, aliases=aliases)
         self._shared = Shared.of(config, models, metrics, None)
         self._app = application(
             Parts(config, self._shared, ClientCalls(config, metrics), None, metrics, why_not_ready)

@@ -107,7 +107,7 @@ class Endpoint:
 
     Args:
         path: for metrics.
-        open: whether no key is needed.
+        open: whether no key is needed, and a client may have any number of calls.
         errors: how the path's API shows errors.
     """
 
@@ -133,8 +133,10 @@ class Endpoint:
 
     async def _answer(self, call: HttpCall) -> None:
         try:
-            if not self._open:
-                check_key(call, self._parts.authenticator)
+            if self._open:
+                await self._handle(call)
+                return
+            check_key(call, self._parts.authenticator)
             with self._parts.calls.one_more(call):
                 await self._handle(call)
         except Exception as error:

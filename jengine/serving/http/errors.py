@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from grpc import StatusCode
 
 from jengine import InvalidArgument, PromptTooLong
-from jengine.serving.calls.errors import Refusal, refusal
+from jengine.serving.calls.errors import Refusal, message_with, refusal, root_of
 from jengine.serving.calls.portions import Parts, encoded
 from jengine.serving.http.calls import BadBody, HttpCall
 
@@ -26,8 +26,6 @@ STATUSES = {
 }
 # places of jengine's error fields in every body; others have the same place
 PLACES = {"prompt_token_ids": "prompt"}
-# never repeated in a message, which may be logged
-QUOTE = ("prompt", "prompt_token_ids", "messages", "system", "input", "instructions")
 RESOURCES = {  # what is missing or exists already: OpenAI's code, and the field at fault
     "model": ("model_not_found", "model"),
     "request": (None, "request_id"),
@@ -113,9 +111,10 @@ def http_error(error: Exception, retry_seconds: float, names: Mapping[str, str] 
     refused = refusal(error, retry_seconds)
     status, kind = STATUSES.get(refused.code, (500, "server_error"))
     if isinstance(error, InvalidArgument):
-        message, field = _named(error, names or {})
+        root, field = root_of(error.field), PLACES.get(error.field, error.field)
+        field = (names or {}).get(PLACES.get(root, root), field)
         if not isinstance(error, PromptTooLong):
-            return HttpError(status, kind, message, field)
+            return HttpError(status, kind, message_with(error, field), field)
         # agents look for these words and numbers
         count = f"{error.tokens} tokens{' or more' if error.or_more else ''}"
         message = (
@@ -135,14 +134,6 @@ def http_error(error: Exception, retry_seconds: float, names: Mapping[str, str] 
 def error_with_status(status: int, message: str) -> HttpError:
     """A response with one of the statuses in STATUSES."""
     return HttpError(status, dict(STATUSES.values())[status], message)
-
-
-def _named(error: InvalidArgument, names: Mapping[str, str]) -> tuple[str, str]:
-    """The message, with the field's name in the request, and that name."""
-    root = error.field.partition(".")[0].partition("[")[0]
-    field = PLACES.get(error.field, error.field)
-    param = names.get(PLACES.get(root, root), field)
-    return (f"{param}: {error.limit}" if root in QUOTE else str(error).replace(error.field, param, 1)), param
 
 
 def _code(refused: Refusal) -> tuple[str | None, str | None]:

@@ -25,7 +25,7 @@ from jengine.spi import (
     without_lookaround,
 )
 
-EXCLUSIVE = "only one of these may constrain the output: tool_choice, response_format, structured_outputs"
+EXCLUSIVE = "structured_outputs already constrains the output"
 SWITCHES = {"enabled": True, "disabled": False}  # other types leave the choice to the model
 
 
@@ -43,12 +43,8 @@ def completion_params(body: Body, default: SamplingParams) -> GenerationParams:
         fields["logprobs"] = logprobs
         if body.get("echo"):
             fields.setdefault("prompt_logprobs", logprobs)
-    if (structure := _structure(body, fields)) is not None:
-        fields["structured_outputs"] = structure
-    beams: dict[str, Any] = {
-        name: body.get(name) for name in ("use_beam_search", "length_penalty") if name in body.fields
-    }
-    return with_beams({**fields, **beams}, default)
+    beams = ("use_beam_search", "length_penalty")
+    return with_beams(fields | {name: body.get(name) for name in beams if name in body.fields}, default)
 
 
 def chat_params(body: Body, default: SamplingParams) -> SamplingParams:
@@ -72,7 +68,20 @@ def chat_params(body: Body, default: SamplingParams) -> SamplingParams:
         fields["logprobs"] = top or 0
     elif top is not None:
         raise InvalidArgument("top_logprobs", top, "needs logprobs=true")
-    return _params(fields, _structure(body, fields), default)
+    form = body.get("response_format")
+    # it is for answers that are text; a forced call excludes these
+    if form is not None and form["type"] != "text" and not forces_calls(body.get("tool_choice")):
+        if "structured_outputs" in fields:
+            raise InvalidArgument("response_format", form, EXCLUSIVE)
+        has_schema = form["type"] == "json_schema"
+        schema = form["json_schema"].get("schema", {}) if has_schema else {"type": "object"}
+        fields["structured_outputs"] = StructuredOutputs(json=schema)
+    return default.clone(**fields)
+
+
+def forces_calls(tool_choice: object) -> bool:
+    """Whether the field tool_choice makes every answer a call."""
+    return tool_choice not in (None, "none", "auto")
 
 
 def names_of(body: Body) -> dict[str, str]:
@@ -82,43 +91,13 @@ def names_of(body: Body) -> dict[str, str]:
         names["prompt"] = "messages"
     if body.get("response_format") is not None:
         names["structured_outputs"] = "response_format"
-    if body.get("tool_choice") not in (None, "none", "auto"):
+    if forces_calls(body.get("tool_choice")):
         names["structured_outputs"] = "tools"
     if body.get("max_completion_tokens") is not None:
         names["max_tokens"] = "max_completion_tokens"
     if body.get("top_logprobs") is not None:
         names["logprobs"] = "top_logprobs"
     return names
-
-
-def with_structure(params: SamplingParams, field: str, structure: StructuredOutputs) -> SamplingParams:
-    """The parameters with the constraint that `field` requests.
-
-    Raises:
-        InvalidArgument: there is already a constraint.
-    """
-    if params.structured_outputs is not None:
-        raise InvalidArgument(field, structure, EXCLUSIVE)
-    return params.clone(structured_outputs=structure)
-
-
-def _params(
-    fields: dict[str, Any], structure: StructuredOutputs | None, default: SamplingParams
-) -> SamplingParams:
-    if structure is not None:
-        fields["structured_outputs"] = structure
-    return default.clone(**fields)
-
-
-def _structure(body: Body, fields: dict[str, Any]) -> StructuredOutputs | None:
-    """The constraint on the output, of which there may be only one."""
-    form = body.get("response_format")
-    if form is None or form["type"] == "text":
-        return None
-    if "structured_outputs" in fields:
-        raise InvalidArgument("response_format", form, EXCLUSIVE)
-    schema = form["json_schema"].get("schema", {}) if form["type"] == "json_schema" else {"type": "object"}
-    return StructuredOutputs(json=schema)
 
 
 def thinking_variables(thinks: bool) -> dict[str, Any]:
@@ -219,8 +198,11 @@ class ToolChoice(NamedTuple):
         Raises:
             InvalidArgument: there is another constraint on the output, or parameters are no object.
         """
-        structure = self.structure(None)
-        return params if structure is None else with_structure(params, "tool_choice", structure)
+        if (structure := self.structure(None)) is None:
+            return params
+        if params.structured_outputs is not None:
+            raise InvalidArgument("tool_choice", self.forced, EXCLUSIVE)
+        return params.clone(structured_outputs=structure)
 
     def structure(self, inside: bool | None) -> StructuredOutputs | None:
         """The constraint that allows only calls; None if none are forced.
@@ -312,7 +294,7 @@ def read_tools(body: Body, form: AnswerFormat, shown: bool) -> ToolChoice:
     """
     tools, choice = body.get("tools"), body.get("tool_choice")
     if not tools:
-        if choice not in (None, "none", "auto"):
+        if forces_calls(choice):
             raise InvalidArgument("tool_choice", choice, "needs tools")
         return ToolChoice([], [], None, True)
     for i, tool in enumerate(tools):

@@ -46,7 +46,7 @@ RESPONSES: Policy = {
         "metadata": "returned",
         "include: message.output_text.logprobs": "log probabilities of the tokens of messages",
         "reasoning.effort": "the chat template's `reasoning_effort`; `none` turns thinking off",
-        "text.format": "`json_schema` and `json_object` constrain the answer",
+        "text.format": "`json_schema` and `json_object` constrain answers that are text",
         "tools: namespace": "the model sees each function as `NAMESPACE__NAME`; calls have both parts again",
         "tools: custom": "text, a regular expression, or a Lark grammar; forced calls follow these",
         "tool_choice": "`none`, `auto`, `required`, or an object",
@@ -153,7 +153,7 @@ MESSAGES: Policy = {
         "thinking.budget_tokens": BUDGET,
         "thinking.display": "`omitted` hides the thinking",
         "output_config.effort": EFFORT,
-        "output_config.format": "constrains the answer",
+        "output_config.format": "constrains answers that are text",
     },
     "accepted": {
         **same("", "metadata", "diagnostics", "inference_geo", "user_profile_id", "workspace_id"),

@@ -62,17 +62,13 @@ class TextService(HttpService):
                 "prompt", body.get("prompt"), "exactly one of prompt and messages must be given"
             )
         check_conversation(body)
-        wrong = ("add_special_tokens",) if "messages" in body.fields else OPTIONS
-        for name in wrong:
+        tokenizer, is_chat = model.tokenizer, "messages" in body.fields
+        for name in ("add_special_tokens",) if is_chat else OPTIONS:
             # templates write the special tokens themselves
             if name in body.fields and (name, body.get(name)) != ("add_special_tokens", False):
-                raise InvalidArgument(
-                    name,
-                    body.get(name),
-                    "is only for prompt" if "messages" in body.fields else "is only for messages",
-                )
-        tokenizer = model.tokenizer
-        if "messages" in body.fields:
+                limit = "is only for prompt" if is_chat else "is only for messages"
+                raise InvalidArgument(name, body.get(name), limit)
+        if is_chat:
             options = {name: body.get(name) for name in OPTIONS if name in body.fields}
             prompt = await self._render(
                 model, lambda: (body.get("messages"), options), body.get("chat_template"), size, call

@@ -100,5 +100,6 @@ class Harmony(Stepwise):
         events: list[Event] = []
         if self._state != "header":  # headers are not shown
             self._emit(self._buffer, events)
+            self._finish_message(events)
         self._buffer = ""
         return events

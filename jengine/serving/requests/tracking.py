@@ -95,7 +95,7 @@ class Spans:
         output = request.output
         attributes: dict[str, Any] = {
             "gen_ai.request.id": request.request_id,
-            "gen_ai.response.model": request.adapter or self._model,
+            "gen_ai.response.model": request.adapter or request.model or self._model,
             "gen_ai.usage.prompt_tokens": request.prompt_tokens,
             "gen_ai.usage.completion_tokens": request.output_tokens,
             "gen_ai.usage.cached_prompt_tokens": 0 if output is None else output.num_cached_tokens or 0,
@@ -247,7 +247,9 @@ class RequestTracker:
         status = "OK"
         self._unfinished.add(request)
         try:
-            check_request_id(request_id)
+            if len(request_id) > MAX_REQUEST_ID:  # it is repeated in answers, logs and spans
+                message = f"request_id: {len(request_id)} characters; at most {MAX_REQUEST_ID}"
+                raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, message, field="request_id")
             yield request
         except (asyncio.CancelledError, grpc.aio.BaseError):
             status = interruption(call).name
@@ -271,10 +273,3 @@ def new_id() -> str:
     """A random id, unlike AsyncLLM's own. Those can be guessed, so a client could take the next one and block
     another client."""
     return uuid.uuid4().hex
-
-
-def check_request_id(request_id: str) -> None:
-    """Raises Refusal if a client's id is too long: it is repeated in answers, logs and spans."""
-    if len(request_id) > MAX_REQUEST_ID:
-        message = f"request_id: {len(request_id)} characters; at most {MAX_REQUEST_ID}"
-        raise Refusal(grpc.StatusCode.INVALID_ARGUMENT, message, field="request_id")

@@ -19,7 +19,6 @@ from jengine.serving.http.bodies import (
     validator_of,
     without_nulls,
 )
-from jengine.serving.http.bodies import checked as checked_by
 from jengine.serving.http.chat_service import ChatInput
 from jengine.serving.http.parameters import thinking_variables
 from jengine.serving.http.turns import Turns, image, text, type_of
@@ -146,8 +145,6 @@ class MessagesBody(Prompt, Level, total=False):
     """/v1/messages."""
 
     stop_sequences: list[str]
-    metadata: dict[str, Any]
-    service_tier: str
 
 
 MESSAGE, TOOL = validator_of(Message), validator_of(Tool)
@@ -212,7 +209,7 @@ def _chat_input(request: dict[str, Any], sampling: dict[str, Any]) -> ChatInput:
         schema = {"name": "answer", "schema": config["format"]["schema"]}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
         names |= {"structured_outputs": "output_config.format", "response_format": "output_config.format"}
-    elif request.get("tool_choice", {}).get("type") in ("any", "tool"):
+    if request.get("tool_choice", {}).get("type") in ("any", "tool"):
         names["structured_outputs"] = "tools"
     return ChatInput(Body(fields, sampling), names, request)
 
@@ -242,7 +239,7 @@ def _tool(where: str, tool_body: dict[str, Any]) -> dict[str, Any]:
     kind = tool_body.get("type")
     if kind not in (None, "custom"):
         raise InvalidArgument(f"{where}.type", kind, policy.MESSAGES["error"]["tools.type"])
-    tool = checked_by(TOOL, tool_body, where)
+    tool = checked(TOOL, tool_body, where)
     function = {"name": tool["name"], "parameters": tool["input_schema"]}
     function |= {name: tool[name] for name in ("description", "strict") if name in tool}
     return {"type": "function", "function": function}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import msgspec
@@ -35,12 +36,14 @@ class Messages(ChatApi):
     async def whole(self, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned) -> Parts:
         [completion] = output.outputs
         blocks, tokens = blocks_of(chat.read(completion.text)), len(completion.token_ids)
-        content = [shown for block in blocks.all if (shown := _whole(block)) is not None]
+        cut = blocks.all[-1:] if completion.finish_reason == "length" else []
+        content = [shown for block in blocks.all if (shown := _whole(block, block in cut)) is not None]
+        called = any(shown["type"] == "tool_use" for shown in content)
         return portions.encoded(
             {
                 **_head(chat, request_id),
                 "content": content,
-                **_stop(chat, completion, blocks, tokens),
+                **_stop(chat, completion, called, tokens),
                 "usage": await _usage(chat, output, blocks, tokens),
             }
         )
@@ -62,7 +65,7 @@ class MessagesStream:
         pass
 
     async def show(self, output: RequestOutput) -> None:
-        if not self._reader.begun:
+        if self._reader.last is None:
             usage = await _usage(self._chat, output, self._reader.blocks, 0)
             nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
             message = {**_head(self._chat, self._id), **nothing, "usage": usage}
@@ -86,7 +89,7 @@ class MessagesStream:
         reader, chat = self._reader, self._chat
         assert reader.last is not None and reader.completion is not None
         usage = await _usage(chat, reader.last, reader.blocks, reader.tokens)
-        delta = _stop(chat, reader.completion, reader.blocks, reader.tokens)
+        delta = _stop(chat, reader.completion, reader.blocks.called, reader.tokens)
         await self._send("message_delta", delta=delta, usage=usage)
         await self._send("message_stop")
         await self._call.end_events(b"")
@@ -109,28 +112,24 @@ def _opened(block: Block) -> dict[str, Any]:
             return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": {}}
 
 
-def _whole(block: Block) -> dict[str, Any] | None:
-    """A complete block. None for a call that was cut off."""
-    match block.kind:
-        case "text":
-            return {**_opened(block), "text": block.text}
-        case "reasoning":
-            return {**_opened(block), "thinking": block.text}
-        case "call":
-            try:
-                arguments = msgspec.json.decode(block.text)
-            except (msgspec.MsgspecError, ValueError, RecursionError):
-                return None
-            return {**_opened(block), "input": arguments} if isinstance(arguments, dict) else None
+def _whole(block: Block, cut: bool) -> dict[str, Any] | None:
+    """A complete block: text for a call whose arguments are not an object, None if such a call was cut off
+    or has none.
+    """
+    if block.kind == "call":
+        with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
+            return {**_opened(block), "input": msgspec.json.decode(block.text, type=dict[str, Any])}
+        return None if cut or not block.text else {"type": "text", "text": block.text}
+    return {**_opened(block), "thinking" if block.kind == "reasoning" else "text": block.text}
 
 
-def _stop(chat: Chat, completion: CompletionOutput, blocks: Blocks, tokens: int) -> dict[str, Any]:
-    """Why the answer ended."""
+def _stop(chat: Chat, completion: CompletionOutput, called: bool, tokens: int) -> dict[str, Any]:
+    """Why the answer ended. `called`: whether it has a tool_use block."""
     limit, sequence = chat.params.max_tokens, None
     if completion.finish_reason == "length":
         full = limit is not None and tokens < limit
         why = "model_context_window_exceeded" if full else "max_tokens"
-    elif blocks.called:
+    elif called:
         why = "tool_use"
     elif isinstance(completion.stop_reason, str):
         why, sequence = "stop_sequence", completion.stop_reason

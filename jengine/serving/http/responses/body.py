@@ -14,6 +14,7 @@ from jengine import InvalidArgument, StructuredOutputs
 from jengine.serving.grpc.conversions import MAX_MESSAGES
 from jengine.serving.http.bodies import LEVEL, Body, BodyFields, checked, without_nulls
 from jengine.serving.http.chat_service import ChatInput
+from jengine.serving.http.parameters import forces_calls
 from jengine.serving.http.policy import RESPONSES, check_fields, fields, log_accepted, members, values
 from jengine.serving.http.responses.types import (
     ALLOWED_TOOLS,
@@ -25,6 +26,7 @@ from jengine.serving.http.responses.types import (
     ResponsesBody,
 )
 from jengine.serving.http.turns import Turns, image, text, type_of
+from jengine.serving.parsers.events import clean
 
 HOSTED = values(RESPONSES, "accepted", "tools")
 WITHOUT_EFFECT = members(RESPONSES, "accepted", "tools")
@@ -69,7 +71,7 @@ class Tools(NamedTuple):
             except (ValueError, RecursionError):
                 continue
             text = value.get(INPUT) if isinstance(value, dict) and len(value) == 1 else None
-            return text if isinstance(text, str) else arguments
+            return clean(text) if isinstance(text, str) else arguments
         return arguments
 
 
@@ -205,6 +207,7 @@ PATH = "/v1/responses"
 ECHOED = frozenset(("user", "prompt_cache_key", "safety_identifier"))
 IGNORED = fields(RESPONSES, "accepted") - ECHOED
 REFUSED = fields(RESPONSES, "error")
+AS_IN_CHATS = ("parallel_tool_calls", "max_tool_calls", "stream_options")
 NEUTRAL = {"background": False, "truncation": "disabled", "n": 1}
 FORM = BodyFields(ResponsesBody, ignored=IGNORED, refused=REFUSED, neutral=NEUTRAL)
 COUNT = BodyFields(
@@ -233,8 +236,6 @@ def read(body: dict[str, Any], stores: bool = False) -> ChatInput:
     check_fields(RESPONSES, body, NEUTRAL)
     log_accepted(PATH, (name for name, value in body.items() if value is not None))
     request, sampling = FORM.read(body)
-    if "stream_options" in request and not request.get("stream"):
-        raise InvalidArgument("stream_options", request["stream_options"], "needs stream=true")
     if request.get("store") and not stores:
         limit = "must be false, since this server keeps no responses (response_store_bytes)"
         raise InvalidArgument("store", True, limit)
@@ -252,26 +253,22 @@ def read_to_count(body: dict[str, Any]) -> ChatInput:
 def _chat_input(request: dict[str, Any], sampling: dict[str, Any]) -> ChatInput:
     tools = read_tools(request.get("tools", []), request.get("tool_choice"))
     fields = {
-        **{
-            name: request[name]
-            for name in (*LEVEL, "parallel_tool_calls", "max_tool_calls")
-            if name in request
-        },
+        **{name: request[name] for name in (*LEVEL, *AS_IN_CHATS) if name in request},
         **_logprobs(request),
         "messages": conversation(request.get("input"), request.get("instructions")),
         "tools": tools.functions,
         "tool_grammars": tools.grammars,
     }
     names = dict(NAMES)
-    if tools.choice is not None:
-        fields["tool_choice"] = tools.choice
-        if tools.choice not in ("none", "auto"):
-            names["structured_outputs"] = "tools"
     if "effort" in request.get("reasoning", {}):
         fields["reasoning_effort"] = request["reasoning"]["effort"]
     if (form := request.get("text", {}).get("format")) is not None:
         fields["response_format"] = _format(form)
         names |= {"structured_outputs": "text.format", "response_format": "text.format"}
+    if tools.choice is not None:
+        fields["tool_choice"] = tools.choice
+        if forces_calls(tools.choice):
+            names["structured_outputs"] = "tools"
     stored = {STORED_INPUT: _as_json(request["input"])} if request.get("store") else {}
     return ChatInput(Body(fields, sampling), names, {**request, **stored, "tools": tools})
 

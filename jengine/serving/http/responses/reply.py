@@ -305,11 +305,9 @@ class ResponseStream:
                 await self._send_of(block, "content_part.added", part=part(block, ""))
         elif step.what == "closes":
             await self._close(block)
-        elif block.kind == "text":
-            kind = f"{TYPES['text']}.delta"
-            await self._send_of(block, kind, delta=step.text, logprobs=step.logprobs)
-        elif block.kind == "reasoning":
-            await self._send_of(block, f"{TYPES['reasoning']}.delta", delta=step.text)
+        elif block.kind != "call":
+            more: dict[str, Any] = {"logprobs": step.logprobs} if block.kind == "text" else {}
+            await self._send_of(block, f"{TYPES[block.kind]}.delta", delta=step.text, **more)
         elif not tool_of(self._chat, block).custom:  # whose input is within the arguments
             await self._send_of(block, f"{FUNCTION}.delta", delta=step.text)
 
