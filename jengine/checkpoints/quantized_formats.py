@@ -48,7 +48,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each field of a word
 SHUFFLED = ("group", "dynamic", True)  # values of actorder for groups of inputs that are not consecutive
 TEXT_PARTS = r"(?:(?:model|language_model|text_model)\.)*"  # before the name of a module of the text model
 # settings for quantized activations
-ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "input_global_scale")
+ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "input_global_scale", "activation_scale")
 CACHES = ("k_scale", "v_scale")  # settings for quantized caches
 PARTS = (
     "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv",
