@@ -173,9 +173,7 @@ def nvfp4(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
     return parts, values.reshape(weight.shape).astype(np.float32)
 
 
-def fp8(
-    scales: str, name: str = "weight_scale", block: int = 48, inputs: str = "input_scale"
-) -> Quantizer:
+def fp8(scales: str, name: str = "weight_scale", block: int = 48, inputs: str = "input_scale") -> Quantizer:
     """scales: all, outputs, or square blocks. name, inputs: of the tensors of scales."""
 
     def quantizer(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
