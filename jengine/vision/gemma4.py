@@ -24,10 +24,8 @@ DEFAULTS = {
     "pooling_kernel_size": 3, "patch_size": 16, "position_embedding_size": 10240,
     "use_clipped_linears": False, "standardize": False, "rope_parameters": None, "attention_bias": False,
 }  # fmt: skip
-# fields of preprocessor_config.json with the only value that is supported
-FIXED = {
-    "do_convert_rgb": True, "do_normalize": False, "do_rescale": True, "do_resize": True, "resample": BICUBIC,
-}  # fmt: skip
+# further fields of preprocessor_config.json with the only value that is supported
+FIXED = {"do_normalize": False, "resample": BICUBIC}
 
 
 class Gemma4Vision:
