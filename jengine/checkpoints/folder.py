@@ -18,6 +18,7 @@ from jengine.checkpoints.files import found_tensors
 from jengine.checkpoints.hugging_face import model_config, token_ids
 from jengine.checkpoints.in_memory import Tensors
 from jengine.checkpoints.output_head import untied_head
+from jengine.checkpoints.quantized_formats import OPTIMIZER_FILE, read_fields
 from jengine.core.model_options import CheckpointFormat
 from jengine.core.request import SamplingParams
 from jengine.hub.files import (
@@ -49,6 +50,7 @@ CONFIG_FILES = [
     "tokenizer_config.json",
     "preprocessor_config.json",
     "processor_config.json",
+    OPTIMIZER_FILE,
     converted.MARK,
 ]  # metadata without weights
 
@@ -124,9 +126,10 @@ def read_config(path: Path) -> ModelConfig:
             f"has Orbax files but no {converted.MARK}: `jengine convert` did not write or did not finish it",
             file=path,
         )
-    config = (converted.stored_config if file.name == converted.MARK else model_config)(
-        read_object(file), file=file
-    )
+    if file.name == converted.MARK:
+        config = converted.stored_config(read_object(file), file=file)
+    else:
+        config = model_config(read_fields(path), file=file)
     if file.name != converted.MARK and (config.tie_embeddings or config.num_layers > USUAL_LAYERS):
         tensors = _stored_tensors(path)
         check_layers(config, tensors, path)
@@ -192,7 +195,7 @@ def kept_format(quantization: str | None, path: Path) -> str | None:
     if method is None and (path / "config.json").exists():
         file = path / "config.json"
         with malformed(file):
-            fields = read_object(file)
+            fields = read_fields(path)
             stored = fields.get("quantization_config") or fields.get("compression_config") or {}
             method = stored.get("quant_method")
     if method != str(quantization).removesuffix("_marlin").removesuffix("_fp4"):

@@ -58,6 +58,7 @@ ENDING = frozenset(
 SCALING = {
     "factor": "rope.scaling.factor",
     "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "attn_factor": "rope.scaling.attn_factor",
 }
 KNOWN = {*FIELDS.values(), *SCALING.values()} | {
     *(
@@ -179,6 +180,10 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _rope_scaling(file: GgufFile, longest: int) -> dict[str, Any] | None:
+    kind = file.get(f"{file.architecture}.rope.scaling.type", "none")
+    attn_factor = file.get(f"{file.architecture}.rope.scaling.attn_factor", 1)
+    if kind != "yarn" and attn_factor != 1:
+        raise ModelError(f"rope.scaling.attn_factor={attn_factor} is supported for type yarn, not {kind}")
     if FREQUENCIES in file.tensors:  # a divisor for each frequency, as stored for Llama 3.1
         factors = file.floats(FREQUENCIES).tolist()
         lists = {"short_factor": factors, "long_factor": factors}
@@ -189,7 +194,6 @@ def _rope_scaling(file: GgufFile, longest: int) -> dict[str, Any] | None:
             "original_max_position_embeddings": longest,
             **lists,
         }
-    kind = file.get(f"{file.architecture}.rope.scaling.type", "none")
     if kind == "none":
         return None
     named = {

@@ -22,7 +22,8 @@ from jengine.checkpoints.stored import Tensor, dense
 from jengine.core.lora import LoraSource
 from jengine.hub.files import hub_name
 from jengine.hub.repository import download
-from jengine.models.adapters import Factors, LoraWeights, Module, Site, bare
+from jengine.models import Model
+from jengine.models.adapters import Factors, LoraWeights, Module, Site, bare, module_names
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 NAME = re.compile(
@@ -51,7 +52,7 @@ class Change(NamedTuple):
 def read_lora(
     source: LoraSource,
     modules: Mapping[str, Module],
-    prefix: str,
+    model: Model,
     max_rank: int,
     fused: Mapping[str, Site] | None = None,
     dtype: jax.typing.DTypeLike = "float32",
@@ -60,7 +61,6 @@ def read_lora(
 
     Args:
         modules: those of the model that adapters may change, by their bare names.
-        prefix: of the model's tensors, see Decoder.
         max_rank: the largest supported one.
         fused: parameters with all experts of a layer, by transformers' names.
         dtype: of the adapter on the devices.
@@ -74,7 +74,7 @@ def read_lora(
     if not pairs:
         raise ModelError("has no tensors of an adapter", file=file)
     changes = [
-        _change(name, bare(name, prefix), *pair, modules, fused or {}, max_rank, file)
+        _change(name, bare(name, model.prefix), *pair, modules, fused or {}, max_rank, file)
         for name, pair in pairs.items()
     ]
     scales = settings.scales({change.name: change.rank for change in changes})
@@ -87,8 +87,9 @@ def read_lora(
                 _finite(a, np.float32(1), dtype, f"lora_A of module {name}", file),
                 _finite(b, scales[change.name], dtype, f"lora_B of module {name}", file),
             )
-    before = {name.removesuffix(bare(name, prefix)) for name in pairs}  # what names have before bare ones
-    others = [start + name for start in before for name in modules.keys() - factors.keys()]
+    # what names have before bare ones
+    before = {name.removesuffix(bare(name, model.prefix)) for name in pairs}
+    others = [start + name for start in before for name in module_names(model) - factors.keys()]
     settings.check_targets(pairs, others, [change.name for change in changes if change.name not in pairs])
     return LoraWeights(max(change.rank for change in changes), factors)
 

@@ -149,29 +149,32 @@ class LoraConfig:
     def check_targets(
         self, names: Collection[str], others: Collection[str], parameters: Collection[str]
     ) -> None:
-        """Checks that each target has factors, if it has modules that are not excluded.
+        """Checks that each target has factors, if the model has modules of it that are not excluded, and that
+        a target has some.
 
         Args:
             names: of modules with factors.
             others: names of the model's other modules.
             parameters: names of parameters with factors.
+
+        Raises:
+            ModelError: a target has none.
         """
         if isinstance(self.targets, str):
-            if not any(self._matches("target_modules", [self.targets], [*names])):
-                raise ModelError(
-                    f"target_modules={shown(self.targets)} matches no module with tensors", file=self.file
-                )
+            matches = any(self._matches("target_modules", [self.targets], [*names]))
         else:
             present, absent = _by_end(names), _by_end(others)
-            missing = {
-                target: absent.get(target, [target]) for target in self.targets if target not in present
-            }
+            missing = {name: absent[name] for name in self.targets if name in absent and name not in present}
             excluded = self._excluded([name for names in missing.values() for name in names])
             for target, without in missing.items():
                 if not excluded.issuperset(without):
                     raise ModelError(
                         f"target_modules has {shown(target)}, but no module of it has tensors", file=self.file
                     )
+            matches = bool(parameters or not self.targets or present.keys() & {*self.targets})
+        if not matches:
+            targets = shown(self.targets if isinstance(self.targets, str) else [*self.targets])
+            raise ModelError(f"target_modules={targets} matches no module with tensors", file=self.file)
         present = _by_end(parameters)
         for target in self.parameters:
             if target not in present:

@@ -10,11 +10,12 @@ import numpy as np
 
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.base.gguf_file import is_gguf
-from jengine.base.model_files import malformed, read_object
+from jengine.base.model_files import malformed
 from jengine.checkpoints.converted import is_converted
 from jengine.checkpoints.files import found_tensors
 from jengine.checkpoints.hugging_face import model_config
 from jengine.checkpoints.in_memory import Tensors
+from jengine.checkpoints.quantized_formats import read_fields
 from jengine.checkpoints.stored import StoredTensor, Tensor
 from jengine.core.speculation import NAME
 from jengine.models import DRAFT_HEADS
@@ -94,7 +95,7 @@ def mtp_config(folder: Path, model: ModelConfig) -> ModelConfig:
         have = ", ".join(head.removesuffix("_mtp") for head in DRAFT_HEADS if head.endswith("_mtp"))
         why = f"model_type {model.family} has no such head; {have} do"
     else:
-        fields = read_object(folder / "config.json")
+        fields = read_fields(folder)
         with malformed(folder / "config.json"):
             text = {**fields, **(fields.get("text_config") or {})}
         field = next((field for field in COUNTS if text.get(field) == 0), None)
@@ -121,7 +122,7 @@ def eagle3_config(folder: Path) -> ModelConfig:
     file = folder / "config.json"
     if is_gguf(folder):
         raise ModelError("a head is read from a folder in Hugging Face's layout", file=folder)
-    fields = read_object(file)
+    fields = read_fields(folder)
     with malformed(file):
         named = [str(name) for name in fields.get("architectures") or ()]
         if fields.get("speculators_model_type", "eagle3") != "eagle3" or not {*named} & {*ARCHITECTURES}:

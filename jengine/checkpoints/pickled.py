@@ -26,15 +26,10 @@ from jengine.base.model_files import open_regular
 from jengine.checkpoints.stored import Tensor
 
 STORAGES = {  # torch's classes
-    **{
-        "DoubleStorage": "float64",
-        "FloatStorage": "float32",
-        "HalfStorage": "float16",
-        "LongStorage": "int64",
-        "IntStorage": "int32",
-    },
-    **{"ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool"},
-}
+    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "LongStorage": "int64",
+    "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+}  # fmt: skip
 DTYPES = {name: np.dtype(dtype) for name, dtype in STORAGES.items()} | {
     "BFloat16Storage": np.dtype(ml_dtypes.bfloat16)
 }

@@ -13,11 +13,13 @@ import logging
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jengine.base.errors import ModelError
+from jengine.base.model_files import malformed, read_object
 from jengine.checkpoints.stored import GroupedValues, StoredTensor, Tensor, dense
 from jengine.models.config import StoredWeights
 from pallas_kernels.quantization.formats import FP8
@@ -33,6 +35,7 @@ FORMATS = (
     "nvfp4-pack-quantized", "pack-quantized",
 )  # fmt: skip
 ALGORITHMS = ("FP8", "NVFP4", "W4A16_NVFP4")  # of Model Optimizer
+OPTIMIZER_FILE = "hf_quant_config.json"  # Model Optimizer's settings; up to 0.29, config.json has none
 # settings of input_activations, and activation_scheme of FP8
 INPUTS: dict[str, tuple[Any, ...]] = {
     "num_bits": (4, 8),
@@ -48,12 +51,28 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each field of a word
 SHUFFLED = ("group", "dynamic", True)  # values of actorder for groups of inputs that are not consecutive
 TEXT_PARTS = r"(?:(?:model|language_model|text_model)\.)*"  # before the name of a module of the text model
 # settings for quantized activations
-ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "input_global_scale")
+ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "input_global_scale", "activation_scale")
 CACHES = ("k_scale", "v_scale")  # settings for quantized caches
 PARTS = (
     "qweight", "qzeros", "scales", "g_idx", "weight_packed", "weight_scale", "weight_scale_inv",
     "weight_zero_point", "weight_g_idx", "weight_global_scale", "weight_scale_2",
 )  # fmt: skip
+
+
+def read_fields(folder: Path) -> dict[str, Any]:
+    """The fields of a folder's config.json. Its quantization_config may be in OPTIMIZER_FILE alone.
+
+    Raises:
+        ModelError: a file is missing or malformed.
+    """
+    fields, file = read_object(folder / "config.json"), folder / OPTIMIZER_FILE
+    if not file.exists() or fields.get("quantization_config") or fields.get("compression_config"):
+        return fields
+    with malformed(file):
+        settings = read_object(file)["quantization"]
+        config = {"quant_algo": settings["quant_algo"], "group_size": settings.get("group_size")}
+        config |= {"quant_method": "modelopt", "ignore": settings.get("exclude_modules")}
+    return {**fields, "quantization_config": config}
 
 
 def quantization_config(fields: Mapping[str, Any]) -> dict[str, Any] | None:

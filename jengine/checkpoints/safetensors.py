@@ -18,15 +18,13 @@ from jengine.base.model_files import as_object, open_regular, parse_json
 from jengine.checkpoints.stored import Tensor
 
 DTYPES = {
-    "F64": np.dtype("float64"),
-    "F32": np.dtype("float32"),
-    "F16": np.dtype("float16"),
+    "F64": np.dtype("float64"), "F32": np.dtype("float32"), "F16": np.dtype("float16"),
     "BF16": np.dtype(ml_dtypes.bfloat16),
-}
+}  # fmt: skip
 NUMBERS = {  # of quantized tensors
-    **{"I8": np.dtype("int8"), "U8": np.dtype("uint8"), "I32": np.dtype("int32"), "I64": np.dtype("int64")},
+    "I8": np.dtype("int8"), "U8": np.dtype("uint8"), "I32": np.dtype("int32"), "I64": np.dtype("int64"),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-}
+}  # fmt: skip
 READABLE = {**DTYPES, **NUMBERS}
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
 MAX_DIMENSIONS = 8

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jengine.base.errors import ModelError, OutOfMemory
 from jengine.base.gguf_file import is_gguf
-from jengine.base.model_files import malformed, read_object
+from jengine.base.model_files import malformed
 from jengine.base.progress import Progress, progress_bar
 from jengine.checkpoints import orbax
 from jengine.checkpoints.converted import PARAMS, is_converted
@@ -24,7 +24,7 @@ from jengine.checkpoints.in_memory import PLACE, Tensors, assemble_on_devices, o
 from jengine.checkpoints.layouts import LeafTensor
 from jengine.checkpoints.output_head import OUTPUT_HEADS, check_tied
 from jengine.checkpoints.quantization import Parameter, Target, fitted, placed, plain
-from jengine.checkpoints.quantized_formats import quantization_config, read_quantized
+from jengine.checkpoints.quantized_formats import quantization_config, read_fields, read_quantized
 from jengine.checkpoints.safetensors import DTYPES, NUMBERS
 from jengine.checkpoints.stored import GroupedValues, StoredTensor, Tensor, dense
 from jengine.models import DRAFT_HEADS, Model, Params, build
@@ -236,7 +236,7 @@ def read(
         config = model.config
         tensors = read_gguf(path, names, (config.num_heads, config.num_kv_heads))
     else:
-        tensors, fields = found_tensors(path, in_memory), read_object(path / "config.json")
+        tensors, fields = found_tensors(path, in_memory), read_fields(path)
         with malformed(path):
             text = fields.get("text_config") or {}
             if (quantization := quantization_config({**text, **fields})) is not None:

@@ -170,6 +170,16 @@ def sites(model: Model, targets: Sequence[str] | None = None) -> tuple[Site, ...
     return tuple(out)
 
 
+def module_names(model: Model) -> set[str]:
+    """Bare names of all modules with a matrix, except those of experts: some releases of transformers have
+    parameters of all experts in their place.
+    """
+    pieces: list[Piece] = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
+    names = {bare(piece.name, model.prefix) for piece in pieces if len(piece.shape) == 2}
+    matrices = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
+    return {name for name in matrices if not EXPERT.search(name)} | {"lm_head"}
+
+
 def _roles(
     model: Model, name: str, axes: Axes, modules: tuple[Module, ...]
 ) -> Iterator[tuple[Role, tuple[Module, ...]]]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jengine.base.errors import ModelError
 from jengine.models.config import ModelConfig, OutputHead
@@ -23,7 +22,7 @@ from jengine.models.hf_config import (
     rotated_in_windows,
     windows_but_every,
 )
-from jengine.models.layers import Attention, LayerNorm, param
+from jengine.models.layers import Attention, LayerNorm, param, standardized
 from jengine.models.llama import Llama
 from jengine.models.pieces import Piece, heads, qkv_parts
 from jengine.models.residuals import ParallelLayer, ParallelResidual
@@ -58,9 +57,7 @@ class HeadLayerNorms(Attention):
         return Qkv(self._normed(q, weight[:, :ends]), self._normed(k, weight[:, ends:]), v)
 
     def _normed(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        y = x.astype(jnp.float32)
-        y -= jnp.mean(y, axis=-1, keepdims=True)
-        y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.config.norm_eps)
+        y = standardized(x, self.config.norm_eps)
         return (y * weight.reshape(x.shape[1:])).astype(x.dtype)
 
 

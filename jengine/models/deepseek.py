@@ -326,33 +326,18 @@ def corrected_experts(hf: Fields) -> tuple[MixtureOfExperts, GroupRouting]:
 PARTS = (LatentAttention, MixtureOfExperts, GroupRouting)
 AHEAD = ("model.layers.{num_layers}.",)  # multi-token prediction (MTP)
 V2 = {
-    **{
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-    },
-    **{"first_k_dense_replace": 0, "n_shared_experts": 2},
-}
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "first_k_dense_replace": 0, "n_shared_experts": 2,
+}  # fmt: skip
 V3 = {
-    **V2,
-    "first_k_dense_replace": 3,
-    "n_shared_experts": 1,
-    "n_group": 8,
-    "topk_group": 4,
+    **V2, "first_k_dense_replace": 3, "n_shared_experts": 1, "n_group": 8, "topk_group": 4,
     "routed_scaling_factor": 2.5,
-}
+}  # fmt: skip
 GLM = {
-    **{
-        "q_lora_rank": 768,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 192,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 256,
-    },
-    **{"first_k_dense_replace": 1, "n_shared_experts": 1, "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8},
-}
+    "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
+    "v_head_dim": 256, "first_k_dense_replace": 1, "n_shared_experts": 1, "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 1.8,
+}  # fmt: skip
 
 
 FAMILIES = {

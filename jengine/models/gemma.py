@@ -65,22 +65,17 @@ class Gemma3(Gemma2):
 
 HEADS = {"head_dim": 256, "tie_word_embeddings": True}
 DEFAULTS = {
-    **HEADS,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
+    **HEADS, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+}  # fmt: skip
 GEMMA2_DEFAULTS = {
-    **DEFAULTS,
-    "max_position_embeddings": 8192,
-    "attn_logit_softcapping": 50.0,
+    **DEFAULTS, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
-}
+}  # fmt: skip
 GEMMA3_DEFAULTS = {**DEFAULTS, "max_position_embeddings": 131072}
 IMAGES_DEFAULTS = {
-    **{"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26},
-    **{"num_attention_heads": 8, "num_key_value_heads": 4},
-}
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "num_key_value_heads": 4,
+}  # fmt: skip
 
 
 def _shared(hf: Fields, rope_parameters: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -329,28 +324,13 @@ def read_gemma3n(hf: Fields) -> dict[str, Any]:
 
 
 GEMMA3N_DEFAULTS = {
-    **{
-        "vocab_size": 262400,
-        "hidden_size": 2048,
-        "intermediate_size": 16384,
-        "num_hidden_layers": 35,
-        "num_attention_heads": 8,
-    },
-    **{
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "max_position_embeddings": 32768,
-    },
-    **{
-        "sliding_window": 512,
-        "tie_word_embeddings": True,
-        "final_logit_softcapping": 30.0,
-        "num_kv_shared_layers": 15,
-    },
-    **{"vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256, "laurel_rank": 64},
-    **{"altup_num_inputs": 4, "altup_active_idx": 0, "altup_correct_scale": True},
-}
+    "vocab_size": 262400, "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 35,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32768, "sliding_window": 512,
+    "tie_word_embeddings": True, "final_logit_softcapping": 30.0, "num_kv_shared_layers": 15,
+    "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256, "laurel_rank": 64,
+    "altup_num_inputs": 4, "altup_active_idx": 0, "altup_correct_scale": True,
+}  # fmt: skip
 GEMMA3N_PARTS = (SharedKeysValues, LayerInputs, AltUp)
 GEMMA3N_TEXT = TextPart(("gemma3n_text",), OTHER_PARTS, tied=True)
 

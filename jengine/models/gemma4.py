@@ -375,22 +375,11 @@ def unread(config: ModelConfig) -> frozenset[str]:
 
 PROPORTIONAL = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
 DEFAULTS = {
-    **{
-        "vocab_size": 262144,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 8,
-    },
-    **{
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "global_head_dim": 512,
-        "hidden_activation": "gelu_pytorch_tanh",
-    },
-    **{"max_position_embeddings": 131072, "sliding_window": 512, "tie_word_embeddings": True},
-    **{"vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256},
-}
+    "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072, "sliding_window": 512,
+    "tie_word_embeddings": True, "vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256,
+}  # fmt: skip
 PARTS = (FullAttention, SharedKeysValues, LayerInputs, MixtureOfExperts)
 OTHER_PARTS = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 TEXT = TextPart(("gemma4_text",), OTHER_PARTS, tied=True)

@@ -67,20 +67,13 @@ def read_glm4_moe(hf: Fields) -> dict[str, Any]:
 
 
 DEFAULTS = {
-    "attention_bias": True,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1.5625e-7,
-}
+    "attention_bias": True, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7,
+}  # fmt: skip
 MOE_DEFAULTS = {
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "n_routed_experts": 128,
-    "num_experts_per_tok": 8,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "n_routed_experts": 128,
+    "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
     "moe_intermediate_size": 1408,
-}
+}  # fmt: skip
 PARTS = (MixtureOfExperts, GroupRouting)
 
 
@@ -121,22 +114,14 @@ def read_ernie_moe(hf: Fields) -> dict[str, Any]:
 
 
 ERNIE_SHARED = {
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": True,
-    "rope_theta": 5e5,
-}
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 5e5,
+}  # fmt: skip
 ERNIE_DEFAULTS = {**ERNIE_SHARED, "head_dim": 128}
 ERNIE_MOE_DEFAULTS = {
-    **{
-        **ERNIE_SHARED,
-        "moe_intermediate_size": 1536,
-        "moe_k": 6,
-        "moe_num_experts": 64,
-        "moe_num_shared_experts": 2,
-    },
-    **{"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1},
-}
+    **ERNIE_SHARED, "moe_intermediate_size": 1536, "moe_k": 6, "moe_num_experts": 64,
+    "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1,
+    "moe_layer_interval": 1,
+}  # fmt: skip
 ERNIE_AHEAD = ("model.mtp_",)  # multi-token prediction (MTP)
 
 

@@ -293,13 +293,7 @@ def read_opt(hf: Fields) -> dict[str, Any]:
         embedding_size=int(hf.get("word_embed_proj_dim") or hidden),
     )
     return {
-        "vocab_size": int(hf["vocab_size"]),
-        "hidden_size": hidden,
-        "intermediate_size": int(hf["ffn_dim"]),
-        "num_layers": int(hf["num_hidden_layers"]),
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": hidden // heads,
+        **_sizes(hf, hidden, heads, hf["num_hidden_layers"], hf["ffn_dim"]),
         "max_position": int(hf.get("max_position_embeddings", 2048)),
         "norm_eps": 1e-5,
         "activation": hf.get("activation_function", "relu"),
@@ -324,16 +318,23 @@ def gpt_sizes(hf: Fields) -> dict[str, Any]:
     """The fields that GPT-2 and GPT-J share."""
     heads, hidden = int(hf["n_head"]), int(hf["n_embd"])
     return {
-        "vocab_size": int(hf["vocab_size"]),
-        "hidden_size": hidden,
-        "intermediate_size": int(hf.get("n_inner") or 4 * hidden),
-        "num_layers": int(hf["n_layer"]),
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": hidden // heads,
+        **_sizes(hf, hidden, heads, hf["n_layer"], hf.get("n_inner") or 4 * hidden),
         "max_position": int(hf["n_positions"]),
         "norm_eps": float(hf.get("layer_norm_epsilon", 1e-5)),
         "activation": hf.get("activation_function", "gelu_new"),
+    }
+
+
+def _sizes(hf: Fields, hidden: int, heads: int, layers: int, intermediate: int) -> dict[str, Any]:
+    """Fields of models with as many heads for keys and values as for queries."""
+    return {
+        "vocab_size": int(hf["vocab_size"]),
+        "hidden_size": hidden,
+        "intermediate_size": int(intermediate),
+        "num_layers": int(layers),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": hidden // heads,
     }
 
 
@@ -360,13 +361,8 @@ def read_falcon(hf: Fields) -> dict[str, Any]:
     if new and not parallel:
         raise ModelError("parallel_attn=False is not supported with new_decoder_architecture")
     return {
-        "vocab_size": int(hf["vocab_size"]),
-        "hidden_size": hidden,
-        "intermediate_size": int(hf.get("ffn_hidden_size") or 4 * hidden),
-        "num_layers": int(hf["num_hidden_layers"]),
-        "num_heads": heads,
+        **_sizes(hf, hidden, heads, hf["num_hidden_layers"], hf.get("ffn_hidden_size") or 4 * hidden),
         "num_kv_heads": kv_heads if new else 1 if multi_query else heads,
-        "head_dim": hidden // heads,
         "max_position": int(hf.get("max_position_embeddings", 2048)),
         "norm_eps": float(hf.get("layer_norm_epsilon", 1e-5)),
         "parts": (ParallelResidual(shared_norm=norms == 1),) if parallel else (),
@@ -382,13 +378,7 @@ def read_bloom(hf: Fields) -> dict[str, Any]:
     heads = int(hf.get("n_head") or hf["num_attention_heads"])
     layers = int(hf.get("n_layer") or hf["num_hidden_layers"])
     return {
-        "vocab_size": int(hf["vocab_size"]),
-        "hidden_size": hidden,
-        "intermediate_size": 4 * hidden,
-        "num_layers": layers,
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": hidden // heads,
+        **_sizes(hf, hidden, heads, layers, 4 * hidden),
         "rope": Rotary(unrotated=tuple(range(layers))),
         "max_position": int(hf.get("seq_length", 2048)),
         "norm_eps": float(hf.get("layer_norm_epsilon", 1e-5)),

@@ -105,16 +105,10 @@ def read_gpt_oss(hf: Fields) -> dict[str, Any]:
 
 
 DEFAULTS = {
-    **{
-        "attention_bias": True,
-        "head_dim": 64,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 150000.0,
-    },
-    # OpenAI's files name no dtype
-    **{"sliding_window": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "torch_dtype": "bfloat16"},
-}
+    "attention_bias": True, "head_dim": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0, "sliding_window": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+    "torch_dtype": "bfloat16",  # OpenAI's files name no dtype
+}  # fmt: skip
 FAMILIES = {
     "gpt_oss": Family("gpt-oss", GptOss, read_gpt_oss, DEFAULTS, parts=(MixtureOfExperts, ClampedGates))
 }

@@ -11,6 +11,7 @@ from jengine.base.errors import ModelError
 from jengine.models.config import ModelConfig, RopeScaling, Rotary
 from jengine.models.family import Fields
 from jengine.models.rope import rope as rope_of
+from jengine.models.rope import yarn_magnitude
 from pallas_kernels.elementwise.activations import ACTIVATIONS
 
 ROPE_OPTIONS = (
@@ -22,6 +23,7 @@ ROPE_FIELDS = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "partial_rotary_factor",
     "short_factor", "long_factor", "finetuned", "mrope_section", "mrope_interleaved",
 }  # fmt: skip
+ROPE_NEUTRAL = {"attn_factor": 1, "extrapolation_factor": 1}  # values that have no effect
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
     "max_position",
@@ -86,9 +88,11 @@ def rope(hf: Fields, parameters: dict[str, Any]) -> Rotary:
         or parameters.get("original_max_position_embeddings")
         or longest
     )
+    parameters = dict(parameters)
+    attn_factor = parameters.pop("attn_factor", None) if kind == "yarn" else None
     extra = {name: parameters[name] for name in ROPE_OPTIONS if parameters.get(name) is not None}
     for name, value in parameters.items():
-        if value is not None and name not in ROPE_FIELDS and name not in ROPE_OPTIONS:
+        if value not in (None, ROPE_NEUTRAL.get(name)) and name not in (*ROPE_FIELDS, *ROPE_OPTIONS):
             raise ModelError(f"rope scaling has {name}={value!r}, which is not supported")
     if kind == "longrope":
         extra |= {name: tuple(float(x) for x in parameters[name]) for name in ("short_factor", "long_factor")}
@@ -96,24 +100,36 @@ def rope(hf: Fields, parameters: dict[str, Any]) -> Rotary:
     scaling = RopeScaling(
         kind=kind, factor=float(parameters["factor"]), original_max_position=original, **extra
     )
+    if attn_factor is not None and scaling.attention_factor is None:
+        scaling = replace(scaling, attention_factor=float(attn_factor) * yarn_magnitude(scaling))
     return Rotary(theta=theta, scaling=scaling, **sections)
 
 
-def rope_by_layer_types(hf: Fields, theta: float, local_theta: float) -> tuple[dict[str, Any], float]:
+def rope_by_layer_types(
+    hf: Fields, theta: float, local_theta: float | None = None
+) -> tuple[dict[str, Any], float]:
     """Rotary embedding of a model whose layers with a window have a separate one without scaling.
 
     Args:
-        theta, local_theta: defaults for missing fields.
+        theta, local_theta: defaults for missing fields. Without local_theta, rope_parameters may also be
+            those of all layers, whose theta is the same.
 
     Returns:
         The parameters of layers without a window, and the theta of layers with one.
+
+    Raises:
+        ModelError: layers with a window have scaling, or rope_parameters lacks both types of layers.
     """
     ropes = hf.get("rope_parameters") or {}
+    if ropes and not ropes.keys() & {"full_attention", "sliding_attention"}:
+        if local_theta is not None:
+            raise ModelError("rope_parameters must have full_attention and sliding_attention")
+        ropes = {"full_attention": ropes, "sliding_attention": {"rope_theta": ropes.get("rope_theta")}}
     full, local = ropes.get("full_attention") or {}, ropes.get("sliding_attention") or {}
     if local.get("rope_type", "default") != "default":
         raise ModelError(f"rope scaling {local['rope_type']!r} of sliding_attention is not supported")
     everywhere = {"rope_theta": hf.get("rope_theta") or theta, **full, **(hf.get("rope_scaling") or {})}
-    return everywhere, float(local.get("rope_theta") or local_theta)
+    return everywhere, float(local.get("rope_theta") or local_theta or theta)
 
 
 def partly_rotated(hf: Fields, share: float, parameters: dict[str, Any] | None = None) -> dict[str, Any]:

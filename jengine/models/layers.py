@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -177,15 +177,31 @@ def unit(x: jax.Array, eps: float) -> jax.Array:
     return (y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
+class NormSettings(NamedTuple):
+    """What norms take of a configuration."""
+
+    norm_eps: float
+    norm_offset: float = 0.0  # added to the weight
+
+
 class RMSNorm(nnx.Module):
     """Root mean square norm over the last axis, computed in float32."""
 
-    def __init__(self, size: int, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
+    def __init__(
+        self, size: int, config: ModelConfig | NormSettings, dtype: jax.typing.DTypeLike, name: str
+    ) -> None:
         self.eps, self.offset = config.norm_eps, config.norm_offset
         self.weight = param((size,), dtype, (None,), Piece(f"{name}.weight", (size,)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.weight[...], self.eps, self.offset)
+
+
+def standardized(x: jax.Array, eps: float) -> jax.Array:
+    """x with mean 0 and variance 1 over the last axis, in float32."""
+    y = x.astype(jnp.float32)
+    y -= jnp.mean(y, axis=-1, keepdims=True)
+    return y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
 
 
 class LayerNorm(nnx.Module):
@@ -195,15 +211,15 @@ class LayerNorm(nnx.Module):
 
     biased = True
 
-    def __init__(self, size: int, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
+    def __init__(
+        self, size: int, config: ModelConfig | NormSettings, dtype: jax.typing.DTypeLike, name: str
+    ) -> None:
         self.eps, self.offset = config.norm_eps, config.norm_offset
         self.weight = param((size,), dtype, (None,), Piece(f"{name}.weight", (size,)))
         self.bias = param((size,), dtype, (None,), Piece(f"{name}.bias", (size,))) if self.biased else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x.astype(jnp.float32)
-        y -= jnp.mean(y, axis=-1, keepdims=True)
-        y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+        y = standardized(x, self.eps)
         y *= self.weight[...].astype(jnp.float32) + self.offset
         return (y if self.bias is None else y + self.bias[...].astype(jnp.float32)).astype(x.dtype)
 

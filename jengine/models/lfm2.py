@@ -145,13 +145,7 @@ def _intermediate_size(hf: Fields) -> int:
 
 
 DEFAULTS = {
-    **{
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 128000,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-        "conv_L_cache": 3,
-    },
-    **{"intermediate_size": 12288},
-}
+    "num_key_value_heads": 8, "max_position_embeddings": 128000, "rope_theta": 1e6,
+    "tie_word_embeddings": True, "conv_L_cache": 3, "intermediate_size": 12288,
+}  # fmt: skip
 FAMILIES = {"lfm2": Family("LFM2", Lfm2, read_lfm2, DEFAULTS, parts=(LinearAttention,))}

@@ -130,35 +130,12 @@ def read_llama4(hf: Fields) -> dict[str, Any]:
 
 
 DEFAULTS = {
-    **{
-        "vocab_size": 202048,
-        "hidden_size": 5120,
-        "intermediate_size": 8192,
-        "intermediate_size_mlp": 16384,
-        "num_hidden_layers": 48,
-    },
-    **{
-        "num_attention_heads": 40,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-    },
-    **{
-        "rope_theta": 5e5,
-        "num_experts_per_tok": 1,
-        "num_local_experts": 16,
-        "interleave_moe_layer_step": 1,
-        "use_qk_norm": True,
-    },
-    **{
-        "no_rope_layer_interval": 4,
-        "attention_chunk_size": 8192,
-        "attn_temperature_tuning": True,
-        "floor_scale": 8192,
-        "attn_scale": 0.1,
-    },
-}
+    "vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+    "num_hidden_layers": 48, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "num_experts_per_tok": 1,
+    "num_local_experts": 16, "interleave_moe_layer_step": 1, "use_qk_norm": True, "no_rope_layer_interval": 4,
+    "attention_chunk_size": 8192, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1,
+}  # fmt: skip
 PARTS = (MixtureOfExperts, UnrotatedQueryScaling)
 TEXT = TextPart(("llama4_text",), ("vision_model.", "multi_modal_projector."), tied=None)
 FAMILIES = {

@@ -237,11 +237,8 @@ def read_minimax_m2(hf: Fields) -> dict[str, Any]:
 
 
 M2_DEFAULTS = {
-    "head_dim": 128,
-    "max_position_embeddings": 196608,
-    "num_local_experts": 256,
-    "num_experts_per_tok": 8,
-}
+    "head_dim": 128, "max_position_embeddings": 196608, "num_local_experts": 256, "num_experts_per_tok": 8,
+}  # fmt: skip
 M2_PARTS = (MixtureOfExperts, GroupRouting)
 
 

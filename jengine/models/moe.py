@@ -321,7 +321,22 @@ def _weighted(y: jax.Array, weights: jax.Array) -> jax.Array:
     return (y.astype(jnp.float32) * weights[..., None]).sum(1)
 
 
-def sparse_layers(hf: Fields) -> tuple[int, ...]:
-    """The layers with experts, in Qwen's models."""
+def qwen_experts(
+    hf: Fields, count: int, per_token: int, size: int, shared_size: int = 0, *, normalize: bool = False
+) -> MixtureOfExperts:
+    """The experts of Qwen's models.
+
+    Args:
+        per_token, size, shared_size, normalize: defaults for missing fields; shared_size 0: no shared expert.
+    """
     dense, step = hf.get("mlp_only_layers") or [], int(hf.get("decoder_sparse_step", 1))
-    return tuple(i for i in range(int(hf["num_hidden_layers"])) if i not in dense and (i + 1) % step == 0)
+    layers = range(int(hf["num_hidden_layers"]))
+    shared = hf.get("shared_expert_intermediate_size", shared_size) if shared_size else 0
+    return MixtureOfExperts(
+        layers=tuple(i for i in layers if i not in dense and (i + 1) % step == 0),
+        count=int(count),
+        per_token=int(hf.get("num_experts_per_tok", per_token)),
+        size=int(hf.get("moe_intermediate_size", size)),
+        shared_size=int(shared),
+        normalize=bool(hf.get("norm_topk_prob", normalize)),
+    )

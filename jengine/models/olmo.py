@@ -92,8 +92,7 @@ def read_olmo2(hf: Fields) -> dict[str, Any]:
 
 def read_olmo3(hf: Fields) -> dict[str, Any]:
     windows = windows_but_every(hf, hf["sliding_window"], 4)
-    theta = float(hf["rope_theta"])
-    everywhere, local_theta = rope_by_layer_types(hf, theta, theta)
+    everywhere, local_theta = rope_by_layer_types(hf, theta=float(hf["rope_theta"]))
     fields = decoder(hf, everywhere)
     return {
         **fields,

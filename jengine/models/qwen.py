@@ -18,7 +18,7 @@ from jengine.models.hf_config import (
 )
 from jengine.models.layers import Attention, RMSNorm
 from jengine.models.llama import Llama
-from jengine.models.moe import Experts, MixtureOfExperts, SharedExperts, sparse_layers
+from jengine.models.moe import Experts, MixtureOfExperts, SharedExperts, qwen_experts
 from pallas_kernels.cache.qkv import HeadNorm, QkvProduct
 
 
@@ -80,27 +80,15 @@ def read_qwen3(hf: Fields) -> dict[str, Any]:
 def read_qwen2_moe(hf: Fields) -> dict[str, Any]:
     layers, last = int(hf["num_hidden_layers"]), int(hf.get("max_window_layers", 28))
     types = ["full_attention" if i % 2 or i >= last else "sliding_attention" for i in range(layers)]
-    experts = MixtureOfExperts(
-        layers=sparse_layers(hf),
-        count=int(hf.get("num_experts", 60)),
-        per_token=int(hf.get("num_experts_per_tok", 4)),
-        size=int(hf.get("moe_intermediate_size", 1408)),
-        shared_size=int(hf.get("shared_expert_intermediate_size", 5632)),
-        normalize=bool(hf.get("norm_topk_prob", False)),
-    )
+    experts = qwen_experts(hf, hf.get("num_experts", 60), per_token=4, size=1408, shared_size=5632)
     bias = bool(hf.get("qkv_bias", True))
     return {**decoder(hf), **_windows(hf, types), "qkv_bias": bias, "parts": (experts,)}
 
 
 def read_qwen3_moe(hf: Fields) -> dict[str, Any]:
     window = hf.get("sliding_window", 4096)
-    experts = MixtureOfExperts(
-        layers=sparse_layers(hf),
-        count=int(hf.get("num_experts") or hf.get("num_local_experts", 128)),
-        per_token=int(hf.get("num_experts_per_tok", 8)),
-        size=int(hf.get("moe_intermediate_size", 768)),
-        normalize=bool(hf.get("norm_topk_prob", False)),
-    )
+    count = hf.get("num_experts") or hf.get("num_local_experts", 128)
+    experts = qwen_experts(hf, count, per_token=8, size=768)
     windows = window_everywhere(hf, window if hf.get("use_sliding_window") else None)
     return {**decoder(hf), **attention_biases(hf), **windows, "parts": (experts,)}
 

@@ -19,7 +19,7 @@ from jengine.models.family import OF_WHOLE, Family, Fields, TextPart
 from jengine.models.hf_config import attention_biases, interleaved, partly_rotated
 from jengine.models.layers import Attend, Mixer, Recur, dense, exact_matrix, matrix, param, row_parallel_dense
 from jengine.models.llama import Llama
-from jengine.models.moe import MixtureOfExperts, SharedExperts, sparse_layers
+from jengine.models.moe import MixtureOfExperts, SharedExperts, qwen_experts
 from jengine.models.pieces import EVERY, Part, Piece, heads, qkv_parts
 from jengine.models.qwen import Qwen3Attention
 from jengine.models.recurrent import LinearAttention, state_entry
@@ -215,14 +215,7 @@ def read_linear_attention(hf: Fields) -> LinearAttention:
 
 
 def read_qwen3_next(hf: Fields) -> dict[str, Any]:
-    experts = MixtureOfExperts(
-        layers=sparse_layers(hf),
-        count=int(hf.get("num_experts", 512)),
-        per_token=int(hf.get("num_experts_per_tok", 10)),
-        size=int(hf.get("moe_intermediate_size", 512)),
-        shared_size=int(hf.get("shared_expert_intermediate_size", 512)),
-        normalize=bool(hf.get("norm_topk_prob", True)),
-    )
+    experts = qwen_experts(hf, hf.get("num_experts", 512), 10, size=512, shared_size=512, normalize=True)
     parts = read_linear_attention(hf), experts
     return {**partly_rotated(hf, 0.25), **attention_biases(hf), "norm_offset": 1.0, "parts": parts}
 

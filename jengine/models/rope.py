@@ -113,10 +113,12 @@ def _yarn(theta: float, dim: int, s: RopeScaling) -> Rope:
     frequencies = tuple(
         f / s.factor * r + f * (1 - r) for f, r in zip(_powers(theta, dim), stretched, strict=True)
     )
-    return Rope(frequencies, _yarn_magnitude(s))
+    return Rope(frequencies, yarn_magnitude(s))
 
 
-def _yarn_magnitude(s: RopeScaling) -> float:
+def yarn_magnitude(s: RopeScaling) -> float:
+    """What YaRN multiplies cos and sin by."""
+
     def mscale(weight: float) -> float:
         return 1.0 if s.factor <= 1 else 0.1 * weight * math.log(s.factor) + 1.0
 

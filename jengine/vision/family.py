@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from flax import nnx
     from PIL.Image import Image
 
+# fields of preprocessor_config.json with the only value that any family supports
+SWITCHES = {"do_convert_rgb": True, "do_rescale": True, "do_resize": True}
+
 
 class Patches(NamedTuple):
     """An image, or a part of one that the encoder reads by itself, cut into patches."""
@@ -89,11 +92,11 @@ class Vision(RowEncoder, Protocol):
 
 
 def require(fields: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
-    """Checks that these fields have these values. A missing field and null are accepted.
+    """Checks that fields have the values of SWITCHES and `fixed`. A missing field and null are accepted.
 
     Raises:
         ModelError: naming the field and its value.
     """
-    for name, value in fixed.items():
+    for name, value in {**SWITCHES, **fixed}.items():
         if fields.get(name, value) not in (value, None):
             raise ModelError(f"{name}={fields[name]!r} is not supported, only {value!r}")

@@ -18,14 +18,11 @@ if TYPE_CHECKING:
 
 # transformers' defaults of vision_config
 DEFAULTS = {
-    **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
-    **{"image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
-}
-# fields of preprocessor_config.json with the only value that is supported
-FIXED = {
-    **{"do_convert_rgb": True, "do_normalize": True, "do_rescale": True, "do_resize": True},
-    **{"resample": BILINEAR, "do_pan_and_scan": False},
-}
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
+}  # fmt: skip
+# further fields of preprocessor_config.json with the only value that is supported
+FIXED = {"do_normalize": True, "resample": BILINEAR, "do_pan_and_scan": False}
 
 
 class Gemma3Vision:

@@ -19,16 +19,13 @@ if TYPE_CHECKING:
 
 # transformers' defaults of vision_config
 DEFAULTS = {
-    **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 12},
-    **{"num_key_value_heads": 12, "head_dim": 64, "hidden_activation": "gelu_pytorch_tanh"},
-    **{"rms_norm_eps": 1e-6, "pooling_kernel_size": 3, "patch_size": 16, "position_embedding_size": 10240},
-    **{"use_clipped_linears": False, "standardize": False, "rope_parameters": None, "attention_bias": False},
-}
-# fields of preprocessor_config.json with the only value that is supported
-FIXED = {
-    **{"do_convert_rgb": True, "do_normalize": False, "do_rescale": True, "do_resize": True},
-    **{"resample": BICUBIC},
-}
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16, "num_attention_heads": 12,
+    "num_key_value_heads": 12, "head_dim": 64, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
+    "pooling_kernel_size": 3, "patch_size": 16, "position_embedding_size": 10240,
+    "use_clipped_linears": False, "standardize": False, "rope_parameters": None, "attention_bias": False,
+}  # fmt: skip
+# further fields of preprocessor_config.json with the only value that is supported
+FIXED = {"do_normalize": False, "resample": BICUBIC}
 
 
 class Gemma4Vision:

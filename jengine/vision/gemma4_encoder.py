@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jengine.models.layers import exact_matrix, param, unit
+from jengine.models.layers import NormSettings, RMSNorm, exact_matrix, param, unit
 from jengine.models.pieces import Piece
 from jengine.models.rope import Rope
-from jengine.vision.parts import Attention, Linear, RMSNorm, within_segments
+from jengine.vision.parts import Attention, Linear, within_segments
 from pallas_kernels.elementwise.activations import ACTIVATIONS
 from pallas_kernels.elementwise.rotary import Rotation, rotate_by_xla
 
@@ -52,7 +52,7 @@ class Block(nnx.Module):
             return Clipped(inputs, outputs, dtype, f"{name}.{place}", clipped=clipped)
 
         def norm(place: str, size: int = hidden) -> RMSNorm:
-            return RMSNorm(size, eps, dtype, f"{name}.{place}")
+            return RMSNorm(size, NormSettings(eps), dtype, f"{name}.{place}")
 
         self.q, self.k, self.v = (
             linear(hidden, heads * dim, f"self_attn.{part}_proj")

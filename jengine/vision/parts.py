@@ -13,7 +13,6 @@ from jax import lax
 from jengine.models.layers import dense, exact_matrix, param, value
 from jengine.models.pieces import Piece
 from jengine.models.rope import Rope
-from pallas_kernels.elementwise.norm import rms_norm
 from pallas_kernels.elementwise.rotary import Rotation
 
 QUERIES = 256  # whose scores are computed at once
@@ -45,35 +44,6 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return dense(x, self.weight[...], value(self.bias))
-
-
-class LayerNorm(nnx.Module):
-    """Norm to mean 0 and variance 1 over the last axis, computed in float32."""
-
-    def __init__(self, size: int, eps: float, dtype: jax.typing.DTypeLike, name: str) -> None:
-        self.size, self.eps = size, eps
-        self.weight = param((size,), dtype, (None,), Piece(f"{name}.weight", (size,)))
-        self.bias = param((size,), dtype, (None,), Piece(f"{name}.bias", (size,)))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = x.astype(jnp.float32)
-        y -= jnp.mean(y, axis=-1, keepdims=True)
-        y *= lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y * self.weight[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
-
-
-class RMSNorm(nnx.Module):
-    """Root mean square norm over the last axis, computed in float32."""
-
-    def __init__(
-        self, size: int, eps: float, dtype: jax.typing.DTypeLike, name: str, offset: float = 0.0
-    ) -> None:
-        """offset: added to the weight."""
-        self.size, self.eps, self.offset = size, eps, offset
-        self.weight = param((size,), dtype, (None,), Piece(f"{name}.weight", (size,)))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.weight[...], self.eps, self.offset)
 
 
 def axial_rotation(head_dim: int, theta: float, rows: jax.Array, columns: jax.Array) -> Rotation:

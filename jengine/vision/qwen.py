@@ -21,14 +21,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 OVERRIDES = ("max_pixels", "min_pixels", "size")
-# fields of preprocessor_config.json with the only value that is supported
-FIXED = {
-    "do_convert_rgb": True,
-    "do_normalize": True,
-    "do_rescale": True,
-    "do_resize": True,
-    "resample": BICUBIC,
-}
+# further fields of preprocessor_config.json with the only value that is supported
+FIXED = {"do_normalize": True, "resample": BICUBIC}
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 

@@ -12,22 +12,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jengine.models.layers import exact_matrix
+from jengine.models.layers import LayerNorm, NormSettings, RMSNorm, exact_matrix
 from jengine.models.pieces import Piece
-from jengine.vision.parts import (
-    Attention,
-    LayerNorm,
-    Linear,
-    RMSNorm,
-    axial_rotation,
-    within_runs,
-    within_segments,
-)
+from jengine.vision.parts import Attention, Linear, axial_rotation, within_runs, within_segments
 from pallas_kernels.elementwise.activations import ACTIVATIONS
 from pallas_kernels.elementwise.rotary import Rotation, rotate_by_xla
 
 THETA = 10000.0  # of rotary embedding
-EPSILON = 1e-6
+NORMS = NormSettings(1e-6)
 WINDOWS = 2**16  # more than an image has
 
 
@@ -50,7 +42,7 @@ class Merger(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[N, hidden] -> [N // patches, out]."""
-        normed = self.norm(x.reshape(-1, self.norm.size)).reshape(-1, self.up.inputs)
+        normed = self.norm(x.reshape(-1, len(self.norm.weight[...]))).reshape(-1, self.up.inputs)
         return self.down(ACTIVATIONS["gelu"](self.up(normed)))
 
 
@@ -64,9 +56,9 @@ class Block(nnx.Module):
         norm, usual = (RMSNorm, "silu") if gated else (LayerNorm, "gelu_pytorch_tanh")
         up, down = ("up_proj", "down_proj") if gated else ("linear_fc1", "linear_fc2")
         self.activation = fields.get("hidden_act", usual)
-        self.norm1 = norm(hidden, EPSILON, dtype, f"{name}.norm1")
+        self.norm1 = norm(hidden, NORMS, dtype, f"{name}.norm1")
         self.attention = SelfAttention(hidden, int(fields["num_heads"]), dtype, f"{name}.attn")
-        self.norm2 = norm(hidden, EPSILON, dtype, f"{name}.norm2")
+        self.norm2 = norm(hidden, NORMS, dtype, f"{name}.norm2")
         self.gate = Linear(hidden, ffn, dtype, f"{name}.mlp.gate_proj") if gated else None
         self.up = Linear(hidden, ffn, dtype, f"{name}.mlp.{up}")
         self.down = Linear(ffn, hidden, dtype, f"{name}.mlp.{down}")
@@ -100,7 +92,7 @@ class WindowEncoder(nnx.Module):
             [Block(fields, dtype, f"visual.blocks.{i}", gated=True) for i in range(int(fields["depth"]))]
         )
         self.merger = Merger(
-            RMSNorm(hidden, EPSILON, dtype, "visual.merger.ln_q"),
+            RMSNorm(hidden, NORMS, dtype, "visual.merger.ln_q"),
             Linear(merged, merged, dtype, "visual.merger.mlp.0"),
             Linear(merged, out, dtype, "visual.merger.mlp.2"),
         )
@@ -138,7 +130,7 @@ class Encoder(nnx.Module):
 
         def merger(place: str, normed: int) -> Merger:
             return Merger(
-                LayerNorm(normed, EPSILON, dtype, f"{place}.norm"),
+                LayerNorm(normed, NORMS, dtype, f"{place}.norm"),
                 Linear(merged, merged, dtype, f"{place}.linear_fc1"),
                 Linear(merged, out, dtype, f"{place}.linear_fc2"),
             )

@@ -9,21 +9,22 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jengine.models.layers import exact_matrix
+from jengine.models.layers import LayerNorm, NormSettings, RMSNorm, exact_matrix
 from jengine.models.pieces import Piece
-from jengine.vision.parts import Attention, LayerNorm, Linear, RMSNorm, within_frames
+from jengine.vision.parts import Attention, Linear, within_frames
 from pallas_kernels.elementwise.activations import ACTIVATIONS
 
 
 class Block(nnx.Module):
     def __init__(self, fields: Mapping[str, Any], dtype: jax.typing.DTypeLike, name: str) -> None:
-        hidden, ffn, eps = fields["hidden_size"], fields["intermediate_size"], fields["layer_norm_eps"]
+        hidden, ffn = fields["hidden_size"], fields["intermediate_size"]
+        norms = NormSettings(fields["layer_norm_eps"])
         self.heads, self.activation = fields["num_attention_heads"], fields["hidden_act"]
-        self.norm1 = LayerNorm(hidden, eps, dtype, f"{name}.layer_norm1")
+        self.norm1 = LayerNorm(hidden, norms, dtype, f"{name}.layer_norm1")
         self.q, self.k, self.v, self.out = (
             Linear(hidden, hidden, dtype, f"{name}.self_attn.{part}_proj") for part in ("q", "k", "v", "out")
         )
-        self.norm2 = LayerNorm(hidden, eps, dtype, f"{name}.layer_norm2")
+        self.norm2 = LayerNorm(hidden, norms, dtype, f"{name}.layer_norm2")
         self.up = Linear(hidden, ffn, dtype, f"{name}.mlp.fc1")
         self.down = Linear(ffn, hidden, dtype, f"{name}.mlp.fc2")
 
@@ -42,7 +43,7 @@ class Siglip(nnx.Module):
     """
 
     def __init__(self, fields: Mapping[str, Any], dtype: jax.typing.DTypeLike, name: str) -> None:
-        size, patch, eps = fields["hidden_size"], fields["patch_size"], fields["layer_norm_eps"]
+        size, patch = fields["hidden_size"], fields["patch_size"]
         channels, place = fields.get("num_channels", 3), f"{name}.embeddings"
         table, filters = ((fields["image_size"] // patch) ** 2, size), (size, channels, patch, patch)
         self.dtype = jnp.dtype(dtype)
@@ -51,7 +52,7 @@ class Siglip(nnx.Module):
         self.positions = exact_matrix(table, dtype, (None, None), positions)
         layers = (f"{name}.encoder.layers.{i}" for i in range(fields["num_hidden_layers"]))
         self.blocks = nnx.List([Block(fields, dtype, layer) for layer in layers])
-        self.norm = LayerNorm(size, eps, dtype, f"{name}.post_layernorm")
+        self.norm = LayerNorm(size, NormSettings(fields["layer_norm_eps"]), dtype, f"{name}.post_layernorm")
 
     def __call__(self, pixels: jax.Array, positions: jax.Array, frame: int) -> jax.Array:
         """pixels float32 [N, features], positions int32 [N] -> [N, hidden]. Each frame has this many patches
@@ -71,11 +72,12 @@ class Gemma3Encoder(nnx.Module):
         self, fields: Mapping[str, Any], hidden: int, patches_per_row: int, dtype: jax.typing.DTypeLike
     ) -> None:
         """hidden: of the text model."""
-        size, eps, place = fields["hidden_size"], fields["layer_norm_eps"], "multi_modal_projector"
+        size, place = fields["hidden_size"], "multi_modal_projector"
+        norms = NormSettings(fields["layer_norm_eps"], norm_offset=1.0)
         self.patches_per_row = patches_per_row
         self.frame = (fields["image_size"] // fields["patch_size"]) ** 2
         self.siglip = Siglip(fields, dtype, "vision_tower")
-        self.mean_norm = RMSNorm(size, eps, dtype, f"{place}.mm_soft_emb_norm", offset=1.0)
+        self.mean_norm = RMSNorm(size, norms, dtype, f"{place}.mm_soft_emb_norm")
         projection = f"{place}.mm_input_projection_weight"
         self.projection = Linear(size, hidden, dtype, projection, biased=False, transposed=True)
 

@@ -27,10 +27,11 @@ FIELDS = (
     "image_size", "patch_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_channels", "layer_norm_eps", "hidden_act",
 )  # fmt: skip
-DEFAULTS = {  # transformers', by model_type
-    "smolvlm": {"hidden_size": 1152, "intermediate_size": 3072, "image_size": 224, "patch_size": 32},
-    "idefics3": {"hidden_size": 1152, "intermediate_size": 3072, "image_size": 224, "patch_size": 32},
-}
+DEFAULTS = {  # transformers'
+    "hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16,
+    "num_channels": 3, "image_size": 224, "patch_size": 32, "layer_norm_eps": 1e-6,
+    "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
 
 
 class SmolVlm:
@@ -60,12 +61,7 @@ class SmolVlm:
         if (edge := options.get("size", {}).get(EDGE, 0)) > LONGEST:
             raise InvalidArgument(f"mm_processor_kwargs.size.{EDGE}", edge, f"at most {LONGEST}")
         processor = {**processor, **options}
-        vision = {
-            **{"num_hidden_layers": 12, "num_attention_heads": 16, "num_channels": 3},
-            **{"layer_norm_eps": 1e-6, "hidden_act": "gelu_pytorch_tanh"},
-            **DEFAULTS[config["model_type"]],
-            **config.get("vision_config", {}),
-        }
+        vision = {**DEFAULTS, **config.get("vision_config", {})}
         self.vision = {name: vision[name] for name in FIELDS}
         self.hidden = int(config["text_config"]["hidden_size"])
         self.scale, self._encode = int(config.get("scale_factor", 2)), encode

@@ -133,7 +133,7 @@ def read_adapter(folder: Path, shapes: list[LoraShapes] = []) -> None:  # noqa: 
             model = build(read_config(Path(place)), "float32", 64)
         shapes.append(LoraShapes(model, make_mesh(1), 2, 8))
     [one] = shapes
-    read_lora(LoraSource("x", str(folder)), one.modules, one.model.prefix, 8, one.fused)
+    read_lora(LoraSource("x", str(folder)), one.modules, one.model, 8, one.fused)
     lora_tokenizer(Tokenizer(conftest.byte_level()), folder)
 
 

@@ -173,8 +173,8 @@ def nvfp4(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
     return parts, values.reshape(weight.shape).astype(np.float32)
 
 
-def fp8(scales: str, name: str = "weight_scale", block: int = 48) -> Quantizer:
-    """scales: all, outputs, or square blocks."""
+def fp8(scales: str, name: str = "weight_scale", block: int = 48, inputs: str = "input_scale") -> Quantizer:
+    """scales: all, outputs, or square blocks. name, inputs: of the tensors of scales."""
 
     def quantizer(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
         rows, columns = weight.shape
@@ -193,7 +193,7 @@ def fp8(scales: str, name: str = "weight_scale", block: int = 48) -> Quantizer:
             wide = np.broadcast_to(scale.reshape(-1, 1), weight.shape)
         scale, wide = (scale / 448).astype(np.float32), (wide / 448).astype(np.float32)
         values = (weight / wide).astype(ml_dtypes.float8_e4m3fn)
-        parts = {"weight": values, name: scale, "input_scale": np.ones(1, np.float32)}
+        parts = {"weight": values, name: scale, inputs: np.ones(1, np.float32)}
         return parts, values.astype(np.float32) * wide
 
     return quantizer

@@ -13,10 +13,13 @@ from huggingface_hub.utils import filter_repo_objects
 import jengine
 from jengine import SamplingParams
 from jengine.base.errors import ModelError
-from jengine.checkpoints import read_config, read_sampling_defaults, resolve
-from jengine.checkpoints.folder import CONFIG_FILES
+from jengine.checkpoints import load, read_config, read_sampling_defaults, resolve
+from jengine.checkpoints.folder import CONFIG_FILES, kept_format
 from jengine.hub.files import TOKENIZER_FILES
+from jengine.models import build
 from jengine.models.config import RopeScaling
+from jengine.parallel.mesh import make_mesh
+from tests.checkpoints.quantized_models import nvfp4, write_quantized
 from tests.golden.weights import VARIANTS
 
 
@@ -138,6 +141,23 @@ def test_configuration(tmp_path: Path) -> None:
         None,
     )
     assert config.eos_token_ids == (7,)
+
+
+def test_settings_in_model_optimizers_own_file(tmp_path: Path) -> None:
+    """As its releases up to 0.29 write them, with those of the cache, whose scales are not used."""
+    quantization = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*.o_proj"]}
+    write_quantized(tmp_path, quantization, nvfp4, plain=("o_proj.weight",))
+    config, file = read_config(tmp_path), tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": None}))
+    settings = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16}
+    settings["exclude_modules"] = quantization["ignore"]
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
+    assert read_config(tmp_path) == config and config.stored is not None
+    assert load(tmp_path, build(config, "float32", 64), make_mesh(1), progress=False)
+    assert kept_format("modelopt", tmp_path) is None
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="quantization"):
+        read_config(tmp_path)
 
 
 def test_fields_that_may_be_left_out(tmp_path: Path) -> None:

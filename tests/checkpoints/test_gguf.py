@@ -54,6 +54,12 @@ def scaling(variant: str) -> dict[str, Any]:
     }
 
 
+def test_attn_factor_multiplies_yarns_magnitude(tmp_path: Path) -> None:
+    fields = {f"llama.rope.scaling.{name}": 4.0 for name in ("factor", "attn_factor")}
+    write_gguf(tmp_path / "m.gguf", "llama_tied", fields={**fields, "llama.rope.scaling.type": "yarn"})
+    assert rope(read_config(tmp_path / "m.gguf"), 256).magnitude == pytest.approx(4 * (0.1 * np.log(4) + 1))
+
+
 def test_frequencies_of_llama_3_1_are_a_tensor(tmp_path: Path) -> None:
     """Divisors of the unstretched frequencies."""
     config = model_config(VARIANTS["rope_llama3"])
@@ -197,6 +203,7 @@ def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
             {"llama.rope.scaling.type": "odd", "llama.rope.scaling.factor": 2.0},
             "rope scaling 'odd' is not supported",
         ),
+        ({"llama.rope.scaling.attn_factor": 0.5}, "attn_factor=0.5 is supported for type yarn, not none"),
     ],
 )
 def test_fields_that_are_refused(fields: dict[str, Any], reason: str, tmp_path: Path) -> None:

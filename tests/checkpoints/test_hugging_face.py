@@ -166,6 +166,8 @@ def test_olmo3_stretches_only_layers_without_a_window() -> None:
         "sliding_attention": {"rope_theta": 5e5},
     }
     assert read("olmo3", rope_scaling=..., rope_theta=..., rope_parameters=new) == config
+    flat = new["full_attention"]
+    assert read("olmo3", rope_scaling=..., rope_theta=..., rope_parameters=flat) == config
 
 
 def test_granites_multipliers() -> None:

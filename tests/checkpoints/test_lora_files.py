@@ -42,7 +42,7 @@ def read(folder: Path, variant: str = "llama_gqa", dtype: str = "float32") -> Lo
 
 def read_with(shapes: LoraShapes, folder: Path, dtype: str = "float32") -> LoraWeights:
     source = LoraSource("x", str(folder))
-    return read_lora(source, shapes.modules, shapes.model.prefix, 8, shapes.fused, dtype)
+    return read_lora(source, shapes.modules, shapes.model, 8, shapes.fused, dtype)
 
 
 def test_every_module_has_its_change(tmp_path: Path) -> None:
@@ -106,7 +106,8 @@ def ones(*shape: int) -> np.ndarray:
         ({"target_modules": ["nothing"], "exclude_modules": "("}, {}, r"exclude_modules '\(': is no regular"),
         ({"target_parameters": "experts"}, {}, "target_parameters='experts' must be a list of names"),
         ({"peft_type": ["LORA"]}, {}, r"peft_type=\['LORA'\] must be text"),
-        ({"target_modules": ["q_proj", "nothing"]}, {}, "target_modules has 'nothing', but no module"),
+        ({"target_modules": ["nothing"]}, {}, r"target_modules=\['nothing'\] matches no module"),
+        ({"target_modules": ["q_proj", "lm_head"]}, {}, "target_modules has 'lm_head', but no module"),
         ({"target_modules": "nothing.*"}, {}, "target_modules='nothing.*' matches no module"),
         ({}, {Q: None}, r"module model\.layers\.0\.self_attn\.q_proj has no lora_A"),
         ({}, {Q: ones(4, 5)}, r"q_proj has 5 inputs and \d+ outputs; the model's \d+ and \d+"),
@@ -196,6 +197,18 @@ def test_a_target_may_have_no_tensors_if_all_its_modules_are_excluded(
             read(folder)
 
 
+def test_targets_that_the_model_has_not_are_ignored(tmp_path: Path) -> None:
+    """As in PEFT: the usual lists name projections that are one matrix in some models."""
+    folder = change(tmp_path, {"target_modules": ["q_proj", "qkv_proj", "nothing"]}, {})
+    assert read(folder).factors
+    adapter = lora("qwen3_moe", "rs")
+    tensors = {name: array for name, array in adapter.tensors.items() if "q_proj" in name}
+    config = {**adapter.config, "target_modules": ["q_proj", "up_proj"], "target_parameters": None}
+    folder = write_lora(tmp_path / "experts", Lora(config, tensors))
+    weights = read_with(shapes_of(model("qwen3_moe"), targets=("q_proj", "experts")), folder)
+    assert all(name.endswith("q_proj") for name in weights.factors), "modules of experts may have no tensors"
+
+
 def test_the_gates_of_a_delta_net_can_be_adapted() -> None:
     """They are small matrices that are never quantized, and linear layers as others."""
     for variant, names in (("qwen3_next", ("in_proj_ba",)), ("qwen3_5_text", ("in_proj_a", "in_proj_b"))):
@@ -228,7 +241,7 @@ def test_broken_files(tmp_path: Path) -> None:
 def test_ranks_above_the_limit_are_rejected(tmp_path: Path) -> None:
     folder, shapes = write_lora(tmp_path, lora("llama_gqa", "rs")), shapes_of(model())
     with pytest.raises(ModelError, match="has rank 8, above max_lora_rank=4"):
-        read_lora(LoraSource("x", str(folder)), shapes.modules, "model.", 4)
+        read_lora(LoraSource("x", str(folder)), shapes.modules, shapes.model, 4)
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,11 @@ CASES: dict[str, tuple[dict[str, Any], Quantizer, Any]] = {  # and the form in m
     "nvfp4 of Model Optimizer": (MODELOPT, nvfp4, "e2m1"),
     "fp8 of Model Optimizer": ({**MODELOPT, "quant_algo": "FP8"}, fp8("all"), "float8_e4m3fn"),
     "fp8 static": ({**FP8, "activation_scheme": "static"}, fp8("all"), "float8_e4m3fn"),
+    "fp8 static of transformers": (
+        {**FP8, "activation_scheme": "static"},
+        fp8("all", "weight_scale_inv", inputs="activation_scale"),
+        "float8_e4m3fn",
+    ),
     "fp8 128 x 128": ({**FP8, "weight_block_size": [48, 48]}, fp8("blocks", "weight_scale_inv"), None),
 }
 
@@ -123,7 +128,7 @@ def test_weights_stand_for_what_the_format_says(name: str, tmp_path: Path) -> No
         layer["attention"]["o"],
     ):
         assert (leaf.kind if isinstance(leaf, Int4 | Quantized) else None) == form
-        inputs = name in ("fp8 static", "fp8 of Model Optimizer")
+        inputs = name.startswith("fp8 static") or name == "fp8 of Model Optimizer"
         assert not isinstance(leaf, Quantized) or leaf.inputs == inputs
     down, gate_up = (layer["mlp"][part] for part in ("down", "gate_up"))
     down, gate_up = (np.asarray(dequantize(leaf) if is_weight(leaf) else leaf) for leaf in (down, gate_up))

@@ -111,8 +111,13 @@ def test_settings_that_later_families_reject(variant: str, changes: dict[str, An
         ("llama_gqa", {"logits_scaling": 8.0}, "logits_scaling is not supported"),
         (
             "llama_gqa",
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2, "attn_factor": 0.5}},
+            {"rope_scaling": {"rope_type": "linear", "factor": 2, "attn_factor": 0.5}},
             "rope scaling has attn_factor=0.5",
+        ),
+        (
+            "llama_gqa",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2, "extrapolation_factor": 0.5}},
+            "rope scaling has extrapolation_factor=0.5",
         ),
         (
             "llama_gqa",
@@ -143,6 +148,11 @@ def test_settings_that_later_families_reject(variant: str, changes: dict[str, An
             "gemma3",
             {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}},
             "rope scaling 'yarn' of sliding_attention is not",
+        ),
+        (
+            "gemma3",
+            {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}},
+            "rope_parameters must have full_attention and sliding_attention",
         ),
         (
             "gpt2",

@@ -44,6 +44,14 @@ def test_yarn_magnitudes() -> None:
     assert rope(config("rope_yarn_attention_factor"), 256).magnitude == 0.9
 
 
+@pytest.mark.parametrize("variant", ["rope_yarn", "rope_yarn_mscale", "rope_yarn_attention_factor"])
+def test_attn_factor_multiplies_yarns_magnitude_unless_attention_factor_is_there(variant: str) -> None:
+    fields = VARIANTS[variant]
+    scaling = {**fields["rope_scaling"], "attn_factor": 0.88, "extrapolation_factor": 1.0}
+    expected = rope(config(variant), 256).magnitude * (0.88 if "factor" not in variant else 1)
+    assert rope(model_config({**fields, "rope_scaling": scaling}), 256).magnitude == pytest.approx(expected)
+
+
 def test_longrope_has_factors_for_short_and_for_long_sequences() -> None:
     found = config("phi3_longrope_beyond")  # trained on 64 tokens, stretched to 256; 12 of 16 channels rotate
     assert found.rope.scaling is not None

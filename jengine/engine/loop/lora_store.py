@@ -45,7 +45,7 @@ class LoraStore:
         shapes, rank = self._shapes, self.limits.max_lora_rank
         model = shapes.model
         # not under the lock: a slow disk delays this adapter alone
-        weights = read_lora(source, shapes.modules, model.prefix, rank, shapes.fused, model.dtype)
+        weights = read_lora(source, shapes.modules, model, rank, shapes.fused, model.dtype)
         packed = shapes.pack(weights)
         with self._loading:
             self._check(source.name, load_inplace, keep)
