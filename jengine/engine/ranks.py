@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as List
 from functools import reduce
+from typing import Any
 
 from jengine.base.errors import InvalidArgument
 from jengine.core.request import FinishReason, Request
@@ -14,7 +15,7 @@ from jengine.engine.limits import Limits
 from jengine.engine.loop.engine import Engine
 from jengine.engine.loop.live_weights import FixedWeights
 from jengine.engine.loop.turns import ended
-from jengine.engine.operations import Operation, Sleep, WakeUp
+from jengine.engine.operations import GetPauseState, Operation, Sleep, WakeUp, WriteProfile
 from jengine.execution.ranks import RanksRunner
 from jengine.execution.runner import InFlight
 from jengine.insight.recording.cost_report import CostReport
@@ -39,7 +40,8 @@ class RankedEngine:
     With several stages, each iteration runs one cohort of each rank. A step that must wait for tokens of a
     step in flight, such as that of a lone sequence, is planned only if no rank has anything else to run.
 
-    An operation is done by every rank, and the answer is the first one's; so are costs and traces.
+    An operation is done by every rank, a profile of the process by the first one, whose answers, costs and
+    traces are the engine's. A paused engine is idle once all ranks are.
 
     Args:
         ranks: with the same options.
@@ -106,8 +108,12 @@ class RankedEngine:
             raise InvalidArgument(
                 "operation", type(operation).__name__, "not with several ranks (data_parallel_size)"
             )
-        first, *_ = [rank.do(operation) for rank in self.ranks]
-        return first
+        ranks = self.ranks[:1] if isinstance(operation, WriteProfile) else self.ranks
+        answers: list[Any] = [rank.do(operation) for rank in ranks]
+        if isinstance(operation, GetPauseState):
+            answers.sort(key=lambda state: state.idle)
+        answer: T = answers[0]
+        return answer
 
     @property
     def scheduler(self) -> Scheduler:
