@@ -174,8 +174,11 @@ class MoveWeights(CallKind[str]):
 
 
 def _moved(leaves: Sequence[jax.Array], like: Sequence[Any], away: bool) -> tuple[jax.Array, ...]:
-    """Copies of these leaves, if there are any, on the host or on the devices."""
+    """These leaves, if there are any, on the host or on the devices; copies of those that are elsewhere."""
     memory = PINNED if away else None
-    moved = (copied(leaf, target.sharding, memory) for leaf, target in zip(leaves, like, strict=False))
+    moved = (
+        leaf if (leaf.sharding.memory_kind == PINNED) == away else copied(leaf, target.sharding, memory)
+        for leaf, target in zip(leaves, like, strict=False)
+    )
     done: tuple[jax.Array, ...] = jax.block_until_ready(tuple(moved))
     return done
