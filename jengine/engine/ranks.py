@@ -11,16 +11,12 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.request import FinishReason, Request
 from jengine.core.updates import Load, Update, combined
 from jengine.core.weights import Version
-from jengine.engine.limits import Limits
 from jengine.engine.loop.engine import Engine
-from jengine.engine.loop.live_weights import FixedWeights
 from jengine.engine.loop.turns import ended
 from jengine.engine.operations import GetPauseState, Operation, Sleep, WakeUp, WriteProfile
 from jengine.execution.ranks import RanksRunner
 from jengine.execution.runner import InFlight
-from jengine.insight.recording.cost_report import CostReport
 from jengine.insight.recording.records import StepTotals
-from jengine.insight.recording.trace import Trace
 from jengine.scheduling.forecasts.expectations import expect, hypothetical
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
@@ -48,8 +44,10 @@ class RankedEngine:
     """
 
     def __init__(self, ranks: List[Engine], runner: RanksRunner) -> None:
-        self.ranks, self.runner = ranks, runner
+        self.ranks, self.runner, first = ranks, runner, ranks[0]
         self.pages: None = None  # none travel
+        self.limits, self.weights, self.on_host = first.limits, first.weights, first.on_host
+        self.costs, self.trace = first.costs, first.trace
 
     def add(self, *requests: Request) -> list[Sequence]:
         for rank in self.ranks:
@@ -133,10 +131,6 @@ class RankedEngine:
         return any([rank.has_requests for rank in self.ranks])
 
     @property
-    def limits(self) -> Limits:
-        return self.ranks[0].limits
-
-    @property
     def load(self) -> Load:
         """The sum of the ranks' loads, with the soonest first token."""
         return combined([rank.load for rank in self.ranks])
@@ -144,26 +138,12 @@ class RankedEngine:
     def totals(self) -> StepTotals:
         return reduce(StepTotals.__add__, [rank.totals() for rank in self.ranks])
 
-    def costs(self) -> CostReport:
-        return self.ranks[0].costs()
-
-    def trace(self, seconds: float | None = None) -> Trace:
-        return self.ranks[0].trace(seconds)
-
     def memory_parts(self) -> dict[str, int]:
         return self.runner.memory_parts()
 
     @property
-    def on_host(self) -> bool:
-        return self.ranks[0].on_host
-
-    @property
-    def weights(self) -> FixedWeights:
-        return self.ranks[0].weights
-
-    @property
     def weights_version(self) -> Version:
-        return self.ranks[0].weights_version
+        return self.weights.version
 
     @property
     def compiles_since_start(self) -> int:

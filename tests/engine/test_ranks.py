@@ -75,6 +75,8 @@ def test_a_model_without_experts_cannot_divide_them() -> None:
 class _Rank:
     """Answers that it is paused, and notes what it was asked for."""
 
+    limits = weights = on_host = costs = trace = None
+
     def __init__(self, *, idle: bool = True) -> None:
         self.state, self.operations = PauseState(True, idle, [], 0), list[Operation[Any]]()
 
