@@ -205,7 +205,7 @@ class Sleep(Operation[bool], frozen=True):
             engine.scheduler.blocks.reset()
             engine.runner.free_cache()
         if "weights" in freed:
-            engine.weights.there = self.level == 1
+            engine.weights.there &= self.level == 1
             if self.level == 2 or not engine.weights.shared:
                 engine.runner.move_weights(away=True, keep=self.level == 1)
         gate.asleep |= freed
@@ -364,7 +364,8 @@ def pause(engine: Engine, mode: PauseMode) -> None:
 
 def idle(engine: Engine) -> bool:
     """Whether a paused engine has nothing left to do before it resumes."""
-    return not (engine.gate.mode == "wait" and engine.has_steps)
+    gate = engine.gate
+    return bool(gate.asleep) or not (gate.mode == "wait" and engine.has_steps)
 
 
 def resume(engine: Engine) -> None:
@@ -408,6 +409,8 @@ def replace_weights(
     finally:
         if not live.there and gate.mode is None:  # the devices failed: requests wait for weights
             gate.mode, gate.by_sleep = "keep", True
-    gate.asleep.discard("weights")
+    if "weights" in gate.asleep:
+        engine.runner.move_weights(away=False)  # those of a draft model, which are not replaced
+        gate.asleep.remove("weights")
     go_on(engine)
     return version

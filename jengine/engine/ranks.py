@@ -5,21 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as List
 from functools import reduce
+from typing import Any
 
 from jengine.base.errors import InvalidArgument
 from jengine.core.request import FinishReason, Request
 from jengine.core.updates import Load, Update, combined
 from jengine.core.weights import Version
-from jengine.engine.limits import Limits
 from jengine.engine.loop.engine import Engine
-from jengine.engine.loop.live_weights import FixedWeights
 from jengine.engine.loop.turns import ended
-from jengine.engine.operations import Operation, Sleep, WakeUp
+from jengine.engine.operations import GetPauseState, Operation, Sleep, WakeUp, WriteProfile
 from jengine.execution.ranks import RanksRunner
 from jengine.execution.runner import InFlight
-from jengine.insight.recording.cost_report import CostReport
 from jengine.insight.recording.records import StepTotals
-from jengine.insight.recording.trace import Trace
 from jengine.scheduling.forecasts.expectations import expect, hypothetical
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
@@ -39,15 +36,18 @@ class RankedEngine:
     With several stages, each iteration runs one cohort of each rank. A step that must wait for tokens of a
     step in flight, such as that of a lone sequence, is planned only if no rank has anything else to run.
 
-    An operation is done by every rank, and the answer is the first one's; so are costs and traces.
+    An operation is done by every rank, a profile of the process by the first one, whose answers, costs and
+    traces are the engine's. A paused engine is idle once all ranks are.
 
     Args:
         ranks: with the same options.
     """
 
     def __init__(self, ranks: List[Engine], runner: RanksRunner) -> None:
-        self.ranks, self.runner = ranks, runner
+        self.ranks, self.runner, first = ranks, runner, ranks[0]
         self.pages: None = None  # none travel
+        self.limits, self.weights, self.on_host = first.limits, first.weights, first.on_host
+        self.costs, self.trace = first.costs, first.trace
 
     def add(self, *requests: Request) -> list[Sequence]:
         for rank in self.ranks:
@@ -106,8 +106,12 @@ class RankedEngine:
             raise InvalidArgument(
                 "operation", type(operation).__name__, "not with several ranks (data_parallel_size)"
             )
-        first, *_ = [rank.do(operation) for rank in self.ranks]
-        return first
+        ranks = self.ranks[:1] if isinstance(operation, WriteProfile) else self.ranks
+        answers: list[Any] = [rank.do(operation) for rank in ranks]
+        if isinstance(operation, GetPauseState):
+            answers.sort(key=lambda state: state.idle)
+        answer: T = answers[0]
+        return answer
 
     @property
     def scheduler(self) -> Scheduler:
@@ -127,10 +131,6 @@ class RankedEngine:
         return any([rank.has_requests for rank in self.ranks])
 
     @property
-    def limits(self) -> Limits:
-        return self.ranks[0].limits
-
-    @property
     def load(self) -> Load:
         """The sum of the ranks' loads, with the soonest first token."""
         return combined([rank.load for rank in self.ranks])
@@ -138,26 +138,12 @@ class RankedEngine:
     def totals(self) -> StepTotals:
         return reduce(StepTotals.__add__, [rank.totals() for rank in self.ranks])
 
-    def costs(self) -> CostReport:
-        return self.ranks[0].costs()
-
-    def trace(self, seconds: float | None = None) -> Trace:
-        return self.ranks[0].trace(seconds)
-
     def memory_parts(self) -> dict[str, int]:
         return self.runner.memory_parts()
 
     @property
-    def on_host(self) -> bool:
-        return self.ranks[0].on_host
-
-    @property
-    def weights(self) -> FixedWeights:
-        return self.ranks[0].weights
-
-    @property
     def weights_version(self) -> Version:
-        return self.ranks[0].weights_version
+        return self.weights.version
 
     @property
     def compiles_since_start(self) -> int:

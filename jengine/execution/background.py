@@ -62,15 +62,11 @@ class BackgroundPrograms:
         missing = (at for at, key in enumerate(self.keys) if key not in self._obtained)
         return next(missing, len(self.keys))
 
-    @property
-    def complete(self) -> bool:
-        return self.ready == len(self.keys)
-
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until this process has nothing more to do, at most `timeout` seconds. Returns whether every
         program is ready."""
         self._ended.wait(timeout)
-        return self.complete
+        return self.ready == len(self.keys)
 
     def prefer(self, keys: Sequence[Key]) -> None:
         """Obtains these first, where other processes compile. Thread-safe."""

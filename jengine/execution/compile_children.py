@@ -36,17 +36,8 @@ from jengine.execution.cache_folders import folder_name
 from jengine.execution.kinds import Key
 from jengine.execution.memory import ProgramMemory
 from jengine.execution.program_store import difference
-from jengine.execution.spec import ExecutionSpec
+from jengine.execution.spec import JAX_OPTIONS, ExecutionSpec
 
-# JAX's options that change how programs are lowered and compiled
-OPTIONS = (
-    "jax_default_matmul_precision",
-    "jax_default_prng_impl",
-    "jax_disable_most_optimizations",
-    "jax_enable_x64",
-    "jax_numpy_dtype_promotion",
-    "jax_threefry_partitionable",
-)
 log = logging.getLogger("jengine")
 MODULE = "jengine.execution.compile_child"
 READY = b"ready"
@@ -102,7 +93,7 @@ class Job(NamedTuple):
         """Args:
         target: that of the spec's devices; None: the other process has the same devices, a CPU's.
         """
-        options = {name: jax.config.values[name] for name in OPTIONS}
+        options = {name: jax.config.values[name] for name in JAX_OPTIONS}
         with io.BytesIO() as file:
             pickle.dump((target, options, _plain(spec)), file)
             _Pickler(file).dump(dataclasses.replace(spec))  # without what the spec has computed

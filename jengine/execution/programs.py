@@ -343,7 +343,9 @@ def lower(spec: ExecutionSpec, key: Key) -> jax.stages.Lowered:
     gpu = device.platform == "gpu"
     # what is traced asks the default device for which one it is
     place = jax.default_device(device if gpu or jax.default_backend() != "cpu" else None)
-    with place, reused() if gpu else nullcontext(), batch_invariant(spec.table.batch_invariant):
+    kernels = reused() if gpu else nullcontext()
+    # random numbers depend neither on the process's options nor on the batch
+    with place, kernels, batch_invariant(spec.table.batch_invariant), jax.threefry_partitionable(True):
         return jax.jit(function, donate_argnums=program.donated, **shardings).lower(*program.args)
 
 

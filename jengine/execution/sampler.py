@@ -277,7 +277,9 @@ def _scaled(logits: jax.Array, sampling: Sampling) -> tuple[jax.Array, jax.Array
 
 
 def uniform(sampling: Sampling, positions: jax.Array) -> jax.Array:
-    """Float32 [rows] in [0, 1), which depends only on a row's seed, sample index and position."""
+    """Float32 [rows] in [0, 1), which depends only on a row's seed, sample index and position, and not on
+    JAX's options.
+    """
 
     words = (
         sampling.seed_high,
@@ -288,10 +290,10 @@ def uniform(sampling: Sampling, positions: jax.Array) -> jax.Array:
     def fold(keys: jax.Array, words: jax.Array) -> tuple[jax.Array, None]:
         return jax.vmap(jax.random.fold_in)(keys, words), None
 
-    keys = jnp.broadcast_to(jax.random.key(0), positions.shape)
+    keys = jnp.broadcast_to(jax.random.key(0, impl="threefry2x32"), positions.shape)
     # on a CPU a loop compiles faster; on a GPU a loop would make XLA wait for the host
     keys, _ = lax.scan(fold, keys, jnp.stack(words), unroll=not traced_for_cpu())
-    return jax.vmap(jax.random.uniform)(keys)
+    return jax.vmap(partial(jax.random.uniform, dtype=jnp.float32))(keys)
 
 
 def sample_from_cdf(mass: jax.Array, u: jax.Array, otherwise: jax.Array) -> jax.Array:

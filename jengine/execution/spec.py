@@ -38,6 +38,13 @@ from pallas_kernels.devices import cpu_refused
 from pallas_kernels.llvm.kinds import INPUTS
 from pallas_kernels.llvm.max_isa import hidden as hidden_features
 
+# JAX's options that change programs, with their defaults
+JAX_OPTIONS: dict[str, object] = {
+    "jax_default_matmul_precision": None,
+    "jax_disable_most_optimizations": False,
+    "jax_enable_x64": False,
+    "jax_numpy_dtype_promotion": "standard",
+}
 # bytes of pages in transfer between device and host, in each direction; at least those of one call
 STAGING = 256 << 20
 
@@ -336,6 +343,7 @@ class ExecutionSpec:
             "processes": len({device.process_index for device in self.mesh.devices.flat}),
             "jax": jax.__version__,
             "jaxlib": importlib.metadata.version("jaxlib"),
+            **_changed_options(),
             "plugin": "" if device.platform == "cpu" else _plugins(),
             "flags": [] if device.platform == "cpu" else _gpu_flags(),
             "kernels": cpu_refused() or "llvm" if device.platform == "cpu" else "",
@@ -379,6 +387,12 @@ def _facts(model: Model) -> dict[str, Any]:
     facts = model.config.plain()
     del facts["eos_token_ids"]  # slots use them, programs do not
     return facts
+
+
+def _changed_options() -> dict[str, object]:
+    """Values of JAX_OPTIONS that are not the defaults."""
+    values = jax.config.values
+    return {name: values[name] for name, default in JAX_OPTIONS.items() if values[name] != default}
 
 
 def _plugins() -> str:

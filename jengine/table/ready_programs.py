@@ -125,9 +125,6 @@ class ReadyPrograms:
     def pools(self) -> list[PoolKey]:
         return [PoolKey(key.tiles) for key in self.scores()] if self.table.pooling else []
 
-    def tokens(self, key: TrunkKey) -> int:
-        return self.table.tokens(key)
-
 
 class Demand(NamedTuple):
     """What running and waiting requests could use in a step.

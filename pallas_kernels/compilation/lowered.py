@@ -20,7 +20,6 @@ import io
 import json
 import logging
 import os
-import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -78,7 +77,6 @@ class _Modules:
 
 modules = _Modules()
 _REUSED = ContextVar("reused", default=False)
-_LOCK = threading.Lock()
 
 
 def keep_modules(store: Store | None) -> None:

@@ -36,6 +36,8 @@ class Arrived:
     def usable(self) -> list[Key]:
         return [*self.keys]
 
+    wait = prefer = stop = None
+
 
 class Loop:
     """A loop's clock, and a runner whose runs take a second each."""

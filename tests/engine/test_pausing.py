@@ -17,6 +17,7 @@ import pytest
 
 from jengine import LLM, AsyncLLM, InvalidArgument, SamplingParams
 from jengine.base.compiles import compile_count
+from jengine.engine.operations import GetPauseState, Pause
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 
@@ -174,6 +175,41 @@ def test_an_engine_that_was_paused_stays_paused(llm: LLM) -> None:
     llm.sleep(tags=["weights"], mode="wait")
     assert llm.is_sleeping()
     llm.wake_up(["weights"])
+
+
+def test_an_engine_without_weights_that_sleeps_again_has_none(llm: LLM) -> None:
+    llm.sleep(2)
+    llm.wake_up()
+    llm.sleep(1)
+    llm.wake_up()
+    with pytest.raises(InvalidArgument, match="weights=None: the engine has none: call update_weights"):
+        llm.resume()
+    llm.update_weights(weights_of(llm))
+
+
+def test_an_update_wakes_weights_that_are_not_replaced(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a draft model."""
+    moves, move = list[bool](), llm.engine.runner.move_weights
+    monkeypatch.setattr(
+        llm.engine.runner, "move_weights", lambda **how: moves.append(how["away"]) or move(**how)
+    )
+    llm.sleep(2)
+    llm.update_weights(weights_of(llm))
+    llm.wake_up()
+    llm.update_weights(weights_of(llm))  # of an engine that is awake
+    assert moves == [True, False]
+
+
+def test_an_engine_that_sleeps_waits_for_no_request(llm: LLM) -> None:
+    running = Running(llm)
+    llm.sleep(mode="keep")
+    llm.engine.do(Pause("wait"))
+    assert llm.engine.do(GetPauseState()).idle
+    llm.wake_up()
+    assert not llm.engine.do(GetPauseState()).idle
+    llm.pause("wait")
+    assert running.answer.result(WAIT).finish_reason == "length"
+    llm.resume()
 
 
 def test_what_cannot_be_is_named(llm: LLM) -> None:

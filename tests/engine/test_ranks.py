@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jengine import EngineConfig, InvalidArgument
-from jengine.engine.ranks import agreed
+from jengine.engine.operations import GetPauseState, GetTrace, Operation, PauseState, WriteProfile
+from jengine.engine.ranks import RankedEngine, agreed
+from jengine.insight.profiling.data import ProfileOptions
 from jengine.spi import start_engine
 from jengine.table.program_table import ProgramTable, TrunkKey
 from jengine.table.ready_programs import ReadyPrograms
@@ -67,3 +70,34 @@ def test_a_model_without_experts_cannot_divide_them() -> None:
         InvalidArgument, match=r"enable_expert_parallel=True: must be False: .* has no experts"
     ):
         start_engine(EngineConfig.of("demo", {"enable_expert_parallel": True}), progress=False)
+
+
+class _Rank:
+    """Answers that it is paused, and notes what it was asked for."""
+
+    limits = weights = on_host = costs = trace = None
+
+    def __init__(self, *, idle: bool = True) -> None:
+        self.state, self.operations = PauseState(True, idle, [], 0), list[Operation[Any]]()
+
+    def do(self, operation: Operation[Any]) -> PauseState:
+        self.operations.append(operation)
+        return self.state
+
+
+def ranked(*ranks: _Rank) -> RankedEngine:
+    parts: Any = [*ranks], SimpleNamespace()
+    return RankedEngine(*parts)
+
+
+def test_a_process_is_profiled_once() -> None:
+    ranks = [_Rank() for _ in range(3)]
+    ranked(*ranks).do(GetTrace())
+    ranked(*ranks).do(WriteProfile(ProfileOptions(), "folder", 1))
+    assert [len(rank.operations) for rank in ranks] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("busy", [None, 0, 2])
+def test_paused_ranks_are_idle_once_all_are(busy: int | None) -> None:
+    ranks = [_Rank(idle=i != busy) for i in range(3)]
+    assert ranked(*ranks).do(GetPauseState()).idle is (busy is None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ from jengine.base.errors import InvalidArgument
 from jengine.checkpoints.hugging_face import model_config
 from jengine.core.config import EngineConfig
 from jengine.engine.setup.shapes import describe
-from jengine.execution.device_state import check_host_memory
+from jengine.execution.device_state import PINNED, check_host_memory
 from jengine.execution.executor import Worker
+from jengine.execution.kinds import cache
 from jengine.execution.programs import Programs, lower, program_keys
 from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
@@ -117,3 +119,29 @@ def test_off_by_default() -> None:
     assert spec.host_pages == spec.staged == spec.staging_bytes == 0 and not {"spill", "fill"} & {
         *program_keys(spec)
     }
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_weights_are_copied_only_to_where_they_are_not(away: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an update while the engine sleeps, those of a draft model alone are on the host."""
+
+    def leaf(kind: str) -> Any:
+        return SimpleNamespace(sharding=SimpleNamespace(memory_kind=kind))
+
+    monkeypatch.setattr(cache, "copied", lambda array, sharding, memory: ("copy", memory))
+    here, there, result = leaf("device"), leaf(PINNED), list[Any]()
+    spec = SimpleNamespace(
+        mesh=SimpleNamespace(local_devices=[SimpleNamespace(platform="gpu")]),
+        leaves=[here, there],
+        drafting=SimpleNamespace(leaves=[here]),
+    )
+    state: Any = SimpleNamespace(
+        spec=spec,
+        leaves=[here, there],
+        draft_only_leaves=[there],
+        only_of_draft=lambda leaves: leaves,
+        put_leaves=lambda leaves, draft: result.extend([*leaves, *draft]),
+    )
+    cache.MoveWeights().run(state, "move-weights", np.array([away, True], np.int32))
+    copy = ("copy", PINNED if away else None)
+    assert result == ([copy, there, there] if away else [here, copy, copy])

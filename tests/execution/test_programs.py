@@ -150,6 +150,35 @@ def test_a_sampler_does_not_know_the_cache() -> None:
         assert lower(few, key).as_text() == lower(many, key).as_text()
 
 
+@pytest.mark.parametrize("option", [jax.default_prng_impl("unsafe_rbg"), jax.threefry_partitionable(False)])
+def test_random_numbers_do_not_depend_on_the_options_of_the_process(option: Any) -> None:
+    """Under unsafe_rbg, a row's number would depend on its place in the batch."""
+    spec = make_spec()
+    for key in (key for key in spec.table.samplers() if key.variant != "greedy"):
+        expected = lower(spec, key).as_text()
+        with option:
+            assert lower(spec, key).as_text() == expected
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("jax_enable_x64", True),
+        ("jax_default_matmul_precision", "float32"),
+        ("jax_numpy_dtype_promotion", "strict"),
+    ],
+)
+def test_options_of_jax_that_change_programs_are_part_of_their_identity(option: str, value: object) -> None:
+    spec, before = make_spec(), jax.config.values[option]
+    identity, fingerprint = spec.identity(), spec.fingerprint()
+    jax.config.update(option, value)
+    try:
+        assert spec.identity() == {**identity, option: value} and spec.fingerprint() != fingerprint
+    finally:
+        jax.config.update(option, before)
+    assert spec.identity() == identity and option not in identity
+
+
 def test_nothing_is_closed_over(programs: tuple[ExecutionSpec, Programs]) -> None:
     spec, compiled = programs
     for key in (*spec.table.trunks(), *spec.table.samplers()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -463,3 +464,12 @@ def test_equal_inputs_repeat_and_each_input_matters() -> None:
         "inputs are mixed up"
     )
     assert all(0 <= n < 1 for n in numbers)
+
+
+@pytest.mark.parametrize("option", [jax.enable_x64(True), jax.default_prng_impl("unsafe_rbg")])
+def test_numbers_do_not_depend_on_the_options_of_the_process(option: Any) -> None:
+    rows = stacked([Row(SamplingParams(), seed) for seed in range(ROWS)])
+    expected = np.asarray(uniforms(*rows))
+    with option:
+        numbers = uniforms(*rows)
+    assert numbers.dtype == np.float32 and (np.asarray(numbers) == expected).all()

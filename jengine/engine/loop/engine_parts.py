@@ -89,6 +89,8 @@ class FirstUse:
 
     def __init__(self, programs: Arrivals, runner: Runner, used: Iterable[Key]) -> None:
         self._programs, self._runner = programs, runner
+        # until all have arrived, run or not
+        self.wait, self.prefer, self.stop = programs.wait, programs.prefer, programs.stop
         self._used = dict.fromkeys(used)  # an ordered set
         self._seen = 0  # number of programs that had arrived when examples were made
         self._examples: dict[Key, StepPlan | DeviceCall] = {}  # of programs that have not run
@@ -101,16 +103,6 @@ class FirstUse:
 
     def usable(self) -> list[Key]:
         return [*self._used]
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Number of programs that are ready. Programs that have arrived may not have run yet."""
-        return self._programs.wait(timeout)
-
-    def prefer(self, keys: Sequence[Key]) -> None:
-        self._programs.prefer(keys)
-
-    def stop(self) -> None:
-        self._programs.stop()
 
     @property
     def left(self) -> bool:

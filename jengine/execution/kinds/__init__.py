@@ -6,6 +6,7 @@ from typing import Any
 
 from jengine.execution.kinds.cache import (
     Allocate,
+    AllocateCounts,
     Fill,
     FreeCache,
     MoveWeights,
@@ -16,7 +17,7 @@ from jengine.execution.kinds.cache import (
 )
 from jengine.execution.kinds.inputs import AllocateLoras, AllocatePool, EncodeImages, WriteLora
 from jengine.execution.kinds.kind import CallKind, DeviceCall, Key, Kind, Program
-from jengine.execution.kinds.sampler import AllocateCounts, Count, Forget, Sampler
+from jengine.execution.kinds.sampler import Count, Forget, Sampler
 from jengine.execution.kinds.several_steps import Burst, Draft
 from jengine.execution.kinds.tile_results import Pool, Score
 from jengine.execution.kinds.trunk import Trunk

@@ -1,4 +1,4 @@
-"""The cache and the slots on the devices: allocated, updated, copied, moved to the host, and freed."""
+"""The cache, slots and counts on the devices: allocated, updated, copied, moved to the host, and freed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from itertools import batched
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jengine.execution.batch import BatchLayout
-from jengine.execution.device_state import ALLOCATE, PINNED, DeviceState, copied
-from jengine.execution.kinds.kind import CallKind, DeviceCall, Kind, Program, ints, partitions
+from jengine.execution.device_state import ALLOCATE, ALLOCATE_COUNTS, PINNED, DeviceState, copied
+from jengine.execution.kinds.kind import CallKind, DeviceCall, Kind, Program, allocation, ints, partitions
 from jengine.execution.kv_cache import COPIES, Page, fill_pages, make_copy, spill_pages
 from jengine.execution.slots import UPDATE_WORDS, pack_updates, update_slots
 from jengine.execution.spec import ExecutionSpec
@@ -27,15 +26,22 @@ class Allocate(Kind[str]):
     name, while_serving, joint = ALLOCATE, False, True
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
-        both = spec.cache, spec.slots
-
-        def allocate() -> Any:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), both)
-
-        return Program("allocate", allocate, (), partitions(both), by_shard=False)
+        return allocation(key, (spec.cache, spec.slots))
 
     def run(self, state: DeviceState, key: str, array: None) -> None:
         state.allocate()
+
+
+class AllocateCounts(Kind[str]):
+    """Allocates the counts when a request first needs them, all zeros."""
+
+    name, while_serving, everywhere = ALLOCATE_COUNTS, False, False
+
+    def program(self, spec: ExecutionSpec, key: str) -> Program:
+        return allocation(key, spec.counts)
+
+    def run(self, state: DeviceState, key: str, array: None) -> None:
+        state.counts = state.get_counts()
 
 
 class PageCopies(Kind[str]):
@@ -174,8 +180,11 @@ class MoveWeights(CallKind[str]):
 
 
 def _moved(leaves: Sequence[jax.Array], like: Sequence[Any], away: bool) -> tuple[jax.Array, ...]:
-    """Copies of these leaves, if there are any, on the host or on the devices."""
+    """These leaves, if there are any, on the host or on the devices; copies of those that are elsewhere."""
     memory = PINNED if away else None
-    moved = (copied(leaf, target.sharding, memory) for leaf, target in zip(leaves, like, strict=False))
+    moved = (
+        leaf if (leaf.sharding.memory_kind == PINNED) == away else copied(leaf, target.sharding, memory)
+        for leaf, target in zip(leaves, like, strict=False)
+    )
     done: tuple[jax.Array, ...] = jax.block_until_ready(tuple(moved))
     return done

@@ -7,13 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from jengine.execution.device_state import ALLOCATE_LORAS, ALLOCATE_POOL, DeviceState
-from jengine.execution.kinds.kind import DeviceCall, Kind, Program, ints, partitions
+from jengine.execution.kinds.kind import DeviceCall, Kind, Program, allocation, ints, partitions
 from jengine.execution.loras import HEADER, write
 from jengine.execution.spec import ExecutionSpec
 from jengine.scheduling.step_plan import Encoding
@@ -30,12 +28,7 @@ class AllocateLoras(Kind[str]):
         return [self.name] if spec.stacks else []
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
-        stacks = spec.stacks
-
-        def allocate() -> Any:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stacks)
-
-        return Program("allocate_adapters", allocate, (), partitions(stacks), by_shard=False)
+        return allocation(key, spec.stacks)
 
     def run(self, state: DeviceState, key: str, array: None) -> None:
         state.stacks = state.programs[key]()
@@ -83,12 +76,7 @@ class AllocatePool(Kind[str]):
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
         assert spec.images is not None
-        pool = spec.images.pool
-
-        def allocate() -> Any:
-            return jnp.zeros(pool.shape, pool.dtype)
-
-        return Program("allocate_pool", allocate, (), PartitionSpec(), by_shard=False)
+        return allocation(key, spec.images.pool)
 
     def run(self, state: DeviceState, key: str, array: None) -> None:
         state.pool = state.programs[key]()

@@ -124,6 +124,15 @@ class Kind[K](CallKind[K]):
         return 0, 0
 
 
+def allocation(name: str, arrays: Any) -> Program:
+    """The program of this key that makes arrays of zeros, from abstract ones with shardings."""
+
+    def allocate() -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrays)
+
+    return Program(name.replace("-", "_"), allocate, (), partitions(arrays), by_shard=False)
+
+
 def ints(spec: ExecutionSpec, *shape: int) -> jax.ShapeDtypeStruct:
     """An abstract int32 array on all devices."""
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=spec.replicated)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from jengine.execution.batch import BatchLayout
-from jengine.execution.device_state import ALLOCATE_COUNTS, DeviceState, start_host_copy
+from jengine.execution.device_state import DeviceState, start_host_copy
 from jengine.execution.kinds.kind import CallKind, DeviceCall, Kind, Program, head_lora_of, ints, of_leaves
 from jengine.execution.logits import COUNT_CHUNK, count_chunks, count_tokens, mask_words
 from jengine.execution.memory import sampler_temporaries
@@ -88,26 +87,6 @@ def mask(spec: ExecutionSpec, key: SamplerKey) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
         (key.rows, mask_words(spec.model.config.vocab_size)), np.uint32, sharding=spec.replicated
     )
-
-
-class AllocateCounts(Kind[str]):
-    """Allocates the counts when a request first needs them."""
-
-    name, while_serving = ALLOCATE_COUNTS, False
-    everywhere = False
-
-    def program(self, spec: ExecutionSpec, key: str) -> Program:
-        counts = spec.counts
-        return Program(
-            "allocate_counts",
-            lambda: jnp.zeros(counts.shape, counts.dtype),
-            (),
-            PartitionSpec(),
-            by_shard=False,
-        )
-
-    def run(self, state: DeviceState, key: str, array: None) -> None:
-        state.counts = state.get_counts()
 
 
 class Count(Kind[str]):

@@ -7,8 +7,8 @@ from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.rows import PlanBuilder
-from jengine.scheduling.rules.rule import Rule
-from jengine.scheduling.step_plan import Sample, Span, further_work
+from jengine.scheduling.rules.rule import Rule, add_rows
+from jengine.scheduling.step_plan import Sample
 
 
 class Repeats(Rule):
@@ -23,13 +23,9 @@ class Repeats(Rule):
     def __init__(
         self, registry: Registry, limits: SequenceLimits, predictor: StepPredictor, *, several: bool
     ) -> None:
-        self._registry, self._blocks, self._windows, self._predictor = (
-            registry,
-            registry.blocks,
-            limits.windows,
-            predictor,
-        )
-        self._several, self._repeating = several, dict[Sequence, None]()
+        self._registry, self._blocks, self._windows = registry, registry.blocks, limits.windows
+        self._predictor, self._several = predictor, several
+        self._repeating = dict[Sequence, None]()
 
     def begin(self, sequence: Sequence) -> None:
         """The prompt of a resumed sequence is computed; rows compute its other known tokens."""
@@ -43,23 +39,9 @@ class Repeats(Rule):
         padding = min(padding, self._predictor.room(rows, plan.tiles)) if self._several else 0
         for span, sequence in zip(plan.spans, plan.rows, strict=False):
             if sequence in self._repeating:
-                span.known, plan.lengthened = sequence.tokens[span.start], True
-                padding -= self._add_tokens(plan, span, sequence, padding)
-
-    def _add_tokens(self, plan: PlanBuilder, span: Span, sequence: Sequence, limit: int) -> int:
-        """Adds rows for known tokens to a span, as pages and `limit` allow. Returns their number."""
-        start = span.start + 1
-        end = self._blocks.room(span.seq, min(start + limit, len(sequence.tokens)))
-        if end <= start:
-            return 0
-        plan.enter(span.slot, self._blocks.grow(span.seq, end))
-        span.length, span.following = end - span.start, sequence.tokens[start:end]
-        context, longest = further_work(start, end - start, self._windows)
-        plan.work = plan.work._replace(
-            context=plan.work.context + context, longest=max(plan.work.longest, longest)
-        )
-        plan.longest, plan.more_rows = max(plan.longest, end), plan.more_rows + end - start
-        return end - start
+                first, *further = sequence.tokens[span.start : span.start + 1 + max(padding, 0)]
+                span.known, plan.lengthened = first, True
+                padding -= add_rows(plan, span, further, self._blocks, self._windows)
 
     def planned(self, plan: PlanBuilder) -> None:
         if not self._repeating:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from jengine.scheduling.pages.blocks import BlockManager
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.rows import PlanBuilder
+from jengine.scheduling.step_plan import Span, Windows, further_work
 
 
 class Rule:
@@ -25,3 +27,19 @@ class Rule:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the rule remembers something that is not so."""
+
+
+def add_rows(plan: PlanBuilder, span: Span, tokens: list[int], blocks: BlockManager, windows: Windows) -> int:
+    """Adds rows to a span for tokens behind its first one, as there are pages. Returns their number."""
+    start = span.start + 1
+    end = blocks.room(span.seq, start + len(tokens))
+    if (count := end - start) <= 0:
+        return 0
+    plan.enter(span.slot, blocks.grow(span.seq, end))
+    span.length, span.following = 1 + count, tokens[:count]
+    context, longest = further_work(start, count, windows)
+    context, longest = plan.work.context + context, max(plan.work.longest, longest)
+    plan.work = plan.work._replace(context=context, longest=longest)
+    plan.longest, plan.lengthened = max(plan.longest, end), True
+    plan.more_rows += count
+    return count

@@ -13,8 +13,8 @@ from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.rows import PlanBuilder, Timeline
-from jengine.scheduling.rules.rule import Rule
-from jengine.scheduling.step_plan import Sample, Span, further_work
+from jengine.scheduling.rules.rule import Rule, add_rows
+from jengine.scheduling.step_plan import Sample, Span
 from jengine.table.program_table import MOST_DRAFTS, MOST_STATES
 
 GAIN = 0.03  # weight of a step in the mean gain
@@ -121,7 +121,9 @@ class Speculation(Rule):
                 likely.append(drafts)
         for span, drafts_of_span, count in zip(spans, likely, self._counts(offer, likely), strict=True):
             if count:
-                self._add(plan, span, drafts_of_span.tokens[:count])
+                tokens = drafts_of_span.tokens[:count]
+                span.guesses = add_rows(plan, span, tokens, self._blocks, self._windows)
+                plan.guesses += span.guesses
         if plan.guesses:
             self._add_samples(plan)
 
@@ -155,23 +157,6 @@ class Speculation(Rule):
         return Likely(start, draft.tokens[skipped : skipped + limit], chances[skipped : skipped + limit])
 
     # --- rows -----------------------------------------------------------------------------------------
-
-    def _add(self, plan: PlanBuilder, span: Span, drafts: list[int]) -> None:
-        """Adds rows for drafts, as many as there are pages."""
-        start = span.start + 1
-        end = self._blocks.room(span.seq, start + len(drafts))
-        if end <= start:
-            return
-        plan.enter(span.slot, self._blocks.grow(span.seq, end))
-        span.guesses = end - start
-        span.length, span.following = 1 + span.guesses, drafts[: span.guesses]
-        context, longest = further_work(start, end - start, self._windows)
-        plan.work = plan.work._replace(
-            context=plan.work.context + context, longest=max(plan.work.longest, longest)
-        )
-        plan.longest, plan.lengthened = max(plan.longest, end), True
-        plan.more_rows += span.guesses
-        plan.guesses += span.guesses
 
     def _add_samples(self, plan: PlanBuilder) -> None:
         """Each row of a draft has a sample, behind that of its sequence's last token."""
