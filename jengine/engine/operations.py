@@ -36,6 +36,7 @@ class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         local: whether its fields cannot be sent to another process.
         in_thread: whether `run` takes long. Then it runs in a separate thread while the engine steps;
             otherwise, between two steps.
+        unbounded: whether `run` may take longer than any step, as it moves weights. No watchdog limits it.
         remote: administrators may call it over the network. False by default, and for operations that name
             files.
         rollout: over the network only if the server's option rollout_api is set.
@@ -43,6 +44,7 @@ class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     local: ClassVar[bool] = False
     in_thread: ClassVar[bool] = False
+    unbounded: ClassVar[bool] = False
     remote: ClassVar[bool] = False
     rollout: ClassVar[bool] = False
 
@@ -112,10 +114,11 @@ class UpdateWeights(Operation[Version], frozen=True):
 class LoadWeights(Operation[Version], frozen=True):
     """Replaces the weights by the tensors of a folder: model.safetensors, or shards and their index."""
 
-    folder: str | Path
+    folder: str
     version: Version | None = None
     check_finite: bool = False
     keep_cache: bool = False
+    unbounded = True
 
     def run(self, engine: Engine) -> Version:
         from jengine.checkpoints.files import read_tensors  # imports jax, which other processes do not need
@@ -126,9 +129,11 @@ class LoadWeights(Operation[Version], frozen=True):
         )
 
 
-def update_of(weights: Any) -> type[UpdateWeights | LoadWeights]:
-    """The operation that takes these weights: arrays, or a folder."""
-    return LoadWeights if isinstance(weights, str | Path) else UpdateWeights
+def update_of(weights: Any, *rest: Any, **options: Any) -> UpdateWeights | LoadWeights:
+    """The operation that takes these weights, arrays or a folder, with its other fields."""
+    if isinstance(weights, str | Path):
+        return LoadWeights(str(weights), *rest, **options)
+    return UpdateWeights(weights, *rest, **options)
 
 
 class Pause(Operation[None], frozen=True):
@@ -184,7 +189,7 @@ class Sleep(Operation[bool], frozen=True):
     level: int = 1
     mode: PauseMode = "abort"
     tags: tuple[Tag, ...] = TAGS
-    remote = rollout = True
+    remote = rollout = unbounded = True
 
     def check(self, limits: Limits) -> None:
         check_whole("level", self.level, 1, 2)
@@ -217,7 +222,7 @@ class WakeUp(Operation[None], frozen=True):
     """Takes back memory that sleep has freed."""
 
     tags: tuple[Tag, ...] = TAGS
-    remote = rollout = True
+    remote = rollout = unbounded = True
 
     def check(self, limits: Limits) -> None:
         check_tags(self.tags)
