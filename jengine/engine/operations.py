@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import get_original_bases
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
@@ -54,6 +55,10 @@ class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def run(self, engine: Engine) -> T:
         """Does it, and returns the answer. An exception fails this operation alone."""
         raise NotImplementedError
+
+    def joined(self, answers: Sequence[T]) -> T:
+        """The answer for several engines that have all done it, from that of each: the first one's."""
+        return answers[0]
 
     def answer_of(self, data: bytes) -> T:
         """Decodes the answer from JSON."""
@@ -182,6 +187,9 @@ class GetPauseState(Operation[PauseState], frozen=True):
         gate = engine.gate
         return PauseState(gate.mode is not None, idle(engine), sorted(gate.asleep), engine.weights_version)
 
+    def joined(self, answers: Sequence[PauseState]) -> PauseState:
+        return answers[0]._replace(idle=all(state.idle for state in answers))
+
 
 class Sleep(Operation[bool], frozen=True):
     """Frees memory; see LLM.sleep. Answers whether it was done; if not, running requests end: ask again."""
@@ -216,6 +224,9 @@ class Sleep(Operation[bool], frozen=True):
         gate.asleep |= freed
         return_memory()
         return True
+
+    def joined(self, answers: Sequence[bool]) -> bool:
+        return all(answers)
 
 
 class WakeUp(Operation[None], frozen=True):

@@ -384,8 +384,8 @@ class LifeOptions:
             aborted. By default a shutdown takes at most 28 s, and Kubernetes kills the process after 30:
             raise terminationGracePeriodSeconds together with this.
         watchdog_seconds: seconds without progress after which the engine process is killed and replaced. A
-            step may, in addition, take five times as long as the longest known one; updates of the weights, sleep
-            and wake-up may take any time. 0: no limit.
+            step may, in addition, take five times as long as the longest known one. Updates of the weights,
+            sleep and wake-up have no limit. 0: no limit at all.
     """
 
     lame_duck_seconds: Annotated[float, seconds(zero=True)] = 2.0
