@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from jengine import AsyncLLM, InvalidArgument, Tokenizer
 from jengine.api.backend import EngineThread
 from jengine.serving.config import ServerConfig
-from jengine.serving.http.embedded import EmbeddedApi
+from jengine.serving.http.embedded import EMBEDDED, EmbeddedApi, embedded_config
 from tests.mocks.mock_engine import MockEngine
 
 
@@ -67,6 +68,23 @@ def test_options_that_need_a_server(option: dict[str, Any], tokenizer_folder: Pa
             EmbeddedApi(llm, "mock", ServerConfig(**option))
 
     within(tokenizer_folder, work)
+
+
+def test_options_without_effect_are_refused() -> None:
+    assert embedded_config({"max_waiting": 3}, response_store_bytes=0).response_store_bytes == 0
+    assert embedded_config({"response_store_bytes": 9}, response_store_bytes=0).response_store_bytes == 9
+    accepted = set()
+    for option in fields(ServerConfig):
+        try:
+            embedded_config({option.name: option.default})
+        except InvalidArgument as wrong:
+            assert wrong.field == f"server.{option.name}" and "has no effect" in wrong.limit
+        else:
+            accepted.add(option.name)
+    assert accepted == EMBEDDED
+    assert not EMBEDDED & {"api_key", "rollout_api", "allowed_origins", "max_connections", "model_config"}
+    with pytest.raises(InvalidArgument, match=r"server.api_key='\.\.\.': has no effect"):
+        embedded_config({"api_key": "secret"})
 
 
 def test_tokens_of_unfinished_requests(tokenizer_folder: Path) -> None:

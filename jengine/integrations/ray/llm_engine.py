@@ -21,22 +21,20 @@ from typing import Any
 from ray.llm._internal.serve.core.engine.protocol import LLMEngine
 
 from jengine import AsyncLLM, EngineConfig, InvalidArgument, SamplingParams
-from jengine.serving.config import ServerConfig
-from jengine.serving.http.embedded import EmbeddedApi
+from jengine.serving.http.embedded import EmbeddedApi, embedded_config
 
 MODELS = (
     "ray.llm._internal.serve.core.configs.openai_api_models"  # needs vLLM or SGLang, whose types these are
 )
 RPC = ("update_weights",)  # methods of AsyncLLM that collective_rpc may call
-UNLIMITED = {"max_streams_per_client": 2**30, "max_calls_per_client": 2**30}
 
 
 class JengineEngine(LLMEngine):  # type: ignore[misc]  # ray ships no types
     """An engine of Ray Serve LLM. Ray's LLMServer calls it.
 
     Args:
-        llm_config: Ray's LLMConfig. engine_kwargs are options of LLM; the key `server` holds options of
-            ServerConfig for limits and parsers.
+        llm_config: Ray's LLMConfig. engine_kwargs are options of LLM; the key `server` holds those of a
+            server that are EMBEDDED.
         make_llm: makes the engine, instead of the default.
 
     Raises:
@@ -47,7 +45,8 @@ class JengineEngine(LLMEngine):  # type: ignore[misc]  # ray ships no types
         if llm_config.lora_config is not None:
             raise InvalidArgument("lora_config", type(llm_config.lora_config).__name__, "must not be set")
         options, loading = dict(llm_config.engine_kwargs), llm_config.model_loading_config
-        self._server = ServerConfig(**{**UNLIMITED, **options.pop("server", {})})
+        # replicas, of which Ray may start several, do not share responses
+        self._server = embedded_config(options.pop("server", {}), response_store_bytes=0)
         source = loading.model_source or loading.model_id
         if not isinstance(source, str):
             raise InvalidArgument("model_source", type(source).__name__, "must be a folder or a hub id")
