@@ -109,26 +109,25 @@ class JengineEngine(LLMEngine):  # type: ignore[misc]  # Dynamo's types are not 
         Raises:
             InvalidArgument, EngineShutdown: Dynamo's.
         """
-        llm = self.llm
+        llm, ended = self.llm, set[int]()
         try:
             params = params_of(request, llm.get_default_sampling_params())
             prompt: TokensPrompt = {"prompt_token_ids": [*request["token_ids"]]}
-            handle = llm.submit(prompt, params, request_id=context.id(), output_kind="delta")
-        except InvalidArgument as wrong:
-            raise Refused(str(wrong)) from None
-        ended = set[int]()
-        try:
-            async with handle:
+            async with llm.submit(prompt, params, request_id=context.id(), output_kind="delta") as handle:
                 async for output in handle:
                     for completion in output.outputs:
                         if completion.finish_reason == "error":
                             output.require_answer()
+                        if (completion.finish_reason, completion.stop_reason) == ("abort", "shutdown"):
+                            raise EngineShutdown("the worker is shutting down")
                         ends = completion.finish_reason is not None and completion.index not in ended
                         if not (completion.token_ids or ends):
                             continue
                         if completion.finish_reason is not None:
                             ended.add(completion.index)
                         yield chunk(handle.output, completion)
+        except InvalidArgument as wrong:
+            raise Refused(str(wrong)) from None
         except EngineDead as dead:
             raise EngineShutdown(str(dead)) from None
 
