@@ -50,7 +50,9 @@ def places(count: int, devices: int) -> list[Place]:
 
 
 def _gpus() -> list[str]:
-    """NVIDIA's GPUs that this process may use."""
+    """NVIDIA's GPUs that JAX may use."""
+    if os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
+        return []
     visible = os.environ.get(VISIBLE)
     if visible is not None:
         return [name for name in visible.split(",") if name and name != "-1"]
