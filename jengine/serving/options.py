@@ -19,7 +19,7 @@ ToolCallParser = Literal[
     "mistral", "pythonic", "qwen3_coder",
 ]  # fmt: skip
 ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1"]
-ORIGIN = re.compile(r"https?://[^/\s]+|\*")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+|\*")  # also of extensions and applications
 METRICS_PREFIX = re.compile(r"[a-zA-Z_]\w*", re.ASCII)
 # patterns, hosts and IPv4 addresses, IPv6 addresses; the latter two perhaps with a port
 DOMAIN = re.compile(
