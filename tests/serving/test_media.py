@@ -235,7 +235,8 @@ def test_lookups_that_time_out_in_the_queue_fill_no_places(monkeypatch: pytest.M
 
     async def work() -> None:
         media = Media(("*",))
-        reads = [media.read(client, f"http://{client}{i}.test/", "image") for i in range(2) for client in "ab"]
+        names = "a0", "b0", "a1", "b1"
+        reads = [media.read(name[0], f"http://{name}.test/", "image") for name in names]
         for error in await asyncio.gather(*reads, return_exceptions=True):
             assert "could not be fetched within" in str(error)
         answered.set()
