@@ -61,15 +61,6 @@ def test_whole_answers(tokenizer_folder: Path) -> None:
     within(tokenizer_folder, work)
 
 
-@pytest.mark.parametrize("option", [{"lora_modules": "a=b"}, {"lora_dir": "."}, {"allow_lora_hub": True}])
-def test_options_that_need_a_server(option: dict[str, Any], tokenizer_folder: Path) -> None:
-    async def work(llm: AsyncLLM, api: EmbeddedApi) -> None:
-        with pytest.raises(InvalidArgument, match=f"{next(iter(option))}=.*only `jengine serve` takes it"):
-            EmbeddedApi(llm, "mock", ServerConfig(**option))
-
-    within(tokenizer_folder, work)
-
-
 def test_options_without_effect_are_refused() -> None:
     assert embedded_config({"max_waiting": 3}, response_store_bytes=0).response_store_bytes == 0
     assert embedded_config({"response_store_bytes": 9}, response_store_bytes=0).response_store_bytes == 9
@@ -82,7 +73,7 @@ def test_options_without_effect_are_refused() -> None:
         else:
             accepted.add(option.name)
     assert accepted == EMBEDDED
-    assert not EMBEDDED & {"api_key", "rollout_api", "allowed_origins", "max_connections", "model_config"}
+    assert not EMBEDDED & {"api_key", "rollout_api", "allowed_origins", "max_connections", "lora_dir"}
     with pytest.raises(InvalidArgument, match=r"server.api_key='\.\.\.': has no effect"):
         embedded_config({"api_key": "secret"})
 

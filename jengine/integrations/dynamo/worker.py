@@ -45,15 +45,13 @@ class JengineEngine(LLMEngine):  # type: ignore[misc]  # Dynamo's types are not 
     def __init__(self, model: str, served_model_name: str | None = None, **options: Any) -> None:
         self.model, self.served_model_name = model, served_model_name
         self._folder = tempfile.TemporaryDirectory(prefix="jengine-dynamo-")
-        events = self._events() if options.get("enable_prefix_caching", True) else None
-        self._options = {"kv_events_config": events, **options}
+        events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{self._folder.name}/events"}
+        caching = options.get("enable_prefix_caching", True)
+        self._options = {"kv_events_config": events if caching else None, **options}
         self._events_at = Options.of(model, self._options).page_events
         self._llm: AsyncLLM | None = None
         self._loop: asyncio.AbstractEventLoop
         self._snapshots: Future[None] | None = None
-
-    def _events(self) -> dict[str, Any]:
-        return {"enable_kv_cache_events": True, "endpoint": f"ipc://{self._folder.name}/events"}
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[JengineEngine, WorkerConfig]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
-from functools import partial
+from functools import partial, partialmethod
 from http import HTTPStatus
 from typing import Any
 
@@ -98,32 +98,14 @@ class JengineEngine(LLMEngine):  # type: ignore[misc]  # ray ships no types
 
     # --- OpenAI's API -----------------------------------------------------------------------------------
 
-    def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any]:
-        """Events of a stream as text, or a ChatCompletionResponse, or an ErrorResponse; so below."""
-        return self._asked("/v1/chat/completions", "ChatCompletionResponse", request, raw_request_info)
-
-    def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any]:
-        return self._asked("/v1/completions", "CompletionResponse", request, raw_request_info)
-
-    def embeddings(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any]:
-        return self._asked("/v1/embeddings", "EmbeddingResponse", request, raw_request_info)
-
-    def score(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any]:
-        return self._asked("/v1/score", "ScoreResponse", request, raw_request_info)
-
-    def tokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any]:
-        return self._asked("/tokenize", "TokenizeResponse", request, raw_request_info)
-
-    def detokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any]:
-        return self._asked("/detokenize", "DetokenizeResponse", request, raw_request_info)
-
-    async def transcriptions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any]:
-        yield _refused("this engine does not read audio", HTTPStatus.NOT_IMPLEMENTED)
-
-    async def _asked(self, path: str, kind: str, request: Any, info: Any) -> AsyncGenerator[Any]:
+    async def _asked(
+        self, path: str, kind: str, request: Any, raw_request_info: Any = None
+    ) -> AsyncGenerator[Any]:
+        """Events of a stream as text, or one of Ray's types: an answer of this kind, or an ErrorResponse."""
         assert self._api is not None, "the engine has not started"
         body = request.model_dump_json(exclude_unset=True, exclude_none=True).encode()
-        headers = {} if info is None else {name.lower(): value for name, value in info.headers.items()}
+        sent = {} if raw_request_info is None else raw_request_info.headers
+        headers = {name.lower(): value for name, value in sent.items()}
         headers = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         answer = self._api.answer("POST", path, {**headers, "content-type": "application/json"}, body)
         try:
@@ -140,6 +122,16 @@ class JengineEngine(LLMEngine):  # type: ignore[misc]  # ray ships no types
         else:
             error = whole["error"]
             yield _refused(error["message"], status, error["type"], error.get("param"))
+
+    chat = partialmethod(_asked, "/v1/chat/completions", "ChatCompletionResponse")
+    completions = partialmethod(_asked, "/v1/completions", "CompletionResponse")
+    embeddings = partialmethod(_asked, "/v1/embeddings", "EmbeddingResponse")
+    score = partialmethod(_asked, "/v1/score", "ScoreResponse")
+    tokenize = partialmethod(_asked, "/tokenize", "TokenizeResponse")
+    detokenize = partialmethod(_asked, "/detokenize", "DetokenizeResponse")
+
+    async def transcriptions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any]:
+        yield _refused("this engine does not read audio", HTTPStatus.NOT_IMPLEMENTED)
 
     async def build_asgi_app(self) -> Any:
         """The API as an application of FastAPI, for Ray's direct streaming."""

@@ -23,13 +23,16 @@ def main() -> int:
     """Returns the exit code: 0 if the model answers."""
     secured = f"{PREFIX}TLS_CERT" in os.environ
     port = _port(f"{PREFIX}PORT", "8000")
-    if port == "none":
-        return _connect(int(_port(f"{PREFIX}GRPC_PORT", "50051").replace("auto", "50051")))
     url = f"{'https' if secured else 'http'}://127.0.0.1:{port}/health"
     # the certificate is for another name than 127.0.0.1
     context = ssl._create_unverified_context() if secured else None
     try:
-        urllib.request.urlopen(url, timeout=SECONDS, context=context).close()
+        if port == "none":
+            port = _port(f"{PREFIX}GRPC_PORT", "50051").replace("auto", "50051")
+            url = f"127.0.0.1:{port}"
+            socket.create_connection(("127.0.0.1", int(port)), SECONDS).close()
+        else:
+            urllib.request.urlopen(url, timeout=SECONDS, context=context).close()
     except urllib.error.HTTPError as error:
         print(error.read(1000).decode(errors="replace"))
         return 1
@@ -43,16 +46,6 @@ def main() -> int:
 def _port(variable: str, default: str) -> str:
     text = os.environ.get(variable, default)
     return default if is_service_link(variable, text) else text
-
-
-def _connect(port: int) -> int:
-    """Whether the port for gRPC accepts connections, as an exit code."""
-    try:
-        socket.create_connection(("127.0.0.1", port), SECONDS).close()
-    except OSError as error:
-        print(f"127.0.0.1:{port}: {error}")
-        return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -50,8 +50,7 @@ class EmbeddedApi:
 
     Args:
         name: the model's name, unless config sets another.
-        config: limits, parsers and similar options; those for ports, TLS and keys have no effect, those for
-            adapters are rejected.
+        config: as embedded_config makes it; other options have no effect.
         why_not_ready: for /health; returns None if the model answers.
     """
 
@@ -64,9 +63,6 @@ class EmbeddedApi:
         why_not_ready: Callable[[], str | None] = lambda: None,
     ) -> None:
         config, metrics = config or ServerConfig(), metrics or Metrics()
-        for option in ("lora_modules", "lora_dir", "allow_lora_hub"):
-            if getattr(config, option):
-                raise InvalidArgument(option, getattr(config, option), "only `jengine serve` takes it")
         models = FixedModel(
             llm, ModelInfo(name=[*config.served_names, name][0], limits=llm.backend.limits, dtype="")
         )

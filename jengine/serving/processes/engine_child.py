@@ -372,12 +372,7 @@ class EngineChild:
 
     def _put_unwatched(self, order: Callable[[], object]) -> None:
         """Queues an order that may take any time."""
-
-        def call() -> None:
-            with self._heartbeat.idle():
-                order()
-
-        self._inbox.put(call)
+        self._inbox.put(self._heartbeat.idle()(order))
 
     def _masked(self, made: Made) -> None:
         """Called by the masks' thread."""

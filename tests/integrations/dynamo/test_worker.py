@@ -35,7 +35,7 @@ def test_parameters() -> None:
         "output_options": {"logprobs": 2, "prompt_logprobs": 1, "skip_special_tokens": True},
     }  # fmt: skip
     assert params_of(asked, DEFAULTS) == SamplingParams(
-        temperature=0.5, top_p=0.5, top_k=0, min_p=0.25, presence_penalty=1.0, frequency_penalty=1.5,
+        temperature=0.5, top_p=0.5, top_k=-1, min_p=0.25, presence_penalty=1.0, frequency_penalty=1.5,
         repetition_penalty=1.25, seed=7, logit_bias={3: 1.0}, max_tokens=9,
         structured_outputs=StructuredOutputs(regex="a+"), min_tokens=2, ignore_eos=True,
         stop_token_ids=(4, 5), logprobs=2, prompt_logprobs=1, detokenize=False,
