@@ -302,7 +302,7 @@ class AsyncLLM(VllmMethods):
         """Replace the weights as LLM.update_weights, also for errors. An engine in another process takes them
         from a folder only. options: check_finite, keep_cache.
         """
-        return await self.do(operations.update_of(weights)(weights, version, **options))
+        return await self.do(operations.update_of(weights, version, **options))
 
     async def score_tokens(self, prompts: TokenLists, completions: TokenLists) -> list[list[float]]:
         """Log probabilities of given completions, as LLM.score_tokens. Cancelling this aborts the requests.

@@ -349,7 +349,7 @@ class LLM(VllmMethods):
             ModelError: a tensor, which the message names, is missing, unknown, or has another shape or dtype,
                 or is not finite. Nothing has changed.
         """
-        return self._shared.do(operations.update_of(weights)(weights, version, check_finite, keep_cache))
+        return self._shared.do(operations.update_of(weights, version, check_finite, keep_cache))
 
     def score_tokens(
         self, prompts: TokenLists, completions: TokenLists, *, use_tqdm: bool = False

@@ -78,17 +78,10 @@ class OpenAiBatch(Source):
 
     @contextlib.contextmanager
     def answering(self, llm: AsyncLLM) -> Iterator[Answer]:
-        from jengine.serving.config import ServerConfig
-        from jengine.serving.http.embedded import EmbeddedApi
+        from jengine.serving.http.embedded import EmbeddedApi, embedded_config
 
-        config = ServerConfig(
-            max_waiting=MANY,
-            max_streams_per_client=MANY,
-            max_calls_per_client=MANY,
-            max_message_bytes=2**31 - 1,
-            client_chat_templates=True,
-        )
-        api = EmbeddedApi(llm, self._model, config)
+        options = {"max_waiting": MANY, "max_message_bytes": 2**31 - 1, "client_chat_templates": True}
+        api = EmbeddedApi(llm, self._model, embedded_config(options))
         try:
             yield partial(_answer, api.post)
         finally:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from jengine import EngineConfig, EngineDead, JengineError
+from jengine import EngineConfig, JengineError
 from jengine.commands.flags import COMMON_ENGINE
 from jengine.commands.terminal import note
 from jengine.vllm.flags import add_fields, add_help, add_vllm_flags
@@ -18,7 +18,6 @@ COMMON = (
     *("host", "port", "grpc_port", "metrics_port", "page", "served_model_name", "tool_call_parser"),
     *("api_key", "api_keys", "max_num_seqs", "gpu_memory_utilization", "tensor_parallel_size"),
 )
-OnEnd = Callable[[EngineDead | None], None]
 
 EPILOG = """\
 Each option may also be given as an environment variable (JENGINE_PORT=8000) or in a TOML file (port = 8000),
@@ -85,6 +84,7 @@ def _serve(options: argparse.Namespace) -> None:
     from jengine.integrations.smg import added_services
     from jengine.serving.http.front import listen
     from jengine.serving.processes.engine_fleet import EngineOfServer, maker
+    from jengine.serving.processes.engine_process import OnEnd
     from jengine.spi import check_model
 
     services = added_services(server)

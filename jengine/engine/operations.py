@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import get_original_bases
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
@@ -36,6 +37,7 @@ class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         local: whether its fields cannot be sent to another process.
         in_thread: whether `run` takes long. Then it runs in a separate thread while the engine steps;
             otherwise, between two steps.
+        unbounded: whether `run` may take longer than any step, as it moves weights. No watchdog limits it.
         remote: administrators may call it over the network. False by default, and for operations that name
             files.
         rollout: over the network only if the server's option rollout_api is set.
@@ -43,6 +45,7 @@ class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     local: ClassVar[bool] = False
     in_thread: ClassVar[bool] = False
+    unbounded: ClassVar[bool] = False
     remote: ClassVar[bool] = False
     rollout: ClassVar[bool] = False
 
@@ -52,6 +55,10 @@ class Operation[T](msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def run(self, engine: Engine) -> T:
         """Does it, and returns the answer. An exception fails this operation alone."""
         raise NotImplementedError
+
+    def joined(self, answers: Sequence[T]) -> T:
+        """The answer for several engines that have all done it, from that of each: the first one's."""
+        return answers[0]
 
     def answer_of(self, data: bytes) -> T:
         """Decodes the answer from JSON."""
@@ -112,10 +119,11 @@ class UpdateWeights(Operation[Version], frozen=True):
 class LoadWeights(Operation[Version], frozen=True):
     """Replaces the weights by the tensors of a folder: model.safetensors, or shards and their index."""
 
-    folder: str | Path
+    folder: str
     version: Version | None = None
     check_finite: bool = False
     keep_cache: bool = False
+    unbounded = True
 
     def run(self, engine: Engine) -> Version:
         from jengine.checkpoints.files import read_tensors  # imports jax, which other processes do not need
@@ -126,9 +134,11 @@ class LoadWeights(Operation[Version], frozen=True):
         )
 
 
-def update_of(weights: Any) -> type[UpdateWeights | LoadWeights]:
-    """The operation that takes these weights: arrays, or a folder."""
-    return LoadWeights if isinstance(weights, str | Path) else UpdateWeights
+def update_of(weights: Any, *rest: Any, **options: Any) -> UpdateWeights | LoadWeights:
+    """The operation that takes these weights, arrays or a folder, with its other fields."""
+    if isinstance(weights, str | Path):
+        return LoadWeights(str(weights), *rest, **options)
+    return UpdateWeights(weights, *rest, **options)
 
 
 class Pause(Operation[None], frozen=True):
@@ -177,6 +187,9 @@ class GetPauseState(Operation[PauseState], frozen=True):
         gate = engine.gate
         return PauseState(gate.mode is not None, idle(engine), sorted(gate.asleep), engine.weights_version)
 
+    def joined(self, answers: Sequence[PauseState]) -> PauseState:
+        return answers[0]._replace(idle=all(state.idle for state in answers))
+
 
 class Sleep(Operation[bool], frozen=True):
     """Frees memory; see LLM.sleep. Answers whether it was done; if not, running requests end: ask again."""
@@ -184,7 +197,7 @@ class Sleep(Operation[bool], frozen=True):
     level: int = 1
     mode: PauseMode = "abort"
     tags: tuple[Tag, ...] = TAGS
-    remote = rollout = True
+    remote = rollout = unbounded = True
 
     def check(self, limits: Limits) -> None:
         check_whole("level", self.level, 1, 2)
@@ -212,12 +225,15 @@ class Sleep(Operation[bool], frozen=True):
         return_memory()
         return True
 
+    def joined(self, answers: Sequence[bool]) -> bool:
+        return all(answers)
+
 
 class WakeUp(Operation[None], frozen=True):
     """Takes back memory that sleep has freed."""
 
     tags: tuple[Tag, ...] = TAGS
-    remote = rollout = True
+    remote = rollout = unbounded = True
 
     def check(self, limits: Limits) -> None:
         check_tags(self.tags)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as List
 from functools import reduce
-from typing import Any
 
 from jengine.base.errors import InvalidArgument
 from jengine.core.request import FinishReason, Request
@@ -13,7 +12,7 @@ from jengine.core.updates import Load, Update, combined
 from jengine.core.weights import Version
 from jengine.engine.loop.engine import Engine
 from jengine.engine.loop.turns import ended
-from jengine.engine.operations import GetPauseState, Operation, Sleep, WakeUp, WriteProfile
+from jengine.engine.operations import Operation, Sleep, WakeUp, WriteProfile
 from jengine.execution.ranks import RanksRunner
 from jengine.execution.runner import InFlight
 from jengine.insight.recording.records import StepTotals
@@ -36,8 +35,8 @@ class RankedEngine:
     With several stages, each iteration runs one cohort of each rank. A step that must wait for tokens of a
     step in flight, such as that of a lone sequence, is planned only if no rank has anything else to run.
 
-    An operation is done by every rank, a profile of the process by the first one, whose answers, costs and
-    traces are the engine's. A paused engine is idle once all ranks are.
+    An operation is done by every rank, and its `joined` gives the answer; a profile of the process is made by
+    the first one. Costs and traces are the first one's.
 
     Args:
         ranks: with the same options.
@@ -107,11 +106,7 @@ class RankedEngine:
                 "operation", type(operation).__name__, "not with several ranks (data_parallel_size)"
             )
         ranks = self.ranks[:1] if isinstance(operation, WriteProfile) else self.ranks
-        answers: list[Any] = [rank.do(operation) for rank in ranks]
-        if isinstance(operation, GetPauseState):
-            answers.sort(key=lambda state: state.idle)
-        answer: T = answers[0]
-        return answer
+        return operation.joined([rank.do(operation) for rank in ranks])
 
     @property
     def scheduler(self) -> Scheduler:

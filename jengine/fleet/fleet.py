@@ -36,8 +36,7 @@ class Fleet[B: Backend]:
     If an engine ends, its prompts without a result go to another one; requests that had begun end with an
     error. With `make`, another engine is started in its place. The whole ends with the last of `decode`.
 
-    An operation is done by all engines, and the answer is that of the first one. `load` and `totals` are
-    sums.
+    An operation is done by all engines; its `joined` gives the answer. `load` and `totals` are sums.
 
     Args:
         decode: engines that are not connected yet, at least one.
@@ -156,7 +155,7 @@ class Fleet[B: Backend]:
         """Does an operation on all engines; as Backend's."""
         with self._lock:
             living = [member for member in self._members if member.lives]
-            answers = Answers(len(living), done)
+            answers = Answers(operation, len(living), done)
             for place, member in enumerate(living):
                 if isinstance(operation, ResetPrefixCache):
                     member.blocks = PrefixBlocks()

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from jengine.api.backend import Backend, Done
 from jengine.core.request import Request, SamplingParams
 from jengine.core.updates import Load
+from jengine.engine.operations import Operation
 from jengine.insight.recording.records import StepTotals
 
 FIRST_RATE = 1e-4  # seconds per prompt token, before any was measured
@@ -201,10 +202,10 @@ class Prompt:
 
 
 class Answers:
-    """Calls `done` once, when all engines have answered: with the first's answer, or an error."""
+    """Calls `done` once, when all engines have answered an operation: with the joined answer, or an error."""
 
-    def __init__(self, count: int, done: Done) -> None:
-        self._count, self._done, self._lock = count, done, threading.Lock()
+    def __init__(self, operation: Operation[Any], count: int, done: Done) -> None:
+        self._joined, self._count, self._done, self._lock = operation.joined, count, done, threading.Lock()
         self._answers: dict[int, tuple[Any, Exception | None]] = {}
 
     @property
@@ -224,4 +225,4 @@ class Answers:
         if errors:
             self._done(None, errors[0])
         else:
-            self._done(self._answers[0][0], None)
+            self._done(self._joined([self._answers[i][0] for i in range(self._count)]), None)

@@ -36,7 +36,8 @@ from jengine.serving.models.pool import BESIDE, MemoryNeed, ModelPool, PooledMod
 from jengine.serving.options import read_modules
 from jengine.serving.playground.app import playground
 from jengine.serving.processes.engine_fleet import EngineOfServer
-from jengine.serving.processes.supervisor import OnEnd, Supervisor
+from jengine.serving.processes.engine_process import OnEnd
+from jengine.serving.processes.supervisor import Supervisor
 from jengine.serving.requests.tracking import Spans
 
 ENOUGH_DESCRIPTORS = 65_536

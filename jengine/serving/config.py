@@ -133,11 +133,7 @@ def resolve_config(
     if engine.get("strategy", "throughput") not in BY_TARGETS:
         engine = {**SERVE_DEFAULTS, **engine}
     with naming_source(sources):
-        config, options = ServerConfig(**server), EngineConfig(**engine)
-        for name in ("lora_modules", "lora_dir", "allow_lora_hub"):
-            if getattr(config, name) and not options.enable_lora:
-                raise InvalidArgument(name, server[name], "needs enable_lora")
-        return config, options
+        return ServerConfig(**server), EngineConfig(**engine)
 
 
 def sourced_options(
@@ -307,6 +303,10 @@ def resolve_models(
         entry = _entry(tables[0], engine)
         default = entry._replace(name=served[0] if served else entry.name)
         others = others[1:]
+    for option in ("lora_modules", "lora_dir", "allow_lora_hub"):
+        if getattr(server, option) and not default.engine.enable_lora:
+            with naming_source(common):
+                raise InvalidArgument(option, common[option][0], "needs enable_lora")
     models = [default, *others]
     names = [*served[1:], *(model.name for model in models)]
     for i, name in enumerate(names):

@@ -19,7 +19,7 @@ ToolCallParser = Literal[
     "mistral", "pythonic", "qwen3_coder",
 ]  # fmt: skip
 ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1"]
-ORIGIN = re.compile(r"https?://[^/\s]+|\*")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+|\*")  # also of extensions and applications
 METRICS_PREFIX = re.compile(r"[a-zA-Z_]\w*", re.ASCII)
 # patterns, hosts and IPv4 addresses, IPv6 addresses; the latter two perhaps with a port
 DOMAIN = re.compile(
@@ -384,7 +384,8 @@ class LifeOptions:
             aborted. By default a shutdown takes at most 28 s, and Kubernetes kills the process after 30:
             raise terminationGracePeriodSeconds together with this.
         watchdog_seconds: seconds without progress after which the engine process is killed and replaced. A
-            step may, in addition, take five times as long as the longest known one. 0: no limit.
+            step may, in addition, take five times as long as the longest known one. Updates of the weights,
+            sleep and wake-up have no limit. 0: no limit at all.
     """
 
     lame_duck_seconds: Annotated[float, seconds(zero=True)] = 2.0

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from jengine import LLM, SamplingParams
 from jengine.api.shared_engine import ThreadCall
 from jengine.engine.loop.engine import Engine
-from jengine.engine.operations import Operation
+from jengine.engine.operations import Operation, decode_operation, update_of
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 
@@ -29,6 +31,15 @@ def llm(text_model: Path) -> Iterator[LLM]:
 class Fails(Operation[None], frozen=True):
     def run(self, engine: Engine) -> None:
         raise ZeroDivisionError("odd")
+
+
+def test_operations_can_be_sent() -> None:
+    for kind in Operation.__subclasses__():
+        if not kind.local:
+            with contextlib.suppress(msgspec.ValidationError):  # of missing fields; not of their types
+                msgspec.json.decode(b"{}", type=kind)
+    update = update_of(Path("weights"), "best", keep_cache=True)
+    assert decode_operation("LoadWeights", msgspec.json.encode(update)) == update
 
 
 def test_an_operation_that_fails_fails_alone(llm: LLM) -> None:

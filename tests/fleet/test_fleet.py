@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jengine import EngineDead, InvalidArgument, Load, SamplingParams
 from jengine.core.updates import Ended, TokenUpdate, Update
-from jengine.engine.operations import ResetPrefixCache
+from jengine.engine.operations import GetPauseState, PauseState, ResetPrefixCache, Sleep
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.spi import BackOff, Fleet, Limits, Request, StepTotals
 
@@ -194,6 +194,20 @@ def test_an_operation_is_done_by_all_and_answered_once() -> None:
     one.engines[1].fail(EngineDead("killed"))
     [(answer, error)] = answers
     assert answer is None and isinstance(error, EngineDead)
+
+
+def test_all_replicas_finish_before_a_pause_or_sleep_is_done() -> None:
+    one, answers = Connected(), list[Any]()
+    state = PauseState(paused=True, idle=True, asleep=[], version=0)
+    for operation, early, late in (
+        (Sleep(mode="wait"), True, False),
+        (GetPauseState(), state, state._replace(idle=False)),
+    ):
+        for last in (late, early):
+            one.fleet.do(operation, lambda *answer: answers.append(answer))
+            one.engines[0].asked.pop()(early, None)
+            one.engines[1].asked.pop()(last, None)
+            assert answers.pop() == (last, None)
 
 
 def test_loads_are_sums() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from jengine import AsyncLLM, InvalidArgument, Tokenizer
 from jengine.api.backend import EngineThread
 from jengine.serving.config import ServerConfig
-from jengine.serving.http.embedded import EmbeddedApi
+from jengine.serving.http.embedded import EMBEDDED, EmbeddedApi, embedded_config
 from tests.mocks.mock_engine import MockEngine
 
 
@@ -60,13 +61,21 @@ def test_whole_answers(tokenizer_folder: Path) -> None:
     within(tokenizer_folder, work)
 
 
-@pytest.mark.parametrize("option", [{"lora_modules": "a=b"}, {"lora_dir": "."}, {"allow_lora_hub": True}])
-def test_options_that_need_a_server(option: dict[str, Any], tokenizer_folder: Path) -> None:
-    async def work(llm: AsyncLLM, api: EmbeddedApi) -> None:
-        with pytest.raises(InvalidArgument, match=f"{next(iter(option))}=.*only `jengine serve` takes it"):
-            EmbeddedApi(llm, "mock", ServerConfig(**option))
-
-    within(tokenizer_folder, work)
+def test_options_without_effect_are_refused() -> None:
+    assert embedded_config({"max_waiting": 3}, response_store_bytes=0).response_store_bytes == 0
+    assert embedded_config({"response_store_bytes": 9}, response_store_bytes=0).response_store_bytes == 9
+    accepted = set()
+    for option in fields(ServerConfig):
+        try:
+            embedded_config({option.name: option.default})
+        except InvalidArgument as wrong:
+            assert wrong.field == f"server.{option.name}" and "has no effect" in wrong.limit
+        else:
+            accepted.add(option.name)
+    assert accepted == EMBEDDED
+    assert not EMBEDDED & {"api_key", "rollout_api", "allowed_origins", "max_connections", "lora_dir"}
+    with pytest.raises(InvalidArgument, match=r"server.api_key='\.\.\.': has no effect"):
+        embedded_config({"api_key": "secret"})
 
 
 def test_all_names_are_served(tokenizer_folder: Path) -> None:

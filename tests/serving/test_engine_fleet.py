@@ -154,6 +154,9 @@ def test_a_server_starts_all_again_when_all_have_ended(tokenizer_folder: Path) -
 
 def test_replicas_have_gpus_or_cpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,9")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert not any(place.variables for place in engine_fleet.places(2, devices=2)), "GPUs are not used"
+    monkeypatch.delenv("JAX_PLATFORMS")
     found = engine_fleet.places(2, devices=2)
     assert [dict(place.variables) for place in found] == [
         {"CUDA_VISIBLE_DEVICES": "4,5"},

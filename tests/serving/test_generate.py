@@ -14,7 +14,7 @@ from jengine import BeamSearchParams, SamplingParams
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc import conversions
 from jengine.serving.grpc.client import Client
-from jengine.serving.grpc.client_messages import GenerateServiceStub
+from jengine.serving.grpc.client_messages import CallOptions, GenerateServiceStub, chat_request
 from tests.serving.conftest import MakeServer, MockServer
 
 TEXT = "The quick brown fox"
@@ -209,6 +209,14 @@ def test_chat(mock_server: MockServer, stub: GenerateServiceStub) -> None:
     request.messages.append(pb.ChatMessage(role="assistant", content="The fox"))
     request.options.continue_final_message = True
     assert stub.Chat(request).usage.prompt_tokens < answer.usage.prompt_tokens + 10
+
+
+def test_reasoning_of_earlier_answers_is_sent() -> None:
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        messages = [{"role": "assistant", "content": "4", name: "2 and 2"}]
+        request = chat_request(messages, CallOptions.of(None, {}))
+        sent = [{"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}]
+        assert conversions.to_messages(request.messages) == sent
 
 
 def test_messages_and_options_reach_the_template_as_they_were_sent() -> None:

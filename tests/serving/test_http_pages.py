@@ -84,6 +84,8 @@ def test_origins_need_the_api() -> None:
         ServerConfig(port=0, allowed_origins='["https://a.example", "https://b.example"]').origins[1]
         == "https://b.example"
     )
+    applications = ["chrome-extension://abcdef", "tauri://localhost", "app://obsidian.md"]
+    assert ServerConfig(port=0, allowed_origins=",".join(applications)).origins == applications
     assert ServerConfig(port=0, allowed_origins="*").origins == ["*"] and ServerConfig().origins == []
 
 

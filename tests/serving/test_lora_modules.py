@@ -14,7 +14,7 @@ import pytest
 
 from jengine import InvalidArgument, JengineError
 from jengine.api.loras import AsyncLoras
-from jengine.serving.config import ServerConfig, resolve_config
+from jengine.serving.config import ServerConfig, resolve_config, resolve_models
 from jengine.serving.options import LoraModule, read_modules
 from jengine.serving.requests.lora_changes import check_folder
 from tests.serving.adapters import expected, write_adapter
@@ -79,7 +79,7 @@ def test_where_it_may_be_given(tmp_path: Path) -> None:
     assert resolve_config({}, environ)[0].lora_modules == (A, LoraModule("c", "d"))
     for name, value in (("lora_modules", ["a=x"]), ("lora_dir", str(tmp_path)), ("allow_lora_hub", True)):
         with pytest.raises(InvalidArgument, match=rf"{name}=.*needs enable_lora \(command line\)"):
-            resolve_config({"model": "demo", name: value}, {})
+            resolve_models({"model": "demo", name: value}, environ={})
     for folder in ("/nowhere", "~no-such-user/a"):
         with pytest.raises(InvalidArgument, match=f"lora_dir='{folder}': there is no such folder"):
             check_folder(ServerConfig(lora_dir=folder))

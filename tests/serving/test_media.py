@@ -222,6 +222,34 @@ def test_names_that_no_server_answers_for_fill_no_places(monkeypatch: pytest.Mon
     assert looked_up == ["slow0.test", "slow1.test", "fast.test", "fast.test"]
 
 
+def test_lookups_that_time_out_in_the_queue_fill_no_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+
+    def look_up(host: str, port: int, **_: Any) -> list[Any]:
+        answered.wait(60)
+        raise OSError
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(media_module, "SECONDS", 0.2)
+    monkeypatch.setattr(media_module, "LOOKUPS", 1)
+
+    async def work() -> None:
+        media = Media(("*",))
+        names = "a0", "b0", "a1", "b1"
+        reads = [media.read(name[0], f"http://{name}.test/", "image") for name in names]
+        for error in await asyncio.gather(*reads, return_exceptions=True):
+            assert "could not be fetched within" in str(error)
+        answered.set()
+        async with asyncio.timeout(60):
+            while media._looking:
+                await asyncio.sleep(0.01)
+        with pytest.raises(InvalidArgument, match="is not known"):
+            await media.read("b", "http://b2.test/", "image")
+        media.close()
+
+    asyncio.run(work())
+
+
 def test_by_default_nothing_is_opened(names: list[str]) -> None:
     asyncio.run(refused(Media(), "https://example.com/a.png", "this server opens no addresses"))
     assert not names

@@ -248,6 +248,11 @@ def test_options_of_each_model(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(InvalidArgument, match=message):
             resolve_models({"model": "demo", "model_config": str(file)}, environ={})
+    file.write_text('[models.a]\nmodel = "x"\nenable_lora = true\n')
+    server, [default] = resolve_models({"model_config": str(file), "lora_dir": "l"}, environ={})
+    assert server.lora_dir == "l" and default.engine.enable_lora
+    with pytest.raises(InvalidArgument, match=r"lora_dir='l': needs enable_lora \(command line\)"):
+        resolve_models({"model": "demo", "model_config": str(file), "lora_dir": "l"}, environ={})
 
 
 def test_traffic_on_several_models_of_one_server(tokenizer_folder: Path) -> None:

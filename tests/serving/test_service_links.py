@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 import sys
 
 import pytest
 
 from jengine import EngineConfig, InvalidArgument
 from jengine.serving.config import PREFIX, SERVE_DEFAULTS, ServerConfig, resolve_config, service_links
+from jengine.serving.grpc import health_check
 from tests.serving.processes import CODE, process
 
 # As kubelet writes them for Services named jengine, jengine-metrics and jengine-0.
@@ -69,6 +71,19 @@ def test_what_only_looks_like_one_is_refused(variable: str, text: str) -> None:
 def test_a_real_port_is_still_an_option() -> None:
     server, _ = resolve_config({"model": "demo"}, {"JENGINE_PORT": "5000", "JENGINE_METRICS_PORT": "9090"})
     assert (server.port, server.metrics_port) == (5000, 9090)
+
+
+def test_the_health_check_of_a_server_without_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JENGINE_PORT", "none")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("JENGINE_GRPC_PORT", str(server.getsockname()[1]))
+        assert health_check.main() == 0
+    assert health_check.main() == 1
+    dialled: list[tuple[str, int]] = []
+    monkeypatch.setattr(socket, "create_connection", lambda address, _: dialled.append(address) or server)
+    for port in ("auto", "tcp://10.96.12.7:50051"):
+        monkeypatch.setenv("JENGINE_GRPC_PORT", port)
+        assert health_check.main() == 0 and dialled.pop() == ("127.0.0.1", 50051)
 
 
 def test_the_log_names_those_that_were_ignored() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,14 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 
 from jengine import EngineDead
+from jengine.engine.operations import LoadWeights, Operation, Pause, Sleep, WakeUp
 from jengine.serving.grpc.client import Client, ServerError
 from jengine.serving.processes import watchdog
+from jengine.serving.processes.engine_child import EngineChild
 from jengine.serving.processes.engine_process import EngineProcess
 from jengine.serving.processes.watchdog import IDLE, STARTING, WORKING, Beat, Heartbeat, Patience
+from jengine.serving.processes.wire import Do
 from jengine.spi import Request
+from tests.mocks.mock_engine import MockEngine
 from tests.serving.children import LONG, MOCK
 from tests.serving.leaks import alive, nothing_leaks, wait_until
 from tests.serving.processes import HealthWatch, ServerProcess, mock_process
@@ -94,6 +100,37 @@ def test_a_heartbeat_knows_the_longest_step(monkeypatch: pytest.MonkeyPatch) -> 
     assert (heartbeat._longest, heartbeat._phase, heartbeat._turns) == (3.0, WORKING, 4)
     os.close(ours)
     os.close(theirs)
+
+
+@pytest.mark.parametrize(
+    ("operation", "phase"),
+    [(LoadWeights("a folder"), IDLE), (Sleep(), IDLE), (WakeUp(), IDLE), (Pause(), WORKING)],
+)
+def test_operations_that_move_weights_may_take_any_time(
+    operation: Operation[Any], phase: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now)
+    heartbeat = Heartbeat(-1, 0)
+    phases: list[int] = []
+
+    class Engine(MockEngine):
+        def do(self, operation: Operation[Any]) -> Any:
+            nonlocal now
+            now += 100.0
+            phases.append(heartbeat._phase)
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        child = EngineChild(theirs, heartbeat)
+        child._engine = Engine()
+        heartbeat.turn()
+        child._pass_on(Do(1, type(operation).__name__, msgspec.json.encode(operation)))
+        call = child._inbox.get_nowait()
+        assert call is not None
+        call()
+        heartbeat.turn()
+    assert (phases, heartbeat._longest) == ([phase], 100.0 if phase == WORKING else 0.0)
 
 
 # --- processes -------------------------------------------------------------------------------------

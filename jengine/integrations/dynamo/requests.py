@@ -52,8 +52,6 @@ def params_of(request: Mapping[str, Any], defaults: SamplingParams) -> SamplingP
                 raise InvalidArgument(f"{group}.{name}", value, "is not supported by this worker")
     if ids:
         fields["stop_token_ids"] = sorted({*ids})
-    if fields.get("top_k") == -1:  # all, as in OpenAI's API
-        fields["top_k"] = 0
     return defaults.clone(**fields)
 
 

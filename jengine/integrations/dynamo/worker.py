@@ -45,15 +45,13 @@ class JengineEngine(LLMEngine):  # type: ignore[misc]  # Dynamo's types are not 
     def __init__(self, model: str, served_model_name: str | None = None, **options: Any) -> None:
         self.model, self.served_model_name = model, served_model_name
         self._folder = tempfile.TemporaryDirectory(prefix="jengine-dynamo-")
-        events = self._events() if options.get("enable_prefix_caching", True) else None
-        self._options = {"kv_events_config": events, **options}
+        events = {"enable_kv_cache_events": True, "endpoint": f"ipc://{self._folder.name}/events"}
+        caching = options.get("enable_prefix_caching", True)
+        self._options = {"kv_events_config": events if caching else None, **options}
         self._events_at = Options.of(model, self._options).page_events
         self._llm: AsyncLLM | None = None
         self._loop: asyncio.AbstractEventLoop
         self._snapshots: Future[None] | None = None
-
-    def _events(self) -> dict[str, Any]:
-        return {"enable_kv_cache_events": True, "endpoint": f"ipc://{self._folder.name}/events"}
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[JengineEngine, WorkerConfig]:
@@ -109,26 +107,25 @@ class JengineEngine(LLMEngine):  # type: ignore[misc]  # Dynamo's types are not 
         Raises:
             InvalidArgument, EngineShutdown: Dynamo's.
         """
-        llm = self.llm
+        llm, ended = self.llm, set[int]()
         try:
             params = params_of(request, llm.get_default_sampling_params())
             prompt: TokensPrompt = {"prompt_token_ids": [*request["token_ids"]]}
-            handle = llm.submit(prompt, params, request_id=context.id(), output_kind="delta")
-        except InvalidArgument as wrong:
-            raise Refused(str(wrong)) from None
-        ended = set[int]()
-        try:
-            async with handle:
+            async with llm.submit(prompt, params, request_id=context.id(), output_kind="delta") as handle:
                 async for output in handle:
                     for completion in output.outputs:
                         if completion.finish_reason == "error":
                             output.require_answer()
+                        if (completion.finish_reason, completion.stop_reason) == ("abort", "shutdown"):
+                            raise EngineShutdown("the worker is shutting down")
                         ends = completion.finish_reason is not None and completion.index not in ended
                         if not (completion.token_ids or ends):
                             continue
                         if completion.finish_reason is not None:
                             ended.add(completion.index)
                         yield chunk(handle.output, completion)
+        except InvalidArgument as wrong:
+            raise Refused(str(wrong)) from None
         except EngineDead as dead:
             raise EngineShutdown(str(dead)) from None
 

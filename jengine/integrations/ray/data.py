@@ -132,10 +132,6 @@ def build_processor(
     return process
 
 
-def _make_llm(config: ProcessorConfig) -> AsyncLLM:
-    return AsyncLLM(config.model_source, progress=False, **config.engine_kwargs)
-
-
 class BatchWorker:
     """An actor. Returns whole batches in order, so that Ray can repeat a dead worker's tasks."""
 
@@ -149,7 +145,8 @@ class BatchWorker:
         self._chat: Any = (
             {} if chat_template_kwargs is None else {"chat_template_kwargs": chat_template_kwargs}
         )
-        self._llm = (make_llm or _make_llm)(config)
+        options = {"progress": False, **config.engine_kwargs}
+        self._llm = make_llm(config) if make_llm else AsyncLLM(config.model_source, **options)
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
         tasks = [asyncio.ensure_future(self._answer(row)) for row in batch.to_pylist()]

@@ -14,29 +14,27 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
-from functools import partial
+from functools import partial, partialmethod
 from http import HTTPStatus
 from typing import Any
 
 from ray.llm._internal.serve.core.engine.protocol import LLMEngine
 
 from jengine import AsyncLLM, EngineConfig, InvalidArgument, SamplingParams
-from jengine.serving.config import ServerConfig
-from jengine.serving.http.embedded import EmbeddedApi
+from jengine.serving.http.embedded import EmbeddedApi, embedded_config
 
 MODELS = (
     "ray.llm._internal.serve.core.configs.openai_api_models"  # needs vLLM or SGLang, whose types these are
 )
 RPC = ("update_weights",)  # methods of AsyncLLM that collective_rpc may call
-UNLIMITED = {"max_streams_per_client": 2**30, "max_calls_per_client": 2**30}
 
 
 class JengineEngine(LLMEngine):  # type: ignore[misc]  # ray ships no types
     """An engine of Ray Serve LLM. Ray's LLMServer calls it.
 
     Args:
-        llm_config: Ray's LLMConfig. engine_kwargs are options of LLM; the key `server` holds options of
-            ServerConfig for limits and parsers.
+        llm_config: Ray's LLMConfig. engine_kwargs are options of LLM; the key `server` holds those of a
+            server that are EMBEDDED.
         make_llm: makes the engine, instead of the default.
 
     Raises:
@@ -47,7 +45,8 @@ class JengineEngine(LLMEngine):  # type: ignore[misc]  # ray ships no types
         if llm_config.lora_config is not None:
             raise InvalidArgument("lora_config", type(llm_config.lora_config).__name__, "must not be set")
         options, loading = dict(llm_config.engine_kwargs), llm_config.model_loading_config
-        self._server = ServerConfig(**{**UNLIMITED, **options.pop("server", {})})
+        # replicas, of which Ray may start several, do not share responses
+        self._server = embedded_config(options.pop("server", {}), response_store_bytes=0)
         source = loading.model_source or loading.model_id
         if not isinstance(source, str):
             raise InvalidArgument("model_source", type(source).__name__, "must be a folder or a hub id")
@@ -99,32 +98,14 @@ class JengineEngine(LLMEngine):  # type: ignore[misc]  # ray ships no types
 
     # --- OpenAI's API -----------------------------------------------------------------------------------
 
-    def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any]:
-        """Events of a stream as text, or a ChatCompletionResponse, or an ErrorResponse; so below."""
-        return self._asked("/v1/chat/completions", "ChatCompletionResponse", request, raw_request_info)
-
-    def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any]:
-        return self._asked("/v1/completions", "CompletionResponse", request, raw_request_info)
-
-    def embeddings(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any]:
-        return self._asked("/v1/embeddings", "EmbeddingResponse", request, raw_request_info)
-
-    def score(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any]:
-        return self._asked("/v1/score", "ScoreResponse", request, raw_request_info)
-
-    def tokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any]:
-        return self._asked("/tokenize", "TokenizeResponse", request, raw_request_info)
-
-    def detokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any]:
-        return self._asked("/detokenize", "DetokenizeResponse", request, raw_request_info)
-
-    async def transcriptions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any]:
-        yield _refused("this engine does not read audio", HTTPStatus.NOT_IMPLEMENTED)
-
-    async def _asked(self, path: str, kind: str, request: Any, info: Any) -> AsyncGenerator[Any]:
+    async def _asked(
+        self, path: str, kind: str, request: Any, raw_request_info: Any = None
+    ) -> AsyncGenerator[Any]:
+        """Events of a stream as text, or one of Ray's types: an answer of this kind, or an ErrorResponse."""
         assert self._api is not None, "the engine has not started"
         body = request.model_dump_json(exclude_unset=True, exclude_none=True).encode()
-        headers = {} if info is None else {name.lower(): value for name, value in info.headers.items()}
+        sent = {} if raw_request_info is None else raw_request_info.headers
+        headers = {name.lower(): value for name, value in sent.items()}
         headers = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         answer = self._api.answer("POST", path, {**headers, "content-type": "application/json"}, body)
         try:
@@ -141,6 +122,16 @@ class JengineEngine(LLMEngine):  # type: ignore[misc]  # ray ships no types
         else:
             error = whole["error"]
             yield _refused(error["message"], status, error["type"], error.get("param"))
+
+    chat = partialmethod(_asked, "/v1/chat/completions", "ChatCompletionResponse")
+    completions = partialmethod(_asked, "/v1/completions", "CompletionResponse")
+    embeddings = partialmethod(_asked, "/v1/embeddings", "EmbeddingResponse")
+    score = partialmethod(_asked, "/v1/score", "ScoreResponse")
+    tokenize = partialmethod(_asked, "/tokenize", "TokenizeResponse")
+    detokenize = partialmethod(_asked, "/detokenize", "DetokenizeResponse")
+
+    async def transcriptions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any]:
+        yield _refused("this engine does not read audio", HTTPStatus.NOT_IMPLEMENTED)
 
     async def build_asgi_app(self) -> Any:
         """The API as an application of FastAPI, for Ray's direct streaming."""

@@ -29,7 +29,7 @@ from starlette.responses import Response, StreamingResponse
 
 from jengine import AsyncLLM, InvalidArgument, SamplingParams
 from jengine.serving.config import ServerConfig
-from jengine.serving.http.embedded import EmbeddedApi
+from jengine.serving.http.embedded import EmbeddedApi, embedded_config
 
 FIRST = 512  # characters of a prompt, or of a conversation's first question, in the key
 SLACK, SHARE = 4, 1.25  # a replica may have up to SHARE times the mean number of requests plus SLACK
@@ -94,21 +94,6 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # ray's types are not 
 
 ATTEMPTS = 5  # attempts for a request whose replica ends before it has begun to answer
 PARSED = 2**20  # maximum bytes of a body that is parsed for its prefix
-NOT_HERE = frozenset(  # server options that do not apply on Ray Serve
-    (
-        "host",
-        "port",
-        "grpc_port",
-        "metrics_port",
-        "tls_cert",
-        "tls_key",
-        "tls_client_ca",
-        "api_keys",
-        "request_log",
-        "write_timeout",
-    )
-) | frozenset(("lame_duck_seconds", "drain_seconds", "watchdog_seconds", "log_level", "otlp_traces_endpoint"))
-
 # a replica's metric: tokens of unfinished requests, prompts and maximum outputs
 QUEUED_TOKENS = "queued_tokens"
 GONE = "the replica has ended; try again"
@@ -123,7 +108,7 @@ class ServeConfig:
     Args:
         model: as in LLM.
         engine_kwargs: options of each replica's engine, as in LLM.
-        server: options of ServerConfig for limits, names and templates. Ray manages ports, keys and TLS.
+        server: options of a server, those that are EMBEDDED. Ray manages ports and TLS; there are no keys.
         min_replicas, max_replicas: numbers of engine replicas.
         target_tokens: tokens (prompts and generated) of unfinished requests per replica. The number of
             replicas grows above it, and shrinks below.
@@ -157,13 +142,14 @@ class ServeConfig:
             )
         if self.target_tokens <= 0:
             raise InvalidArgument("target_tokens", self.target_tokens, "must be above 0")
-        for name, value in self.server.items():
-            if name in NOT_HERE or name not in ServerConfig.__dataclass_fields__:
-                raise InvalidArgument(f"server.{name}", value, "there is no such option on Ray Serve")
-        self.server_config()
+        stored = self.server_config().response_store_bytes
+        if stored and self.max_replicas > 1:
+            limit = "must be 0 with max_replicas above 1: replicas do not share responses"
+            raise InvalidArgument("server.response_store_bytes", stored, limit)
 
     def server_config(self) -> ServerConfig:
-        return ServerConfig(**{"max_streams_per_client": 2**30, "max_calls_per_client": 2**30, **self.server})
+        alone = {} if self.max_replicas == 1 else {"response_store_bytes": 0}
+        return embedded_config(self.server, **alone)
 
 
 def build_app(
@@ -214,8 +200,8 @@ class EngineReplica:
     def __init__(
         self, config: ServeConfig, make_llm: Callable[[ServeConfig], AsyncLLM] | None = None
     ) -> None:
-        self._config, self._make_llm = config, make_llm or _make_llm
-        self._llm = self._make_llm(config)
+        self._config, options = config, config.engine_kwargs
+        self._llm = make_llm(config) if make_llm else AsyncLLM(config.model, progress=False, **options)
         self._api: EmbeddedApi | None = None
 
     async def answer(
@@ -241,10 +227,6 @@ class EngineReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         return {QUEUED_TOKENS: 0.0 if self._api is None else float(self._api.unfinished_tokens)}
-
-
-def _make_llm(config: ServeConfig) -> AsyncLLM:
-    return AsyncLLM(config.model, progress=False, **config.engine_kwargs)
 
 
 class QueuedTokens:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -19,6 +18,7 @@ from jengine import (
     StructuredOutputs,
 )
 from jengine.serving.calls.portions import Portioned, width_of
+from jengine.serving.processes.engines import changed_fields
 from jengine.spi import check_entries
 
 Positions = Sequence[Mapping[int, Logprob] | None]
@@ -201,6 +201,5 @@ def scheduler_load(load: Load, max_num_seqs: int, counters: bool) -> pb.Schedule
 
 def defaults_of(params: SamplingParams) -> str:
     """The model's default sampling parameters as a JSON object, where they differ from SamplingParams."""
-    plain = asdict(SamplingParams())
-    changed = {name: value for name, value in asdict(params).items() if value != plain[name]}
-    return msgspec.json.encode(changed).decode() if changed else ""
+    fields = changed_fields(params)
+    return msgspec.json.encode(fields).decode() if fields else ""

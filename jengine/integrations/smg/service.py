@@ -242,11 +242,7 @@ class SmgService(Service):
     ) -> common_pb2.ProfileResponse:
         raise Refusal(grpc.StatusCode.UNIMPLEMENTED, "use `jengine profile` with this server's address")
 
-    @reported
-    async def StopProfile(
-        self, request: common_pb2.StopProfileRequest, context: grpc.aio.ServicerContext
-    ) -> common_pb2.ProfileResponse:
-        raise Refusal(grpc.StatusCode.UNIMPLEMENTED, "use `jengine profile` with this server's address")
+    StopProfile = StartProfile
 
     # --- page events ------------------------------------------------------------------------------
 

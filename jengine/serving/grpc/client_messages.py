@@ -190,6 +190,7 @@ CHAT_OPTIONS = (
 JSON_OPTIONS = ("tools", "chat_template_kwargs", "mm_processor_kwargs")
 SAME = ("request_id", "priority", "cache_salt", "ttft_ms", "tpot_ms", "model")  # options that are fields
 FINISH_REASONS = {value: cast(FinishReason, name) for name, value in REASONS.items()}
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of an answer's reasoning
 SCHEMES = ("data", "http", "https", "file")
 PARTS = ("image_url", "image", "image_pil")  # types of a message's parts, and the fields that have the image
 
@@ -316,6 +317,8 @@ def _message(where: str, message: Mapping[str, Any]) -> pb.ChatMessage:
             proto.content = "\n".join(part["text"] for part in content)
         else:
             proto.parts.extend(part_of(f"{where}.content[{i}]", part) for i, part in enumerate(content))
+    if thoughts := [message[name] for name in THOUGHTS if message.get(name)]:
+        proto.reasoning_content = thoughts[0]
     if message.get("tool_calls"):
         proto.tool_calls_json = json.dumps(message["tool_calls"])
     return proto

@@ -204,7 +204,7 @@ class ServerAdmission:
                 f"this client has {limit} streams, the maximum", self._retry_seconds(), "client_streams"
             )
         self._streams[client] += 1
-        call.add_done_callback(lambda _: _take(self._streams, client, 1))
+        call.add_done_callback(lambda _: take(self._streams, client, 1))
 
     def check(self, n: int, field: str = "n") -> None:
         """Checks that the client may ever have `n` completions.
@@ -284,8 +284,8 @@ class ServerAdmission:
     def leave(self, client: str, n: int, scored: int, seconds: float) -> None:
         """Records that a client's completions have ended after this many seconds."""
         self.taken -= n
-        _take(self._completions, client, n)
-        _take(self._scored, client, scored)
+        take(self._completions, client, n)
+        take(self._scored, client, scored)
         self._seconds += 0.1 * (seconds - self._seconds)
 
     def charge_work(self, client: str, seconds: float) -> None:
@@ -404,8 +404,8 @@ def _check_tokens(bucket: TokenBucket | None) -> None:
         raise Busy(limited, seconds, "tokens_per_minute")
 
 
-def _take(counts: Counter[str], client: str, n: int) -> None:
-    """Adds to a counter, removing clients whose count becomes zero."""
+def take(counts: Counter[str], client: str, n: int) -> None:
+    """Subtracts from a counter, removing clients whose count becomes zero."""
     counts[client] -= n
     if not counts[client]:  # also if it was missing
         del counts[client]
@@ -447,9 +447,7 @@ class ClientCalls:
         try:
             yield
         finally:
-            self._calls[client] -= 1
-            if not self._calls[client]:
-                del self._calls[client]
+            take(self._calls, client, 1)
 
 
 class CallInterceptor(ContextInterceptor):

@@ -18,6 +18,7 @@ from urllib.parse import unquote, urljoin, urlsplit
 from weakref import WeakValueDictionary
 
 from jengine import InvalidArgument
+from jengine.serving.guards.admission import take
 from jengine.spi import MOST_IMAGE_BYTES
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Media:
         self._all = asyncio.Semaphore(FETCHES)
         self._clients: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._lookups = ThreadPoolExecutor(LOOKUPS, thread_name_prefix="lookup")
-        self._looking: Counter[str] = Counter()  # running look-ups by client
+        self._looking: Counter[str] = Counter()  # look-ups that have not ended, by client
 
     async def read(self, client: str, address: str, field: str) -> bytes:
         """The bytes of a file at an http, https or file URL.
@@ -147,27 +148,21 @@ class Media:
             raise Refused("this client's other hosts are still being looked up")
         loop = asyncio.get_running_loop()
 
-        def look_up() -> list[Any]:
-            try:
-                return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            finally:
-                with contextlib.suppress(RuntimeError):  # the loop has ended
-                    loop.call_soon_threadsafe(self._looked_up, client)
+        def looked_up(_: object) -> None:  # or the look-up was cancelled while it waited for a thread
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(take, self._looking, client, 1)
 
+        lookup = self._lookups.submit(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
         self._looking[client] += 1
+        lookup.add_done_callback(looked_up)
         try:
-            resolved = await loop.run_in_executor(self._lookups, look_up)
+            resolved = await asyncio.wrap_future(lookup)
         except (OSError, UnicodeError):
             raise Refused(f"the host {host[:100]} is not known") from None
         addresses = [str(entry[4][0]) for entry in resolved]
         if not listed and not all(map(is_public, addresses)):
             raise Refused(f"the host {host[:100]} is in a private network, and not listed in {WHERE}")
         return addresses
-
-    def _looked_up(self, client: str) -> None:
-        self._looking[client] -= 1
-        if not self._looking[client]:
-            del self._looking[client]
 
     # --- reading -----------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, NamedTuple
 
 from starlette.types import Message, Receive, Scope, Send
@@ -16,6 +16,25 @@ from jengine.serving.http.app import application
 from jengine.serving.http.endpoint import Parts
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.requests.service import Shared
+
+UNLIMITED = {"max_streams_per_client": 2**30, "max_calls_per_client": 2**30}
+EMBEDDED = {  # options of a server that have an effect without ports, keys and a process for the engine
+    "tool_call_parser", "reasoning_parser", "served_model_name", "default_chat_template_kwargs",
+    "max_waiting", "max_answer_logprobs", "max_tokens_limit", "max_request_seconds", "max_message_bytes",
+    "response_store_bytes", "client_chat_templates", "allowed_media_domains", "allowed_local_media_path",
+} | UNLIMITED.keys()  # fmt: skip
+
+
+def embedded_config(options: Mapping[str, Any], **defaults: Any) -> ServerConfig:
+    """A server's options for EmbeddedApi, where all clients may be behind one address.
+
+    Raises:
+        InvalidArgument: an option is invalid, or not one of EMBEDDED.
+    """
+    for name in options.keys() - EMBEDDED:
+        limit = f"has no effect inside another program; must be one of {', '.join(sorted(EMBEDDED))}"
+        raise InvalidArgument(f"server.{name}", "...", limit)  # it may be a secret
+    return ServerConfig(**{**UNLIMITED, **defaults, **options})
 
 
 class Reply(NamedTuple):
@@ -31,8 +50,7 @@ class EmbeddedApi:
 
     Args:
         name: the model's name, unless config sets another.
-        config: limits, parsers and similar options; those for ports, TLS and keys have no effect, those for
-            adapters are rejected.
+        config: as embedded_config makes it; other options have no effect.
         why_not_ready: for /health; returns None if the model answers.
     """
 
@@ -45,9 +63,6 @@ class EmbeddedApi:
         why_not_ready: Callable[[], str | None] = lambda: None,
     ) -> None:
         config, metrics = config or ServerConfig(), metrics or Metrics()
-        for option in ("lora_modules", "lora_dir", "allow_lora_hub"):
-            if getattr(config, option):
-                raise InvalidArgument(option, getattr(config, option), "only `jengine serve` takes it")
         name, *aliases = config.served_names or [name]
         info = ModelInfo(name=name, limits=llm.backend.limits, dtype="")
         models = FixedModel(llm, info, aliases=aliases)

@@ -86,7 +86,7 @@ class MaskQueue:
     def __init__(
         self,
         tokenizer: Callable[[], Tokenizer | None],
-        made: Callable[[list[Request] | tuple[list[str], Exception]], None],
+        made: Callable[[Made], None],
     ) -> None:
         self._tokenizer, self._made = tokenizer, made
         self._masks = SharedMasks()
@@ -364,14 +364,15 @@ class EngineChild:
                 if not self._masks.end(ended.request_id):
                     self._inbox.put(lambda: self._engine.end(*ended))
             case Do(number, name, arguments):
-                run_operation(
-                    self._engine,
-                    decode_operation(name, arguments),
-                    self._inbox.put,
-                    partial(self._answer, number),
-                )
+                operation = decode_operation(name, arguments)
+                put = self._put_unwatched if operation.unbounded else self._inbox.put
+                run_operation(self._engine, operation, put, partial(self._answer, number))
             case Quit():
                 self._inbox.put(None)
+
+    def _put_unwatched(self, order: Callable[[], object]) -> None:
+        """Queues an order that may take any time."""
+        self._inbox.put(self._heartbeat.idle()(order))
 
     def _masked(self, made: Made) -> None:
         """Called by the masks' thread."""

@@ -16,7 +16,7 @@ import msgspec
 from jengine import EngineConfig, EngineDead, InvalidArgument
 from jengine.serving.calls.model_provider import PagesInfo
 from jengine.serving.config import KV_TOKEN, ServerConfig
-from jengine.serving.processes.engine_process import ANYWHERE, EngineProcess, Place, StartProgress
+from jengine.serving.processes.engine_process import ANYWHERE, EngineProcess, OnEnd, Place, StartProgress
 from jengine.serving.processes.wire import EngineInfo
 from jengine.spi import BackOff, Fleet
 
@@ -50,7 +50,9 @@ def places(count: int, devices: int) -> list[Place]:
 
 
 def _gpus() -> list[str]:
-    """NVIDIA's GPUs that this process may use."""
+    """NVIDIA's GPUs that JAX may use."""
+    if os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
+        return []
     visible = os.environ.get(VISIBLE)
     if visible is not None:
         return [name for name in visible.split(",") if name and name != "-1"]
@@ -64,9 +66,6 @@ def _by_node(cpus: Collection[int]) -> list[int]:
         for first, _, last in (part.partition("-") for part in file.read_text().strip().split(",") if part):
             nodes |= dict.fromkeys(range(int(first), int(last or first) + 1), number)
     return sorted(cpus, key=lambda cpu: (nodes.get(cpu, 0), cpu))
-
-
-OnEnd = Callable[[EngineDead | None], None]
 
 
 class EngineFleet:

@@ -52,6 +52,7 @@ from jengine.serving.processes.wire import (
 )
 from jengine.spi import Ended, FinishReason, Limits, Operation, Request, StepTotals, Updates
 
+OnEnd = Callable[[EngineDead | None], None]
 PROGRAM = "program"  # the unit of work whose time is estimated
 
 
@@ -160,7 +161,7 @@ class EngineProcess:
         self,
         engine: str,
         options: dict[str, Any],
-        on_end: Callable[[EngineDead | None], None] | None = None,
+        on_end: OnEnd | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
         place: Place = ANYWHERE,
     ) -> None:
@@ -181,7 +182,7 @@ class EngineProcess:
     def of(
         cls,
         config: EngineConfig,
-        on_end: Callable[[EngineDead | None], None] | None = None,
+        on_end: OnEnd | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
         place: Place = ANYWHERE,
     ) -> EngineProcess:

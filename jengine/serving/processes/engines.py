@@ -55,7 +55,7 @@ def model_engine(report: Callable[[str, str, int, int], None] | None = None, **o
         programs_compiled=started.programs_compiled,
         programs_loaded=started.programs_loaded,
         seconds=started.seconds,
-        sampling_defaults=_changed(started.default_sampling_params),
+        sampling_defaults=changed_fields(started.default_sampling_params),
         longest_step=started.longest_step,
         stream_interval=config.stream_interval,
         pages=_pages(config, None if engine.pages is None else engine.pages.address),
@@ -86,7 +86,7 @@ def _pages(config: EngineConfig, address: str | None) -> PagesInfo:
     return PagesInfo(address, transfer.peers if transfer.loads else (), transfer.engine_id or address)
 
 
-def _changed(params: SamplingParams) -> dict[str, Any]:
+def changed_fields(params: SamplingParams) -> dict[str, Any]:
     """The fields that differ from SamplingParams' own defaults."""
     plain = dataclasses.asdict(SamplingParams())
     return {name: value for name, value in dataclasses.asdict(params).items() if value != plain[name]}

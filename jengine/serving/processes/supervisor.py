@@ -15,11 +15,10 @@ from pathlib import Path
 from jengine import AsyncLLM, EngineDead, Load, SamplingParams, Tokenizer
 from jengine.serving.calls.model_provider import RESTART_SECONDS, Adapters, ModelInfo, NotReady
 from jengine.serving.processes.engine_fleet import EngineOfServer
-from jengine.serving.processes.engine_process import StartProgress
+from jengine.serving.processes.engine_process import OnEnd, StartProgress
 from jengine.spi import BackOff, ImageReader, StepTotals
 
 logger = logging.getLogger(__name__)
-OnEnd = Callable[[EngineDead | None], None]
 NOT_LOADED = "the model is not loaded; a request that names it loads it"
 SHORTEST_RETRY, LONGEST_OVERDUE = 1.0, 30.0  # seconds
 
@@ -256,7 +255,8 @@ class Supervisor:
 
         def on_end(error: EngineDead | None) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop has been closed
-                loop.call_soon_threadsafe(_resolve, ended, error)
+                # the waiter may have been cancelled
+                loop.call_soon_threadsafe(lambda: None if ended.cancelled() else ended.set_result(error))
 
         engine, begun = self._make(on_end), time.monotonic()
         self._expected, self._starting = begun + self._start_seconds, engine
@@ -316,8 +316,3 @@ class Supervisor:
         if serving != self._serving:
             self._serving = serving
             self._on_state(serving)
-
-
-def _resolve(future: asyncio.Future[EngineDead | None], error: EngineDead | None) -> None:
-    if not future.cancelled():  # the waiter may have been cancelled
-        future.set_result(error)

@@ -39,7 +39,7 @@ class Beat(NamedTuple):
     """The state of the step loop, as reported by the process.
 
     Attributes:
-        phase: STARTING, IDLE (the loop waits for requests) or WORKING.
+        phase: STARTING, IDLE (nothing is expected of the loop) or WORKING.
         turns: number of iterations of the loop so far.
         longest_step: in seconds; measured at warm-up or since.
     """
@@ -95,7 +95,7 @@ class Heartbeat:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """A context in which the loop waits for requests, for any time."""
+        """A context that may last any time: the loop waits for requests, or moves weights."""
         self._phase = IDLE
         yield
         self.turn()

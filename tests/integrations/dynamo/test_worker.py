@@ -35,7 +35,7 @@ def test_parameters() -> None:
         "output_options": {"logprobs": 2, "prompt_logprobs": 1, "skip_special_tokens": True},
     }  # fmt: skip
     assert params_of(asked, DEFAULTS) == SamplingParams(
-        temperature=0.5, top_p=0.5, top_k=0, min_p=0.25, presence_penalty=1.0, frequency_penalty=1.5,
+        temperature=0.5, top_p=0.5, top_k=-1, min_p=0.25, presence_penalty=1.0, frequency_penalty=1.5,
         repetition_penalty=1.25, seed=7, logit_bias={3: 1.0}, max_tokens=9,
         structured_outputs=StructuredOutputs(regex="a+"), min_tokens=2, ignore_eos=True,
         stop_token_ids=(4, 5), logprobs=2, prompt_logprobs=1, detokenize=False,
@@ -89,7 +89,7 @@ def expected() -> Iterator[list[int]]:
         yield output.outputs[0].token_ids
 
 
-def test_an_engine_of_dynamo(expected: list[int]) -> None:
+def test_an_engine_of_dynamo(expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Through its life, as Dynamo's Worker leads it."""
     of_extra("dynamo", "dynamo.common.backend")
     zmq = of_extra("dynamo", "zmq.asyncio")
@@ -163,7 +163,17 @@ def test_an_engine_of_dynamo(expected: list[int]) -> None:
         while not snapshots.seen:
             await asyncio.sleep(0.01)
         assert snapshots.seen[0][0] == 0 and snapshots.seen[0][1].kv_total_blocks == 119
-        await engine.drain()
+        monkeypatch.setattr("jengine.integrations.dynamo.worker.DRAIN_SECONDS", 0.0)
+        await engine.engine_control("pause", {"mode": "keep"})  # it would end
+        waiting = asyncio.ensure_future(chunks(engine, REQUEST, "d"))
+        await asyncio.sleep(0)
+        draining = asyncio.ensure_future(engine.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(EngineShutdown):
+            await chunks(engine, REQUEST, "too late")
+        await draining
+        with pytest.raises(EngineShutdown, match="shutting down"):
+            await waiting
         await engine.cleanup()
         await engine.cleanup()
         context.destroy(linger=0)

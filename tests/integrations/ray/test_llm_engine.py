@@ -129,9 +129,11 @@ def test_options() -> None:
     events = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557"}
     engine = JengineEngine(config(kv_events_config=events, server={"max_tokens_limit": 9}))
     assert engine.config.page_events is not None and engine._server.max_tokens_limit == 9
+    assert engine._server.response_store_bytes == 0, "replicas share none"
     for options, message in (
         ({"nonsense": 1}, "nonsense"),
         ({"server": {"max_tokens_limit": 0}}, "max_tokens_limit"),
+        ({"server": {"api_key": "secret"}}, "server.api_key"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             JengineEngine(config(**options))

@@ -95,12 +95,15 @@ def test_options() -> None:
     for options, name in (
         ({"min_replicas": 2}, "max_replicas"),
         ({"target_tokens": 0}, "target_tokens"),
-        ({"server": {"api_keys": "keys"}}, "server.api_keys"),
+        ({"server": {"api_key": "secret"}}, r"server.api_key='\.\.\.'"),
+        ({"server": {"response_store_bytes": 9}, "max_replicas": 2}, "response_store_bytes=9: must be 0"),
         ({"server": {"none": 1}}, "server.none"),
         ({"server": {"max_waiting": -1}}, "max_waiting"),
     ):
         with pytest.raises(InvalidArgument, match=name):
             ServeConfig(**options)
+    assert ServeConfig().server_config().response_store_bytes > 0
+    assert ServeConfig(max_replicas=2).server_config().response_store_bytes == 0
     with pytest.raises(InvalidArgument, match="replicas='1': there is no such option"):
         app({"replicas": "1"})
     assert app({"model": "demo", "max_replicas": "3", "engine_kwargs": '{"dtype": "float32"}'}) is not None
