@@ -300,11 +300,11 @@ def of_e2m1(code: Code, at: Processor, word: Value, excess: int = 0) -> list[Val
     def looked_up(codes: Value) -> Value:
         if at.lanes in PSHUFB:
             pieces = [codes.pick(range(n, n + size)) for n in range(0, 4 * LANES, size)]
-            found = [
+            first, *other = (
                 code.call(PSHUFB[at.lanes], piece.kind, code.constant(piece.kind, table), piece)
                 for piece in pieces
-            ]
-            return found[0] if len(found) == 1 else found[0].shuffled(found[1], range(4 * LANES))
+            )
+            return first.shuffled(other[0], range(4 * LANES)) if other else first
         signed = (codes ^ 8) - 8
         magnitude = signed & 7
         magnitude = magnitude + (magnitude - 4).most(0) + (magnitude - 6).most(0) * 2
