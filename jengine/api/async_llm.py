@@ -121,8 +121,9 @@ class AsyncLLM(VllmMethods):
         self.backend, self.tokenizer = backend, tokenizer
         self._default_params = default_sampling_params
         self._ids = itertools.count()
-        self._requests = AsyncRequests(backend, tokenizer, interval, lazy=lazy)
-        self.loras = AsyncLoras(self.do, lambda: self.backend.limits)
+        self._requests = AsyncRequests(self, backend, tokenizer, interval, lazy=lazy)
+        # neither refers to this object, so that `del` frees it at once
+        self.loras = AsyncLoras(self._requests.do, lambda: backend.limits)
 
     @property
     def load(self) -> Load:
@@ -442,7 +443,9 @@ class AsyncLLM(VllmMethods):
         service.apply(prepared.requests)
         for request in prepared.requests:
             request.lora_name = adapter
-        return self._requests.open(prepared, request_id, timeout, output_kind)
+        handle = self._requests.open(prepared, request_id, timeout, output_kind)
+        handle.llm = self
+        return handle
 
     @property
     def max_model_len(self) -> int:

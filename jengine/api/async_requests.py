@@ -7,6 +7,8 @@ import atexit
 import contextlib
 import math
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -26,11 +28,14 @@ class AsyncRequests:
     """Queues an AsyncLLM's requests and operations, and delivers outputs and answers in its event loop.
 
     Args:
+        owner: the AsyncLLM, after whose end the engine ends too.
         interval: see EngineConfig.stream_interval.
         lazy: see LiveOutputs.
     """
 
-    def __init__(self, backend: Backend, tokenizer: Tokenizer, interval: int, *, lazy: bool) -> None:
+    def __init__(
+        self, owner: object, backend: Backend, tokenizer: Tokenizer, interval: int, *, lazy: bool
+    ) -> None:
         self._backend, self._interval = backend, interval
         self._pid = os.getpid()
         self._live = LiveOutputs(tokenizer, lazy=lazy)
@@ -41,6 +46,8 @@ class AsyncRequests:
         self._closing = False
         backend.connect(lambda updates: self._post(self._deliver, updates), self._died)
         atexit.register(backend.quit)  # a daemon thread inside XLA would crash the process at exit
+        self._finalizer = weakref.finalize(owner, _quit_later, backend)
+        self._finalizer.atexit = False
 
     def check(self, request_id: object, timeout: float | None, output_kind: object) -> None:
         """Checks the options of a new request, in the event loop.
@@ -115,6 +122,7 @@ class AsyncRequests:
         await loop.run_in_executor(None, self._backend.quit)
         self._fail_pending(EngineDead("the engine has been closed"))
         atexit.unregister(self._backend.quit)
+        self._finalizer.detach()
 
     def quit(self) -> None:
         """AsyncLLM.shutdown."""
@@ -122,6 +130,7 @@ class AsyncRequests:
         self._backend.quit()
         self._died(EngineDead("it was shut down"))
         atexit.unregister(self._backend.quit)
+        self._finalizer.detach()
 
     def _check_usable(self) -> None:
         check_process(self._pid)
@@ -205,6 +214,12 @@ class AsyncRequests:
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has been closed: no caller is waiting
                 self._loop.call_soon_threadsafe(call, *arguments)
+
+
+def _quit_later(backend: Backend) -> None:
+    """Ends an engine whose AsyncLLM has been collected, which may happen in any thread, also the engine's."""
+    atexit.unregister(backend.quit)
+    threading.Thread(target=backend.quit, name="quit").start()  # the process waits for it before it exits
 
 
 def _resolve[T](pending: asyncio.Future[T], answer: T, error: Exception | None) -> None:
