@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from typing import Any
 
@@ -91,6 +92,20 @@ def test_a_seed_of_minus_one_is_random() -> None:
     """As in vLLM; gRPC sends 64 bits."""
     assert SamplingParams(seed=-1) == SamplingParams(seed=2**64 - 1) == SamplingParams()
     assert SamplingParams(seed=5).clone(seed=-1).seed is None and SamplingParams(seed=-2).seed == -2
+
+
+def test_the_kind_of_outputs_is_kept_in_copies() -> None:
+    params = SamplingParams(output_kind="delta")
+    assert params == SamplingParams() and hash(params) == hash(SamplingParams())
+    for copied in (
+        params.clone(top_k=3),
+        dataclasses.replace(params, top_k=3),
+        copy.deepcopy(params),
+        pickle.loads(pickle.dumps(params)),
+    ):
+        assert copied.output_kind == "delta"
+    with pytest.raises(InvalidArgument, match="output_kind='some': must be one of cumulative, delta, final"):
+        SamplingParams(output_kind="some")
 
 
 def test_errors_can_be_copied_and_pickled() -> None:

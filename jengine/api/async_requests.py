@@ -16,10 +16,11 @@ from typing import Any
 from jengine.api.backend import Backend, Done, Updates
 from jengine.api.outputs import LiveOutputs
 from jengine.api.prompts import PreparedPrompt
-from jengine.api.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle
+from jengine.api.request_handle import OutputKind, RequestHandle
 from jengine.base.errors import EngineDead, InvalidArgument, JengineError
 from jengine.base.options import check_number
 from jengine.base.process import check_process
+from jengine.core.request import OUTPUT_KINDS
 from jengine.engine.operations import Operation
 from jengine.text.tokenizer import Tokenizer
 

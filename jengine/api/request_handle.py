@@ -12,7 +12,6 @@ from jengine.core.request import CompletionOutput, RequestMetrics, RequestOutput
 from jengine.core.service_level import LevelOptions
 
 OutputKind = Literal["cumulative", "delta", "final"]
-OUTPUT_KINDS = ("cumulative", "delta", "final")
 
 
 class RequestOutputKind(StrEnum):
