@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -173,7 +173,7 @@ class AsyncLLM(VllmMethods):
                 yield output
 
     @accepts
-    def chat(
+    async def chat(
         self,
         messages: Conversation,
         sampling_params: GenerationParams | None = None,
@@ -191,13 +191,16 @@ class AsyncLLM(VllmMethods):
                 RequestOptions.
 
         Raises:
-            InvalidArgument: at the call, a message or option is wrong; when the iteration begins, as
-                `generate`.
+            InvalidArgument: when the iteration begins; a message or option is wrong, or as `generate`.
             ModelError: the model has no chat template.
         """
         request, chat = split_options(options, RequestOptions)
-        prompt = chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **chat)
-        return self.generate(prompt, sampling_params, request_id, lora_request=lora_request, **request)
+        render = partial(chat_prompt, self.tokenizer, messages, max_model_len=self.max_model_len, **chat)
+        prompt = await asyncio.to_thread(render)  # takes long with images, or if the conversation is long
+        outputs = self.generate(prompt, sampling_params, request_id, lora_request=lora_request, **request)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
 
     async def abort(self, request_id: str) -> bool:
         """End a request, whose last output has finish_reason "abort". False: unknown, or it has ended."""
