@@ -383,17 +383,7 @@ class AsyncLLM(VllmMethods):
             InvalidArgument: it can never be answered.
         """
         params, beams = split(self._default_params if sampling_params is None else sampling_params)
-        requests = make_requests(
-            self.tokenizer,
-            prompt,
-            params,
-            f"request-{next(self._ids)}",
-            max_model_len=self.max_model_len,
-            masks=not self.backend.makes_masks,
-            beams=beams,
-        )
-        self.backend.limits.validate(requests[0])
-        return PreparedPrompt(requests, StopAutomaton(tuple(requests[0].params.stop)))
+        return self._prepared(prompt, params, beams=beams)
 
     def prepare_embedding(
         self,
@@ -410,12 +400,14 @@ class AsyncLLM(VllmMethods):
             InvalidArgument: it can never be answered, or the engine has no `embeddings`.
         """
         params = require_embedder(self.backend.limits.embedder).params(pooling, normalize, dimensions)
-        request_id, length = f"request-{next(self._ids)}", self.backend.limits.sequence.max_model_len
-        requests = make_requests(
-            self.tokenizer, prompt, None, request_id, max_model_len=length, pooling=params
-        )
+        return self._prepared(prompt, None, pooling=params)
+
+    def _prepared(self, prompt: Prompt, params: SamplingParams | None, **options: Any) -> PreparedPrompt:
+        request_id, masks = f"request-{next(self._ids)}", not self.backend.makes_masks
+        length = self.max_model_len
+        requests = make_requests(self.tokenizer, prompt, params, request_id, masks, length, **options)
         self.backend.limits.validate(requests[0])
-        return PreparedPrompt(requests, StopAutomaton(()))
+        return PreparedPrompt(requests, StopAutomaton(tuple(requests[0].params.stop)))
 
     def submit(
         self,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from jengine.base.display import answer_html, counted, short
 from jengine.base.errors import InvalidArgument, JengineError
-from jengine.base.options import check_number, check_options, check_whole, number, one_of, whole
+from jengine.base.options import check_number, check_options, check_text, check_whole, number, one_of, whole
 from jengine.core.beam_params import BeamSearchParams
 from jengine.core.pooling import PoolingParams
 from jengine.core.structured_outputs import StructuredOutputs, structured
@@ -260,15 +260,9 @@ class SamplingParams:
 
 
 def check_cache_salt(salt: object) -> None:
-    """Check the type and the length of a cache salt.
-
-    Raises:
-        InvalidArgument: neither None nor text of 1 to MAX_CACHE_SALT characters.
-    """
-    if salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_CACHE_SALT):
-        return
-    shown = f"{len(salt)} characters" if isinstance(salt, str) and salt else salt
-    raise InvalidArgument("cache_salt", shown, f"must be text of 1 to {MAX_CACHE_SALT} characters")
+    """Raises InvalidArgument unless this is None, or text of 1 to MAX_CACHE_SALT characters."""
+    if salt is not None:
+        check_text("cache_salt", salt, 1, MAX_CACHE_SALT)
 
 
 class TokenMask(Protocol):
@@ -285,6 +279,7 @@ class TokenMask(Protocol):
 
     def forced(self) -> list[int]:
         """Tokens that will probably come next, as far as is known without computing anything: drafts."""
+        return []
 
     def free(self) -> int:
         """How many of the next tokens need no mask, at least."""

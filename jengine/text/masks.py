@@ -108,9 +108,6 @@ class AllowedTokens(TokenMask):
     def rollback(self, count: int) -> None:
         pass
 
-    def forced(self) -> list[int]:
-        return []
-
 
 def words_of(tokens: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
     """A mask of `count` words that allows only these tokens."""
@@ -169,9 +166,6 @@ class BadWords(TokenMask):
 
     def rollback(self, count: int) -> None:
         self._tail = self._tail[: len(self._tail) - count]
-
-    def forced(self) -> list[int]:
-        return []
 
 
 class Grammar(TokenMask):
