@@ -202,8 +202,8 @@ class AsyncLLM(VllmMethods):
             async for output in outputs:
                 yield output
 
-    async def abort(self, request_id: str) -> bool:
-        """End a request, whose last output has finish_reason "abort". False: unknown, or it has ended."""
+    async def abort(self, request_id: str | Iterable[str]) -> bool:
+        """End requests, whose last outputs have finish_reason "abort". False: none of them runs."""
         return self._requests.abort(request_id)
 
     async def embed(

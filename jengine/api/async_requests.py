@@ -9,7 +9,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -84,10 +84,10 @@ class AsyncRequests:
             handle.timer = asyncio.get_running_loop().call_later(timeout, handle.abort, "timeout")
         return handle
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str | Iterable[str]) -> bool:
         """AsyncLLM.abort."""
-        handle = self._handles.get(request_id)
-        return handle is not None and handle.abort()
+        names = [request_id] if isinstance(request_id, str) else request_id
+        return any([self._handles[name].abort() for name in names if name in self._handles])
 
     async def do[T](self, operation: Operation[T]) -> T:
         """AsyncLLM.do."""

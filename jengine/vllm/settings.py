@@ -217,14 +217,12 @@ SAMPLING: tuple[Setting, ...] = (
     no_effect("stream_interval", "set stream_interval for the engine", 1),
     unsupported("flat_logprobs", "log probabilities are dicts by token id", False),
     unsupported("logits_processors", MASKS),
-    unsupported(
-        "logprob_token_ids", "logprobs returns the likeliest tokens; allowed_token_ids restricts the choice"
-    ),
+    unsupported("logprob_token_ids",
+        "logprobs returns the likeliest tokens; allowed_token_ids restricts the choice"),
     unsupported("prompt_logprob_token_ids", "prompt_logprobs returns the likeliest tokens"),
     unsupported("prompt_logprob_start", "prompt_logprobs scores the whole prompt", 0),
-    unsupported(
-        "skip_reading_prefix_cache", "a request with another cache_salt finds no pages of others", False
-    ),
+    unsupported("skip_reading_prefix_cache", "a request with another cache_salt finds no pages of others",
+        False),
     unsupported("repetition_detection", "use repetition_penalty or frequency_penalty"),
     unsupported("extra_args", "there are no plugins that would read them"),
     unsupported("best_of", "vLLM has removed it; n gives several completions", 1),
@@ -239,12 +237,10 @@ SAMPLING: tuple[Setting, ...] = (
     unsupported("response_format", "structured_outputs does this"),
     unsupported("max_completion_tokens", "max_tokens does this"),
     unsupported("max_new_tokens", "max_tokens does this"),
-)
+)  # fmt: skip
 
 STRUCTURED: tuple[Setting, ...] = (
-    Setting(
-        "json_object", "renamed", "", fits=(False,), gives={True: {"json": {"type": "object"}}}, switch=True
-    ),
+    Setting("json_object", "renamed", fits=(False,), gives={True: {"json": {"type": "object"}}}, switch=True),
     no_effect("backend", "structured outputs always use llguidance", "auto", "guidance"),
     no_effect("disable_fallback", "there is one backend", False),
     unsupported("structural_tag", "use a grammar"),
