@@ -47,7 +47,7 @@ class AsyncRequests:
         self._closing = False
         backend.connect(lambda updates: self._post(self._deliver, updates), self._died)
         atexit.register(backend.quit)  # a daemon thread inside XLA would crash the process at exit
-        self._finalizer = weakref.finalize(owner, _quit_later, backend)
+        self._finalizer = weakref.finalize(owner, _quit_later, backend, self._pid)
         self._finalizer.atexit = False
 
     def check(self, request_id: object, timeout: float | None, output_kind: object) -> None:
@@ -217,10 +217,11 @@ class AsyncRequests:
                 self._loop.call_soon_threadsafe(call, *arguments)
 
 
-def _quit_later(backend: Backend) -> None:
+def _quit_later(backend: Backend, pid: int) -> None:
     """Ends an engine whose AsyncLLM has been collected, which may happen in any thread, also the engine's."""
-    atexit.unregister(backend.quit)
-    threading.Thread(target=backend.quit, name="quit").start()  # the process waits for it before it exits
+    if os.getpid() == pid:  # a forked process has a copy, and not the engine
+        threading.Thread(target=backend.quit, name="quit").start()  # the process waits for it before it exits
+        atexit.unregister(backend.quit)
 
 
 def _resolve[T](pending: asyncio.Future[T], answer: T, error: Exception | None) -> None:
