@@ -38,7 +38,6 @@ from jengine.core.beam_outputs import GenerationParams as GenerationParams
 from jengine.core.images import CutImage as CutImage
 from jengine.core.images import ImagePart as ImagePart
 from jengine.core.images import PromptImages as PromptImages
-from jengine.core.json_schema import without_lookaround as without_lookaround
 from jengine.core.lora import LoraLimits as LoraLimits
 from jengine.core.pooling import Embedder as Embedder
 from jengine.core.pooling import Reranker as Reranker

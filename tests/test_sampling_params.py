@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 from typing import Any
 
 import pytest
 
-from jengine import InvalidArgument, SamplingParams
+from jengine import InvalidArgument, PromptTooLong, SamplingParams
 from jengine.core.request import MAX_ALLOWED_TOKEN_IDS, MAX_ENTRIES
 
 
@@ -89,3 +92,27 @@ def test_a_seed_of_minus_one_is_random() -> None:
     """As in vLLM; gRPC sends 64 bits."""
     assert SamplingParams(seed=-1) == SamplingParams(seed=2**64 - 1) == SamplingParams()
     assert SamplingParams(seed=5).clone(seed=-1).seed is None and SamplingParams(seed=-2).seed == -2
+
+
+def test_the_kind_of_outputs_is_kept_in_copies() -> None:
+    params = SamplingParams(output_kind="delta")
+    assert params == SamplingParams() and hash(params) == hash(SamplingParams())
+    for copied in (
+        params.clone(top_k=3),
+        dataclasses.replace(params, top_k=3),
+        copy.deepcopy(params),
+        pickle.loads(pickle.dumps(params)),
+    ):
+        assert copied.output_kind == "delta"
+    with pytest.raises(InvalidArgument, match="output_kind='some': must be one of cumulative, delta, final"):
+        SamplingParams(output_kind="some")
+
+
+def test_errors_can_be_copied_and_pickled() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        SamplingParams(temperature=lambda: 1)  # type: ignore[arg-type]
+    error, long = caught.value, PromptTooLong("prompt", "a", "9 tokens; at most 7", 9, 8, or_more=True)
+    for copied in (copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
+        assert (type(copied), str(copied), copied.field) == (InvalidArgument, str(error), "temperature")
+    again = pickle.loads(pickle.dumps(long))
+    assert (type(again), str(again), again.counts) == (PromptTooLong, str(long), (9, 8, True))

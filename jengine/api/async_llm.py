@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 from collections.abc import AsyncGenerator, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -121,8 +121,9 @@ class AsyncLLM(VllmMethods):
         self.backend, self.tokenizer = backend, tokenizer
         self._default_params = default_sampling_params
         self._ids = itertools.count()
-        self._requests = AsyncRequests(backend, tokenizer, interval, lazy=lazy)
-        self.loras = AsyncLoras(self.do, lambda: self.backend.limits)
+        self._requests = AsyncRequests(self, backend, tokenizer, interval, lazy=lazy)
+        # neither refers to this object, so that `del` frees it at once
+        self.loras = AsyncLoras(self._requests.do, lambda: backend.limits)
 
     @property
     def load(self) -> Load:
@@ -172,7 +173,7 @@ class AsyncLLM(VllmMethods):
                 yield output
 
     @accepts
-    def chat(
+    async def chat(
         self,
         messages: Conversation,
         sampling_params: GenerationParams | None = None,
@@ -190,16 +191,19 @@ class AsyncLLM(VllmMethods):
                 RequestOptions.
 
         Raises:
-            InvalidArgument: at the call, a message or option is wrong; when the iteration begins, as
-                `generate`.
+            InvalidArgument: when the iteration begins; a message or option is wrong, or as `generate`.
             ModelError: the model has no chat template.
         """
         request, chat = split_options(options, RequestOptions)
-        prompt = chat_prompt(self.tokenizer, messages, max_model_len=self.max_model_len, **chat)
-        return self.generate(prompt, sampling_params, request_id, lora_request=lora_request, **request)
+        render = partial(chat_prompt, self.tokenizer, messages, max_model_len=self.max_model_len, **chat)
+        prompt = await asyncio.to_thread(render)  # takes long with images, or if the conversation is long
+        outputs = self.generate(prompt, sampling_params, request_id, lora_request=lora_request, **request)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
 
-    async def abort(self, request_id: str) -> bool:
-        """End a request, whose last output has finish_reason "abort". False: unknown, or it has ended."""
+    async def abort(self, request_id: str | Iterable[str]) -> bool:
+        """End requests, whose last outputs have finish_reason "abort". False: none of them runs."""
         return self._requests.abort(request_id)
 
     async def embed(
@@ -379,17 +383,7 @@ class AsyncLLM(VllmMethods):
             InvalidArgument: it can never be answered.
         """
         params, beams = split(self._default_params if sampling_params is None else sampling_params)
-        requests = make_requests(
-            self.tokenizer,
-            prompt,
-            params,
-            f"request-{next(self._ids)}",
-            max_model_len=self.max_model_len,
-            masks=not self.backend.makes_masks,
-            beams=beams,
-        )
-        self.backend.limits.validate(requests[0])
-        return PreparedPrompt(requests, StopAutomaton(tuple(requests[0].params.stop)))
+        return self._prepared(prompt, params, beams=beams)
 
     def prepare_embedding(
         self,
@@ -406,12 +400,14 @@ class AsyncLLM(VllmMethods):
             InvalidArgument: it can never be answered, or the engine has no `embeddings`.
         """
         params = require_embedder(self.backend.limits.embedder).params(pooling, normalize, dimensions)
-        request_id, length = f"request-{next(self._ids)}", self.backend.limits.sequence.max_model_len
-        requests = make_requests(
-            self.tokenizer, prompt, None, request_id, max_model_len=length, pooling=params
-        )
+        return self._prepared(prompt, None, pooling=params)
+
+    def _prepared(self, prompt: Prompt, params: SamplingParams | None, **options: Any) -> PreparedPrompt:
+        request_id, masks = f"request-{next(self._ids)}", not self.backend.makes_masks
+        length = self.max_model_len
+        requests = make_requests(self.tokenizer, prompt, params, request_id, masks, length, **options)
         self.backend.limits.validate(requests[0])
-        return PreparedPrompt(requests, StopAutomaton(()))
+        return PreparedPrompt(requests, StopAutomaton(tuple(requests[0].params.stop)))
 
     def submit(
         self,
@@ -442,7 +438,9 @@ class AsyncLLM(VllmMethods):
         service.apply(prepared.requests)
         for request in prepared.requests:
             request.lora_name = adapter
-        return self._requests.open(prepared, request_id, timeout, output_kind)
+        handle = self._requests.open(prepared, request_id, timeout, output_kind)
+        handle.llm = self
+        return handle
 
     @property
     def max_model_len(self) -> int:

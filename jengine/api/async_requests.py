@@ -7,17 +7,20 @@ import atexit
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 from jengine.api.backend import Backend, Done, Updates
 from jengine.api.outputs import LiveOutputs
 from jengine.api.prompts import PreparedPrompt
-from jengine.api.request_handle import OUTPUT_KINDS, OutputKind, RequestHandle
+from jengine.api.request_handle import OutputKind, RequestHandle
 from jengine.base.errors import EngineDead, InvalidArgument, JengineError
 from jengine.base.options import check_number
 from jengine.base.process import check_process
+from jengine.core.request import OUTPUT_KINDS
 from jengine.engine.operations import Operation
 from jengine.text.tokenizer import Tokenizer
 
@@ -26,11 +29,14 @@ class AsyncRequests:
     """Queues an AsyncLLM's requests and operations, and delivers outputs and answers in its event loop.
 
     Args:
+        owner: the AsyncLLM, after whose end the engine ends too.
         interval: see EngineConfig.stream_interval.
         lazy: see LiveOutputs.
     """
 
-    def __init__(self, backend: Backend, tokenizer: Tokenizer, interval: int, *, lazy: bool) -> None:
+    def __init__(
+        self, owner: object, backend: Backend, tokenizer: Tokenizer, interval: int, *, lazy: bool
+    ) -> None:
         self._backend, self._interval = backend, interval
         self._pid = os.getpid()
         self._live = LiveOutputs(tokenizer, lazy=lazy)
@@ -41,6 +47,8 @@ class AsyncRequests:
         self._closing = False
         backend.connect(lambda updates: self._post(self._deliver, updates), self._died)
         atexit.register(backend.quit)  # a daemon thread inside XLA would crash the process at exit
+        self._finalizer = weakref.finalize(owner, _quit_later, backend, self._pid)
+        self._finalizer.atexit = False
 
     def check(self, request_id: object, timeout: float | None, output_kind: object) -> None:
         """Checks the options of a new request, in the event loop.
@@ -76,10 +84,10 @@ class AsyncRequests:
             handle.timer = asyncio.get_running_loop().call_later(timeout, handle.abort, "timeout")
         return handle
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str | Iterable[str]) -> bool:
         """AsyncLLM.abort."""
-        handle = self._handles.get(request_id)
-        return handle is not None and handle.abort()
+        names = [request_id] if isinstance(request_id, str) else request_id
+        return any([self._handles[name].abort() for name in names if name in self._handles])
 
     async def do[T](self, operation: Operation[T]) -> T:
         """AsyncLLM.do."""
@@ -115,6 +123,7 @@ class AsyncRequests:
         await loop.run_in_executor(None, self._backend.quit)
         self._fail_pending(EngineDead("the engine has been closed"))
         atexit.unregister(self._backend.quit)
+        self._finalizer.detach()
 
     def quit(self) -> None:
         """AsyncLLM.shutdown."""
@@ -122,6 +131,7 @@ class AsyncRequests:
         self._backend.quit()
         self._died(EngineDead("it was shut down"))
         atexit.unregister(self._backend.quit)
+        self._finalizer.detach()
 
     def _check_usable(self) -> None:
         check_process(self._pid)
@@ -205,6 +215,13 @@ class AsyncRequests:
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has been closed: no caller is waiting
                 self._loop.call_soon_threadsafe(call, *arguments)
+
+
+def _quit_later(backend: Backend, pid: int) -> None:
+    """Ends an engine whose AsyncLLM has been collected, which may happen in any thread, also the engine's."""
+    if os.getpid() == pid:  # a forked process has a copy, and not the engine
+        threading.Thread(target=backend.quit, name="quit").start()  # the process waits for it before it exits
+        atexit.unregister(backend.quit)
 
 
 def _resolve[T](pending: asyncio.Future[T], answer: T, error: Exception | None) -> None:

@@ -29,7 +29,7 @@ METADATA = frozenset((
     "reasoning_details", "status", "thinking_blocks", "type",
 ))  # fmt: skip
 
-# {"role": one of ROLES, "content": text, or a list of parts: {"type": "text", "text": text};
+# {"role": one of ROLES, "content": text, or a list of texts and parts: {"type": "text", "text": text};
 # {"type": "image", "image": a Pillow image, bytes, a path or a data URL};
 # {"type": "image_url", "image_url": {"url": a data URL}}. An image may also be a CutImage.
 Message = dict[str, Any]
@@ -281,7 +281,7 @@ def _text(where: str, content: object) -> str | list[dict[str, Any]]:
         return content
     if not isinstance(content, list):
         raise InvalidArgument(where, content, 'must be text, or a list of {"type": "text", "text": ...}')
-    content = [_refusal_as_text(part) for part in content]
+    content = [_as_text_part(part) for part in content]
     for i, part in enumerate(content):
         if part == IMAGE:
             continue
@@ -293,9 +293,11 @@ def _text(where: str, content: object) -> str | list[dict[str, Any]]:
     return "\n".join(part["text"] for part in content)
 
 
-def _refusal_as_text(part: Any) -> Any:
+def _as_text_part(part: Any) -> Any:
+    """Plain text and a refusal as a part of the type text; others as they are."""
     refused = isinstance(part, dict) and part.get("type") == "refusal"
-    return {"type": "text", "text": part.get("refusal")} if refused else part
+    text = part.get("refusal") if refused else part
+    return {"type": "text", "text": text} if refused or isinstance(part, str) else part
 
 
 def plain_json(where: str, value: Any) -> Any:

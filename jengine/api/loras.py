@@ -155,14 +155,17 @@ class AsyncLoras:
         if lora is None or lora.lora_name in self.by_name:
             return
         if lora.lora_name not in self._loading:  # several requests may name it at the same time
-            self._loading[lora.lora_name] = asyncio.ensure_future(self._load(lora))
+            earlier = [task for task in self._loading.values() if not task.done()]
+            self._loading[lora.lora_name] = asyncio.ensure_future(self._load(lora, earlier))
         try:
             await asyncio.shield(self._loading[lora.lora_name])
         finally:
             if (task := self._loading.get(lora.lora_name)) is not None and task.done():
                 del self._loading[lora.lora_name]
 
-    async def _load(self, lora: LoRARequest) -> LoraInfo:
+    async def _load(self, lora: LoRARequest, earlier: Sequence[asyncio.Future[LoraInfo]]) -> LoraInfo:
+        if earlier:  # under max_cpu_loras, an adapter makes room only once it is loaded
+            await asyncio.wait(earlier)
         info: LoraInfo = await self._do(_load(lora, None, None, keep=()))
         self.by_name = {adapter.name: adapter for adapter in await self.list()}
         return info

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NotRequired, TypedDict, cast
 
 from jengine.api.image_prompts import FIELD, with_data
@@ -21,6 +22,7 @@ from jengine.text.completion import StopAutomaton
 from jengine.text.thinking import bound_thinking, check_thinking
 from jengine.text.tokenizer import Tokenizer
 
+Masks = dict[int, Iterator[TokenMask | None]]  # by the ids of sampling parameters
 LONG_TEXT = 10_000  # characters; AsyncLLM tokenizes longer texts in a thread
 # parameters of embedding requests
 POOLED = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -73,7 +75,7 @@ def make_requests(
     prompt: Prompt,
     params: SamplingParams | None,
     request_id: str,
-    masks: bool = True,
+    masks: bool | Masks = True,
     max_model_len: int | None = None,
     pooling: PoolingParams | None = None,
     beams: BeamSearchParams | None = None,
@@ -85,7 +87,7 @@ def make_requests(
 
     Args:
         masks: whether to create token masks, which may take seconds; otherwise the receiver of the requests
-            does.
+            does. With a dict, prompts of one call with the same `params` share what is compiled.
         max_model_len: longer text is rejected without tokenizing it if its length in bytes suffices to tell.
         pooling: for an embedding; there are no sampling parameters then.
         beams: for a beam search; `params` must be derived from them.
@@ -135,7 +137,9 @@ def make_requests(
     if params.bad_words:
         bad_sequences(params.bad_words, tokenizer)  # checks them, also if the masks are made elsewhere
     fresh: Sequence[TokenMask | None] = (
-        _masks(tokenizer, params, ids) if masks and params.masks else [None] * params.n
+        [None] * params.n
+        if masks is False or not params.masks
+        else _masks(tokenizer, params, ids, {} if masks is True else masks)
     )
     first, others = params_of_samples(params)
     return [
@@ -182,10 +186,13 @@ def check_length(tokenizer: Tokenizer, text: str, max_model_len: int | None, *, 
         raise PromptTooLong("prompt", text, limit, least, max_model_len, or_more=True)
 
 
-def _masks(tokenizer: Tokenizer, params: SamplingParams, prompt: list[int]) -> Sequence[TokenMask | None]:
-    from jengine.text.masks import make_masks  # imported here, since only structured outputs need llguidance
+def _masks(
+    tokenizer: Tokenizer, params: SamplingParams, prompt: list[int], shared: Masks
+) -> Sequence[TokenMask | None]:
+    from jengine.text.masks import masks_of  # imported here, since only structured outputs need llguidance
 
-    return bound_thinking(make_masks(params, tokenizer, params.n), params, tokenizer, prompt)
+    masks = shared.setdefault(id(params), masks_of(params, tokenizer))
+    return bound_thinking([*islice(masks, params.n)], params, tokenizer, prompt)
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -12,7 +12,6 @@ from jengine.core.request import CompletionOutput, RequestMetrics, RequestOutput
 from jengine.core.service_level import LevelOptions
 
 OutputKind = Literal["cumulative", "delta", "final"]
-OUTPUT_KINDS = ("cumulative", "delta", "final")
 
 
 class RequestOutputKind(StrEnum):
@@ -47,6 +46,7 @@ class RequestHandle:
 
     Attributes:
         request_id: for AsyncLLM.abort.
+        llm: the AsyncLLM, which lives at least as long as its handles.
 
     Examples:
         >>> async with llm.submit("def fib(n):", output_kind="delta") as handle:
@@ -65,6 +65,7 @@ class RequestHandle:
     ) -> None:
         self.request_id, self._output, self._kind, self._interval = output.request_id, output, kind, interval
         self._settle = settle
+        self.llm: object = None
         self._tokens = 0  # in the outputs so far
         self._end, self._forget = end, forget
         # for deltas, by index of the completion: tokens and characters shown

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copyreg
 import re
 import reprlib
+from typing import Any
 
 # repr would take seconds for a list of millions
 _repr = reprlib.Repr(maxlist=80, maxtuple=80, maxdict=80, maxstring=200).repr
@@ -22,6 +24,11 @@ class InvalidArgument(JengineError, ValueError):
     def __init__(self, field: str, value: object, limit: str) -> None:
         self.field, self.value, self.limit = _cut(field, 200), value, _cut(limit, 2000)
         super().__init__(f"{self.field}={'...' if SECRET.search(field) else shown(value)}: {self.limit}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has the value as text: the value itself may be impossible to pickle."""
+        state = {**self.__dict__, "value": shown(self.value)}
+        return copyreg.__newobj__, (type(self), str(self)), state  # type: ignore[attr-defined]
 
     @classmethod
     def needs_extra(

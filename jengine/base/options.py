@@ -49,6 +49,14 @@ def check_number(
         raise InvalidArgument(name, value, f"must be {limit}")
 
 
+def check_text(name: str, value: object, low: int, high: int) -> None:
+    """Raises InvalidArgument unless `value` is text of `low` to `high` characters."""
+    if not isinstance(value, str) or not low <= len(value) <= high:
+        shown = f"{len(value)} characters" if isinstance(value, str) and value else value
+        limit = f"must be text of {f'{low} to' if low else 'at most'} {high} characters"
+        raise InvalidArgument(name, shown, limit)
+
+
 def check_targets(ttft_ms: float | None, tpot_ms: float | None) -> None:
     """Raises InvalidArgument unless each target is None or a finite number of milliseconds above 0."""
     for name, value in (("ttft_ms", ttft_ms), ("tpot_ms", tpot_ms)):

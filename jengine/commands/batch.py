@@ -40,7 +40,7 @@ TABLES = (".parquet", ".csv")
 FORMAT = """\
 --input has one of these forms; --output has the same one:
 
-jsonl: a line is a JSON object:
+  jsonl: a line is a JSON object:
     {"prompt": TEXT} or {"prompt_token_ids": [...]} or {"messages": [{"role": "user", "content": TEXT}, ...]},
     with an optional "id" (or "custom_id") and any sampling parameters, such as "max_tokens". Its answer is a
     line too, in order of completion:
@@ -204,37 +204,29 @@ def _source(options: argparse.Namespace) -> Source:
 
 
 async def _answer_all(
-    llm: AsyncLLM, source: Source, lines: Iterable[Line], answers: Output, tally: _Tally
+    llm: AsyncLLM, source: Source, lines: Iterator[Line], answers: Output, tally: _Tally
 ) -> None:
     """Answers a bounded number of lines at a time: twice the number of running requests, so that there is
     always one waiting."""
-    limit = 2 * llm.backend.limits.max_num_seqs
-    tasks: dict[asyncio.Task[Record], Line] = {}
+    places = asyncio.Semaphore(2 * llm.backend.limits.max_num_seqs)
 
-    async def collect(leave: int) -> None:
-        while len(tasks) > leave:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            ended = [(tasks.pop(task), task) for task in done]
-            finished = [(line, task.result()) for line, task in ended if task.exception() is None]
-            answers.write([record for _, record in finished])
-            for line, record in finished:
-                tally.count(line, record)
-            for _, task in ended:
-                task.result()  # raises if the engine has failed
-
-    async def one(line: Line) -> Record:
-        return await answer(line)
+    async def work(line: Line) -> None:
+        record = await answer(line)
+        answers.write([record])
+        tally.count(line, record)
+        places.release()
 
     try:
         async with llm:
             with source.answering(llm) as answer:
-                for line in lines:
-                    tasks[asyncio.create_task(one(line))] = line
-                    await collect(limit - 1)
-                await collect(0)
-    finally:
-        # after a failure, which all of them report; one report is enough
-        await asyncio.gather(*tasks, return_exceptions=True)
+                async with asyncio.TaskGroup() as tasks:
+                    await places.acquire()
+                    # in a thread: whoever writes the lines may wait for answers before the next one
+                    while (line := await asyncio.to_thread(next, lines, None)) is not None:
+                        tasks.create_task(work(line))
+                        await places.acquire()
+    except ExceptionGroup as failures:  # the engine's, which all tasks report, or the output's
+        raise failures.exceptions[0] from None
 
 
 def _report(options: argparse.Namespace, text: str) -> None:

@@ -212,7 +212,7 @@ class OutputFile(Output):
 STDIN = Path("-")
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
 IDS = ("id", "custom_id")
-SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
+SAMPLING = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name != "output_kind")
 CHAT = tuple(ChatOptions.__annotations__)
 
 

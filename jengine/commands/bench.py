@@ -145,14 +145,8 @@ def _throughput(options: argparse.Namespace) -> None:
 
 def _add_latency(kinds: Any) -> None:
     parser = _add_offline(kinds, "latency", "seconds of a batch of requests in this process")
-    for name, default in (
-        ("input-len", 32),
-        ("output-len", 128),
-        ("batch-size", 8),
-        ("num-iters-warmup", 10),
-        ("num-iters", 30),
-    ):
-        add_flags(parser, (f"--{name}", "N", "", default))
+    defaults = {"input-len": 32, "output-len": 128, "batch-size": 8, "num-iters-warmup": 10, "num-iters": 30}
+    add_flags(parser, *((f"--{name}", "N", "", default) for name, default in defaults.items()))
     add_engine(parser)
     parser.set_defaults(run=_latency)
 

@@ -64,7 +64,7 @@ def add_sampling_and_engine(
     parser: argparse.ArgumentParser, skip: tuple[str, ...] = (), defaults: dict[str, Any] = SAMPLING_DEFAULTS
 ) -> None:
     """Adds flags for all fields of SamplingParams, except those in `skip`, and of EngineConfig."""
-    add_fields(parser.add_argument_group("sampling"), SamplingParams, skip, defaults)
+    add_fields(parser.add_argument_group("sampling"), SamplingParams, (*skip, "output_kind"), defaults)
     add_engine(parser)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator
 from itertools import chain
@@ -11,7 +10,9 @@ from typing import Any, NamedTuple
 OTHERS = ("additionalProperties", "unevaluatedProperties", "patternProperties")  # say what else there may be
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
 DATA = ("const", "default", "enum", "examples", "required", "x-guidance")  # hold no schemas
-LOOKAROUND = re.compile(r"\(\?<?[=!]|\\[bB]")
+DRAFT = re.compile(
+    r"http://json-schema\.org/draft-0[467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?"
+)
 MAX_NAMES = 20_000  # to look at in schemas that apply to the same objects, a few milliseconds
 
 Schema = dict[str, Any]
@@ -96,13 +97,17 @@ def open_objects(root: Any) -> None:
             schema["additionalProperties"] = True
 
 
-def without_lookaround(root: Schema) -> Schema:
-    """A copy without the patterns that no automaton finds: those with look-around or word boundaries."""
-    root = copy.deepcopy(root)
+def drop_patterns(root: Any) -> None:
+    """Removes every `pattern`, in place."""
     for schema in _schemas(root):
-        if LOOKAROUND.search(str(schema.get("pattern"))):
-            del schema["pattern"]
-    return root
+        schema.pop("pattern", None)
+
+
+def drop_unknown_drafts(root: Any) -> None:
+    """Removes each `$schema` that names no draft of JSON Schema, in place; llguidance would refuse it."""
+    for schema in _schemas(root):
+        if DRAFT.fullmatch(str(schema.get("$schema", ""))) is None:
+            schema.pop("$schema", None)
 
 
 def _schemas(root: Any) -> Iterator[Schema]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
 from jengine.base.errors import InvalidArgument
-from jengine.base.options import check_whole, read_as, whole
+from jengine.base.options import check_text, check_whole, read_as, whole
 
 MAX_LORA_NAME = 256  # characters
 MAX_LORA_RANK = 512
@@ -99,9 +99,7 @@ class LoraLimits:
 
 def check_lora_name(name: object) -> None:
     """Raises InvalidArgument unless this is text of 1 to MAX_LORA_NAME characters."""
-    if not isinstance(name, str) or not 0 < len(name) <= MAX_LORA_NAME:
-        shown = f"{len(name)} characters" if isinstance(name, str) and name else name
-        raise InvalidArgument("lora_name", shown, f"must be text of 1 to {MAX_LORA_NAME} characters")
+    check_text("lora_name", name, 1, MAX_LORA_NAME)
 
 
 def target_modules(value: object) -> tuple[str, ...] | None:

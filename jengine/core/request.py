@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from jengine.base.display import answer_html, counted, short
 from jengine.base.errors import InvalidArgument, JengineError
-from jengine.base.options import check_number, check_options, check_whole, number, whole
+from jengine.base.options import check_number, check_options, check_text, check_whole, number, one_of, whole
 from jengine.core.beam_params import BeamSearchParams
 from jengine.core.pooling import PoolingParams
 from jengine.core.structured_outputs import StructuredOutputs, structured
@@ -41,6 +41,7 @@ MAX_ENTRIES = {
     "logit_bias": MAX_LOGIT_BIAS,
 }
 FLOAT32_MAX = 3.4e38
+OUTPUT_KINDS = ("cumulative", "delta", "final")
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -137,16 +138,9 @@ at_least_0 = number("a finite number, at least 0")
 penalty = number("in [-2, 2]", -2.0, 2.0)
 
 
-class _Shown:
-    """What a SamplingParams may carry besides: AsyncLLM's output_kind, as in vLLM. Not compared."""
-
-    __slots__ = ("output_kind",)
-    output_kind: str | None
-
-
-@takes(SAMPLING_SETTINGS, "sampling parameter", "output_kind")
+@takes(SAMPLING_SETTINGS, "sampling parameter")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams(_Shown):
+class SamplingParams:
     """How a request's tokens are chosen and when it ends. Names and meanings follow vLLM.
 
     Lists have a maximum length, which is checked before duplicates are removed.
@@ -189,6 +183,7 @@ class SamplingParams(_Shown):
             says otherwise. At most MAX_LOGPROBS; by default none.
         prompt_logprobs: the same for each token of the prompt except the first. Such a request computes its
             whole prompt: it does not use the prefix cache.
+        output_kind: of AsyncLLM's outputs, one of OUTPUT_KINDS; see RequestOptions. It is not compared.
 
     Raises:
         InvalidArgument: naming the field, the value and the limit.
@@ -218,6 +213,7 @@ class SamplingParams(_Shown):
     detokenize: bool = True
     logprobs: Annotated[int | None, whole(0, MAX_LOGPROBS)] = None
     prompt_logprobs: Annotated[int | None, whole(0, MAX_LOGPROBS)] = None
+    output_kind: Annotated[str | None, one_of(OUTPUT_KINDS)] = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -231,17 +227,10 @@ class SamplingParams(_Shown):
 
     def clone(self, **changes: Any) -> SamplingParams:
         """A copy with these fields changed. Raises as the constructor does."""
-        fields, notes = translated(
-            changes,
-            (*type(self).__dataclass_fields__, "output_kind"),
-            SAMPLING_SETTINGS,
-            "sampling parameter",
-        )
+        known = type(self).__dataclass_fields__
+        fields, notes = translated(changes, known, SAMPLING_SETTINGS, "sampling parameter")
         warn(notes)
-        kind = fields.pop("output_kind", getattr(self, "output_kind", None))
-        copy = replace(self, **fields)
-        object.__setattr__(copy, "output_kind", kind)
-        return copy
+        return replace(self, **fields)
 
     @property
     def penalizes(self) -> bool:
@@ -271,15 +260,9 @@ class SamplingParams(_Shown):
 
 
 def check_cache_salt(salt: object) -> None:
-    """Check the type and the length of a cache salt.
-
-    Raises:
-        InvalidArgument: neither None nor text of 1 to MAX_CACHE_SALT characters.
-    """
-    if salt is None or (isinstance(salt, str) and 0 < len(salt) <= MAX_CACHE_SALT):
-        return
-    shown = f"{len(salt)} characters" if isinstance(salt, str) and salt else salt
-    raise InvalidArgument("cache_salt", shown, f"must be text of 1 to {MAX_CACHE_SALT} characters")
+    """Raises InvalidArgument unless this is None, or text of 1 to MAX_CACHE_SALT characters."""
+    if salt is not None:
+        check_text("cache_salt", salt, 1, MAX_CACHE_SALT)
 
 
 class TokenMask(Protocol):
@@ -296,6 +279,7 @@ class TokenMask(Protocol):
 
     def forced(self) -> list[int]:
         """Tokens that will probably come next, as far as is known without computing anything: drafts."""
+        return []
 
     def free(self) -> int:
         """How many of the next tokens need no mask, at least."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from jengine.base.errors import InvalidArgument
-from jengine.base.options import check_targets
+from jengine.base.options import check_targets, check_text
 from jengine.core.request import Request
 
 MAX_CLIENT = 256  # characters
@@ -36,9 +36,7 @@ class ServiceLevel:
         if type(self.priority) is not int:
             raise InvalidArgument("priority", self.priority, "must be a whole number")
         check_targets(self.ttft_ms, self.tpot_ms)
-        if not isinstance(self.client, str) or len(self.client) > MAX_CLIENT:
-            shown = f"{len(self.client)} characters" if isinstance(self.client, str) else self.client
-            raise InvalidArgument("client", shown, f"must be text of at most {MAX_CLIENT} characters")
+        check_text("client", self.client, 0, MAX_CLIENT)
 
     def apply(self, requests: Iterable[Request]) -> None:
         """Sets the fields of requests.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jengine.base.errors import InvalidArgument
-from jengine.core.json_schema import close_objects
+from jengine.core.json_schema import close_objects, drop_unknown_drafts
 from jengine.core.structured_outputs import StructuredOutputs
 
 # Without a limit, an uncertain model may generate whitespace up to max_tokens. Indentation needs fewer than
@@ -35,6 +35,7 @@ def schema_text(schema: object) -> str:
         options = value.get("x-guidance", {}) if isinstance(value, dict) else None
         if not isinstance(options, dict):
             return text
+        drop_unknown_drafts(value)
         with contextlib.suppress(RecursionError):  # it stays open
             close_objects(value)
         if options.get("whitespace_flexible") is not False:

@@ -20,6 +20,7 @@ import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from jengine.base.errors import InvalidArgument
+from jengine.core.json_schema import drop_patterns
 from jengine.core.structured_outputs import StructuredOutputs
 from jengine.text.constraints import ANSWER_JSON, CALL_PARAMETERS, NESTED, schema_text, with_tokens
 from jengine.text.mask_thread import MASK_SECONDS
@@ -36,6 +37,8 @@ _LIMITS = llguidance.LLParserLimits(step_max_items=20_000, max_lexer_states=50_0
 _REF = re.compile(r'"\$ref"\s*:\s*"([^"]*)"')
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # begins a rule; no line of Lark does so
 _PLACE = re.compile(r"at (\d+)\(\d+\): ")  # of an error in a Lark grammar: line and column
+# the rule of a tool's parameters, up to the schema, which must not prevent answers that are text
+_LENIENT = re.compile(rf'^({CALL_PARAMETERS}\d+: %json )(.*"lenient": true.*)$', re.MULTILINE)
 _stack_size = threading.Lock()
 
 
@@ -95,6 +98,8 @@ def compile_structure(
         if (nested := NESTED.search(what.grammar or "")) is not None:
             # an error in the client's grammar shows it alone, with its line numbers
             compile_structure(StructuredOutputs(grammar=nested[1]), tokenizer, stack)
+        if (readable := _on_stack(stack, lambda: _readable(what))) != what:
+            return compile_structure(readable, tokenizer, stack)
         raise _unread(what, error_of(matcher))
     return matcher
 
@@ -161,6 +166,23 @@ def _unread(what: StructuredOutputs, error: str) -> InvalidArgument:
             ' "x-guidance": {"coerce_one_of": true} into the schema, which treats it as anyOf'
         )
     return InvalidArgument(field, value, f"llguidance cannot read it: {error}")
+
+
+def _readable(what: StructuredOutputs) -> StructuredOutputs:
+    """A constraint with any object in the place of a tool's lenient schema that llguidance cannot read. If
+    that is because of patterns, such as JavaScript's look-around, it loses only these.
+    """
+
+    def rule(match: re.Match[str]) -> str:
+        drop_patterns(simple := json.loads(match[2]))
+        for schema in (match[2], json.dumps(simple)):
+            if not llguidance.LLMatcher.validate_grammar(
+                llguidance.LLMatcher.grammar_from_json_schema(schema)
+            ):
+                return match[1] + schema
+        return match[1] + '{"type": "object"}'
+
+    return what if what.grammar is None else StructuredOutputs(grammar=_LENIENT.sub(rule, what.grammar))
 
 
 def _begins_rule(line: str) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from jengine.base.errors import JengineError
-from jengine.core.request import SamplingParams, TokenMask
+from jengine.core.request import MAX_SAMPLES, SamplingParams, TokenMask
 from jengine.core.structured_outputs import StructuredOutputs
 from jengine.table.program_table import MOST_DRAFTS
 from jengine.text.bad_words import bad_sequences
@@ -30,8 +31,15 @@ def make_masks(params: SamplingParams, tokenizer: Tokenizer, count: int) -> Sequ
     Raises:
         InvalidArgument: a grammar is invalid or exceeds a limit.
     """
-    mask = make_mask(params, tokenizer)
-    return [None] * count if mask is None else [mask, *(mask.copy() for _ in range(count - 1))]
+    return [*itertools.islice(masks_of(params, tokenizer), count)]
+
+
+def masks_of(params: SamplingParams, tokenizer: Tokenizer) -> Iterator[TokenMask | None]:
+    """Endless masks for requests with these parameters, of which each MAX_SAMPLES share what is compiled."""
+    while True:
+        mask = make_mask(params, tokenizer)
+        for _ in range(MAX_SAMPLES):
+            yield mask and mask.copy()
 
 
 def make_mask(params: SamplingParams, tokenizer: Tokenizer) -> Mask | None:
@@ -100,9 +108,6 @@ class AllowedTokens(TokenMask):
     def rollback(self, count: int) -> None:
         pass
 
-    def forced(self) -> list[int]:
-        return []
-
 
 def words_of(tokens: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
     """A mask of `count` words that allows only these tokens."""
@@ -161,9 +166,6 @@ class BadWords(TokenMask):
 
     def rollback(self, count: int) -> None:
         self._tail = self._tail[: len(self._tail) - count]
-
-    def forced(self) -> list[int]:
-        return []
 
 
 class Grammar(TokenMask):

@@ -42,7 +42,7 @@ def _with_name(message: Message, traits: TemplateTraits) -> Message:
     name, role = message.get("name"), message["role"]
     if not name or role == "tool" or role in traits.names or not message.get("content"):
         return message
-    return {**message, "content": joined(f"{name}:", message["content"], " ")}
+    return {**message, "content": joined(f"{name}:", message["content"], gap=" ")}
 
 
 # --- instructions ---------------------------------------------------------------------------------
@@ -65,9 +65,7 @@ def _with_instructions(messages: Conversation, traits: TemplateTraits) -> Conver
             {**message, "role": "system"} if message["role"] == "developer" else message
             for message in messages
         ]
-    content: Content = None
-    for message in instructions:
-        content = joined(content, message["content"])
+    content = joined(*(message["content"] for message in instructions))
     others = [message for message in messages if message["role"] not in INSTRUCTIONS]
     role = next((role for role in (instructions[0]["role"], *INSTRUCTIONS) if shown[role]), None)
     if role is not None:
@@ -96,21 +94,23 @@ def _joined_answers(messages: Conversation, traits: TemplateTraits) -> Iterator[
 def _joined_pairs(
     messages: Iterable[Message], belong_together: Callable[[Message, Message], bool]
 ) -> Iterator[Message]:
-    last: Message | None = None
+    groups: list[tuple[Message, list[Message]]] = []  # what is known of a joint message, and its parts
     for message in messages:
-        if last is not None and belong_together(last, message):
-            joint = {**last, **message, "content": joined(last["content"], message["content"])}
-            if reasoning := joined(last.get(REASONING), message.get(REASONING)):
-                joint[REASONING] = reasoning
+        if groups and belong_together(groups[-1][0], message):
+            last, parts = groups[-1]
+            joint = {**last, **message, "content": last["content"] or message["content"]}
             if "tool_calls" in last:
                 joint["tool_calls"] = [*last["tool_calls"], *message.get("tool_calls", [])]
-            last = joint
-            continue
-        if last is not None:
-            yield last
-        last = message
-    if last is not None:
-        yield last
+            parts.append(message)
+            groups[-1] = joint, parts
+        else:
+            groups.append((message, [message]))
+    for joint, parts in groups:
+        if len(parts) > 1:  # all texts at once: one after the other would take quadratic time
+            joint["content"] = joined(*(part["content"] for part in parts))
+            if reasoning := joined(*(part.get(REASONING) for part in parts)):
+                joint[REASONING] = reasoning
+        yield joint
 
 
 # --- calls and results ----------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class _Turns:
         content, calls, place = message["content"], message["tool_calls"], self._traits.text_of_calls
         if not self._traits.calls:
             text = f"[{', '.join(map(_as_text, calls))}]"
-            content = joined(content, text, "\n")
+            content = joined(content, text, gap="\n")
             out.append(self._with_reasoning({**_without_calls(message), "content": content}))
             return
         if place == "current":
@@ -211,7 +211,7 @@ class _Turns:
         message = {**message}
         reasoning = message.pop(REASONING)
         if place == "tags":
-            message["content"] = joined(TAGS.format(reasoning), message["content"], "") or ""
+            message["content"] = joined(TAGS.format(reasoning), message["content"], gap="") or ""
         elif place is not None:
             message[place] = reasoning
         return message
@@ -254,7 +254,7 @@ class _Turns:
         call_id = _id_text(message.get("tool_call_id"))
         name = message.get("name", "")
         if name not in ("", self._names.get(call_id)) and "tool" not in self._traits.names:
-            message = {**message, "content": joined(f"{name}:", message["content"], " ")}
+            message = {**message, "content": joined(f"{name}:", message["content"], gap=" ")}
         if self._traits.results:
             more = {}
             if call_id in self._ids:
@@ -265,7 +265,7 @@ class _Turns:
                 more["name"] = self._names.get(call_id, "")
             out.append({**message, **more})
             return
-        content = joined(joined(RESULT, message["content"], "\n"), USE)
+        content = joined(joined(RESULT, message["content"], gap="\n"), USE)
         last = out[-1] if out else None
         if last is not None and last.get("role") == "user":
             out[-1] = {**last, "content": joined(last["content"], content)}
@@ -304,13 +304,13 @@ def _id_text(value: Any) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
-def joined(first: Content, second: Content, gap: str = GAP) -> Content:
-    """The contents of two messages as one."""
-    if not first or not second:
-        return first or second
-    if isinstance(first, str) and isinstance(second, str):
-        return first + gap + second
-    return [*_parts(first), *_parts(second)]
+def joined(*contents: Content, gap: str = GAP) -> Content:
+    """The contents of messages as one."""
+    filled = [content for content in contents if content]
+    texts = [content for content in filled if isinstance(content, str)]
+    if len(texts) == len(filled):
+        return gap.join(texts) if texts else contents[-1]
+    return [part for content in filled for part in _parts(content)]
 
 
 def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

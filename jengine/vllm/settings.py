@@ -31,6 +31,8 @@ OFFLOADING = "swap_space keeps evicted pages in host memory, kv_transfer_config 
 EMBEDS = {"embeddings": True}
 BEAMS = "BeamSearchParams do this: LLM.beam_search, AsyncLLM.generate, completions over gRPC and HTTP"
 MASKS = "use logit_bias, allowed_token_ids, bad_words or structured_outputs"
+STRATEGY = "the strategy decides how many prompts a step computes; see strategy"
+PARTS = "the parts of a message are joined to text"
 ALWAYS = "it is always so"
 CORS = "CORS headers allow what the API needs; see allowed_origins"
 PROMPTS = (
@@ -62,10 +64,8 @@ ENGINE: tuple[Setting, ...] = (
     Setting("hf_token", "renamed", "sets the environment variable HF_TOKEN; True: that of `hf auth login`",
         fits=(True,), variable="HF_TOKEN", secret=True),
     renamed("async_scheduling", "overlap", "on by default", switch=True),
-    Setting(
-        "task", "renamed", "models generate and embed, without a task", fits=("auto", "generate"),
-        gives={**dict.fromkeys(("embed", "embedding", "score"), EMBEDS)},
-    ),
+    Setting("task", "renamed", "models generate and embed, without a task", fits=("auto", "generate"),
+        gives=dict.fromkeys(("embed", "embedding", "score"), EMBEDS)),
     Setting("runner", "renamed", "models generate and embed, without a task", fits=("auto", "generate"),
         gives={"pooling": EMBEDS}),
     Setting("convert", "renamed", "models generate and embed, without a task", fits=("auto", "none"),
@@ -116,12 +116,9 @@ ENGINE: tuple[Setting, ...] = (
     no_effect("safetensors_load_strategy", "weights are read from mapped files", "lazy"),
     no_effect("model_loader_extra_config", "weights are read from local files"),
     no_effect("pt_load_map_location", "weights go to the device directly", "cpu"),
-    no_effect("max_num_partial_prefills",
-        "the strategy decides how many prompts a step computes; see strategy", 1),
-    no_effect("max_long_partial_prefills",
-        "the strategy decides how many prompts a step computes; see strategy", 1),
-    no_effect("long_prefill_token_threshold",
-        "the strategy decides how many prompts a step computes; see strategy", 0),
+    no_effect("max_num_partial_prefills", STRATEGY, 1),
+    no_effect("max_long_partial_prefills", STRATEGY, 1),
+    no_effect("long_prefill_token_threshold", STRATEGY, 0),
     no_effect("num_lookahead_slots", "drafts lie on free rows", 0),
     no_effect("use_v2_block_manager", "there is one manager of pages", True, False),
     no_effect("collect_detailed_traces", "every step is recorded; see LLM.trace and `jengine explain`"),
@@ -181,9 +178,8 @@ ENGINE: tuple[Setting, ...] = (
         f"{GRAMMARS}; only backend may be set. A request opens its objects with"
         " disable_additional_properties=False, a schema with additionalProperties",
         accepts=_usual_grammars),
-    unsupported("logits_processors", "use logit_bias, allowed_token_ids, bad_words or structured_outputs"),
-    unsupported("logits_processor_pattern",
-        "use logit_bias, allowed_token_ids, bad_words or structured_outputs"),
+    unsupported("logits_processors", MASKS),
+    unsupported("logits_processor_pattern", MASKS),
     unsupported("media_io_kwargs", "images are read as transformers does it"),
     unsupported("enable_mm_embeds", TEXT, False),
     unsupported("ec_transfer_config", ENCODERS),
@@ -221,14 +217,12 @@ SAMPLING: tuple[Setting, ...] = (
     no_effect("stream_interval", "set stream_interval for the engine", 1),
     unsupported("flat_logprobs", "log probabilities are dicts by token id", False),
     unsupported("logits_processors", MASKS),
-    unsupported(
-        "logprob_token_ids", "logprobs returns the likeliest tokens; allowed_token_ids restricts the choice"
-    ),
+    unsupported("logprob_token_ids",
+        "logprobs returns the likeliest tokens; allowed_token_ids restricts the choice"),
     unsupported("prompt_logprob_token_ids", "prompt_logprobs returns the likeliest tokens"),
     unsupported("prompt_logprob_start", "prompt_logprobs scores the whole prompt", 0),
-    unsupported(
-        "skip_reading_prefix_cache", "a request with another cache_salt finds no pages of others", False
-    ),
+    unsupported("skip_reading_prefix_cache", "a request with another cache_salt finds no pages of others",
+        False),
     unsupported("repetition_detection", "use repetition_penalty or frequency_penalty"),
     unsupported("extra_args", "there are no plugins that would read them"),
     unsupported("best_of", "vLLM has removed it; n gives several completions", 1),
@@ -243,12 +237,10 @@ SAMPLING: tuple[Setting, ...] = (
     unsupported("response_format", "structured_outputs does this"),
     unsupported("max_completion_tokens", "max_tokens does this"),
     unsupported("max_new_tokens", "max_tokens does this"),
-)
+)  # fmt: skip
 
 STRUCTURED: tuple[Setting, ...] = (
-    Setting(
-        "json_object", "renamed", "", fits=(False,), gives={True: {"json": {"type": "object"}}}, switch=True
-    ),
+    Setting("json_object", "renamed", fits=(False,), gives={True: {"json": {"type": "object"}}}, switch=True),
     no_effect("backend", "structured outputs always use llguidance", "auto", "guidance"),
     no_effect("disable_fallback", "there is one backend", False),
     unsupported("structural_tag", "use a grammar"),
@@ -258,9 +250,7 @@ CALLS: tuple[Setting, ...] = (  # of generate, chat, embed, score, ...
     unsupported("prompt_adapter_request", "prompt adapters are not supported"),
     unsupported("tokenization_kwargs", "pass prompt_token_ids, made as you want"),
     unsupported("truncate_prompt_tokens", "pass prompt_token_ids, cut to what you want"),
-    unsupported(
-        "chat_template_content_format", "the parts of a message are joined to text", "auto", "string"
-    ),
+    unsupported("chat_template_content_format", PARTS, "auto", "string"),
     unsupported("pooling_params", "pass pooling, normalize and dimensions themselves"),
     unsupported("trace_headers", "spans are made by `jengine serve`; see otlp_traces_endpoint"),
     unsupported("data_parallel_rank", "run several engines", 0),
@@ -275,29 +265,15 @@ SERVER: tuple[Setting, ...] = (
     renamed("ssl_certfile", "tls_cert"),
     renamed("trust_request_chat_template", "client_chat_templates", switch=True),
     renamed("shutdown_timeout", "drain_seconds"),
-    unsupported(
-        "ssl_ca_certs", "it is called tls_client_ca here, and requires a certificate of every client"
-    ),
-    unsupported(
-        "ssl_cert_reqs",
-        "tls_client_ca requires client certificates (2); otherwise they are not asked for (0)",
-        0,
-    ),
-    Setting(
-        "enable_log_requests",
-        "renamed",
-        "or a file; without prompts and outputs",
-        gives={True: {"request_log": "-"}, False: {}},
-        switch=True,
-    ),
+    unsupported("ssl_ca_certs",
+        "it is called tls_client_ca here, and requires a certificate of every client"),
+    unsupported("ssl_cert_reqs",
+        "tls_client_ca requires client certificates (2); otherwise they are not asked for (0)", 0),
+    Setting("enable_log_requests", "renamed", "or a file; without prompts and outputs",
+        gives={True: {"request_log": "-"}, False: {}}, switch=True),
     unsupported("h11_max_incomplete_event_size", "it is called max_message_bytes here", 4194304),
-    Setting(
-        "disable_log_stats",
-        "renamed",
-        "or `--no-log-stats`",
-        gives={True: {"log_stats": False}, False: {"log_stats": True}},
-        switch=True,
-    ),
+    Setting("disable_log_stats", "renamed", "or `--no-log-stats`",
+        gives={True: {"log_stats": False}, False: {"log_stats": True}}, switch=True),
     # --- no effect
     no_effect("enable_auto_tool_choice", f"{ALWAYS}; see tool_call_parser", True),
     no_effect("enable_reasoning", f"{ALWAYS}; see reasoning_parser", True),
@@ -328,9 +304,7 @@ SERVER: tuple[Setting, ...] = (
     unsupported("uds", "sockets in the file system are not served; see host and port"),
     unsupported("ssl_ciphers", "the ciphers are the defaults of OpenSSL and gRPC"),
     unsupported("middleware", "middleware cannot be added; put a reverse proxy in front of the server"),
-    unsupported(
-        "chat_template_content_format", "the parts of a message are joined to text", "auto", "string"
-    ),
+    unsupported("chat_template_content_format", PARTS, "auto", "string"),
     unsupported("response_role", "answers have the role assistant", "assistant"),
     unsupported("return_tokens_as_token_ids", "log probabilities name tokens by their text", False),
     unsupported("exclude_tools_when_tool_choice_none", "requests that want no tools can omit them", False),
@@ -338,15 +312,10 @@ SERVER: tuple[Setting, ...] = (
     unsupported("reasoning_parser_plugin", "parsers cannot be added; see reasoning_parser"),
     unsupported("tool_server", "tools are called by clients"),
     unsupported("enable_force_include_usage", "clients ask for it with stream_options", False),
-    unsupported(
-        "enable_tokenizer_info_endpoint",
-        "there is no such path; the model's files have this information",
-        False,
-    ),
+    unsupported("enable_tokenizer_info_endpoint",
+        "there is no such path; the model's files have this information", False),
     unsupported("enable_log_outputs", PROMPTS, False),
     unsupported("log_config_file", "see log_level and request_log"),
     unsupported("tokens_only", "every path is served", False),
-    unsupported(
-        "headless", "start a process on each machine, with coordinator, num_processes and process_id", False
-    ),
-)
+    unsupported("headless", PROCESSES, False),
+)  # fmt: skip

@@ -95,12 +95,8 @@ def warn(notes: Iterable[str]) -> None:
         warnings.warn(note, stacklevel=2, skip_file_prefixes=(PACKAGE,))
 
 
-def takes[T: type](
-    settings: Settings, what: str = "option", attribute: str | None = None
-) -> Callable[[T], T]:
-    """Lets a dataclass be created with vLLM's names too. attribute: one that is no field; None unless it is
-    given.
-    """
+def takes[T: type](settings: Settings, what: str = "option") -> Callable[[T], T]:
+    """Lets a dataclass be created with vLLM's names too."""
 
     def decorate(cls: T) -> T:
         create: Callable[..., None] = cls.__init__  # type: ignore[misc]
@@ -108,8 +104,6 @@ def takes[T: type](
 
         @functools.wraps(create)
         def init(self: object, *values: object, **options: object) -> None:
-            if attribute is not None:
-                object.__setattr__(self, attribute, options.pop(attribute, None))
             if not fields.issuperset(options):
                 options, notes = translated(options, fields, settings, what)
                 warn(notes)

@@ -153,6 +153,11 @@ def test_abort(fresh: AsyncLLM) -> None:
         assert outputs[-1].finished and len(outputs) == 4 and outputs[-1].metrics.finished is not None
         assert (outputs[-1].outputs[0].finish_reason, outputs[-1].outputs[0].stop_reason) == ("abort", None)
         assert not await fresh.abort("mine")
+        handles = [fresh.submit(TEXT, LONG, request_id=name) for name in ("a", "b")]
+        assert await fresh.abort(["a", "yours", "b"]) and not await fresh.abort(["a", "b"])
+        assert all(handle.finished for handle in handles)
+        for handle in handles:
+            handle.close()
         await wait_until_idle(fresh)
 
     asyncio.run(main())

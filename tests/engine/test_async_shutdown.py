@@ -5,10 +5,12 @@ forever.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 
@@ -154,6 +156,29 @@ def test_one_event_loop_at_a_time() -> None:
     assert outputs[-1].outputs[0].finish_reason == "length"
     asyncio.run(llm.close())
     assert_idle(llm)
+
+
+def test_an_engine_ends_with_its_llm() -> None:
+    """`del`, or another value of its name, as when a notebook's cell runs again."""
+
+    async def main() -> None:
+        llm = counting(CountingRunner(0.001))
+        thread, engine = llm.backend._thread, weakref.ref(llm.backend.engine)
+        handle = llm.submit(TEXT, LONG)
+        del llm
+        gc.collect()
+        outputs = [output async for output in handle]  # it has kept its AsyncLLM
+        assert outputs[-1].outputs[0].finish_reason == "length"
+        del handle
+        gc.collect()
+        await asyncio.to_thread(thread.join)
+        for quitting in threading.enumerate():
+            if quitting.name == "quit":
+                await asyncio.to_thread(quitting.join)
+        gc.collect()
+        assert engine() is None
+
+    asyncio.run(main())
 
 
 LEAVES = """

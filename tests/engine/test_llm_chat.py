@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jengine import LLM, AsyncLLM, InvalidArgument, ModelError, SamplingParams
+from jengine.api import async_llm
 from jengine.api.backend import EngineThread
+from jengine.api.chat import chat_prompt
+from jengine.api.prompts import TokensPrompt
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 
@@ -79,8 +84,15 @@ def test_what_cannot_be_answered_is_refused_before_anything_runs(llm: LLM, text_
         LLM(text_model, progress=False, **SMALL, max_model_len=192).chat(QUESTION)
 
 
-def test_async_chat(llm: LLM) -> None:
+def test_async_chat(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = llm.chat(HISTORY, GREEDY, use_tqdm=False)[0]
+    renderers = []
+
+    def render(*arguments: Any, **options: Any) -> TokensPrompt:
+        renderers.append(threading.current_thread())
+        return chat_prompt(*arguments, **options)
+
+    monkeypatch.setattr(async_llm, "chat_prompt", render)
 
     async def main() -> None:
         async with AsyncLLM.over(EngineThread(llm.engine), llm.tokenizer) as online:
@@ -92,7 +104,12 @@ def test_async_chat(llm: LLM) -> None:
                 (expected.prompt, expected.outputs, "mine")
             ]
             with pytest.raises(InvalidArgument, match="must be one of system"):
-                online.chat([{"role": "usr", "content": "x"}])
+                await anext(online.chat([{"role": "usr", "content": "x"}]))
+            assert threading.current_thread() not in renderers, "the event loop was free meanwhile"
+            left = online.chat(HISTORY, GREEDY)
+            await anext(left)
+            await left.aclose()
+            assert not online._requests._handles
 
     asyncio.run(main())
 

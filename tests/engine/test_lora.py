@@ -291,6 +291,9 @@ def test_async_llm_and_adapters(tmp_path: Path) -> None:
                 llm.submit([5], params, lora_request="a2")
             await unloading
             assert (await outputs(llm, requests[2])).outputs[0].token_ids == first.outputs[0].token_ids
+            await llm.loras.unload("a2")
+            await asyncio.gather(*(llm.loras.require(request) for request in requests))
+            assert [*llm.loras.by_name] == ["a1", "a2"], "those that come together make room, too"
 
     asyncio.run(check())
 

@@ -136,6 +136,37 @@ def test_a_schema_that_is_supported_in_part_prevents_no_text(tokenizer: Tokenize
     assert accepts(ToolChoice(tools, tools, None, True, True).or_any_text(None), "It rains.", tokenizer)
 
 
+@pytest.mark.parametrize(
+    "unread",
+    [
+        {"type": "string", "pattern": r"^[^[]+$"},
+        {"type": "string", "pattern": r"(a)\1\Z"},
+        {"type": "object", "required": None},
+        {"type": "object", "additionalProperties": None},
+        {"type": "any"},
+        {"$ref": "#/$defs/nowhere"},
+    ],
+)
+def test_a_schema_that_cannot_be_read_prevents_no_text(unread: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Of the tools, only that one's arguments may then be others."""
+    days = {"type": "integer"}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object", **parameters}}}
+        for name, parameters in (
+            ("odd", {"properties": {"a": unread, "days": days}}),
+            ("weather", {"properties": {"days": days}}),
+        )
+    ]
+    what = ToolChoice(tools, tools, None, True, True).or_any_text(None)
+    assert accepts(what, "It rains.", tokenizer)
+    for name, value, accepted in (("odd", 3, True), ("weather", 3, True), ("weather", "x", False)):
+        call = json.dumps([{"name": name, "parameters": {"days": value}}])
+        assert accepts(what, call, tokenizer) is accepted, call
+    # without its patterns, the schema can be read
+    call = json.dumps([{"name": "odd", "parameters": {"a": "b", "days": "x"}}])
+    assert accepts(what, call, tokenizer) is ("pattern" not in unread)
+
+
 @pytest.mark.parametrize("form", CALL_RULES)
 def test_one_call(form: str, tokenizer: Tokenizer) -> None:
     what = calls_or_text(form, SCHEMAS, False, WHAT)

@@ -187,7 +187,7 @@ def test_what_clients_always_send_is_taken(plain: httpx.Client) -> None:
 
 def test_every_sampling_parameter_is_a_field() -> None:
     for form in (CHAT, COMPLETION):
-        assert form._sampling | {"logprobs"} == set(SamplingParams.__dataclass_fields__)
+        assert form._sampling | {"logprobs", "output_kind"} == set(SamplingParams.__dataclass_fields__)
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/v1/embedding", "/v1/chat"])

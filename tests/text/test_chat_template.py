@@ -160,6 +160,14 @@ def test_tools_take_the_template_made_for_them(tmp_path: Path) -> None:
     assert chat_prompt(tokenizer, [USER], chat_template="{{ messages[0].role }}")["prompt"] == "user"
 
 
+def test_plain_texts_are_parts(byte_level_folder: Path) -> None:
+    messages = [{"role": "user", "content": ["a", {"type": "text", "text": "b"}]}]
+    prompt = chat_prompt(
+        Tokenizer.load(byte_level_folder), messages, chat_template="{{ messages[0].content }}"
+    )
+    assert prompt["prompt"] == "a\nb"
+
+
 @pytest.mark.parametrize(
     "template", ["{% for %}", 7, [{"name": "default"}], ["default"], [{"name": "default", "template": 5}]]
 )

@@ -252,6 +252,24 @@ def test_closing_objects_takes_little_time() -> None:
 
 
 @pytest.mark.parametrize(
+    "draft",
+    [
+        "https://json-schema.org/draft-07/schema#",
+        "http://json-schema.org/schema#",
+        "http://json-schema.org/draft/2019-09/schema#",
+        7,
+    ],
+)
+def test_a_schema_of_an_unknown_draft_is_read(draft: object, tokenizer: Tokenizer) -> None:
+    schema = {"$schema": draft, "type": "object", "properties": {"$schema": {"$schema": draft, **A}}}
+    text = json.dumps(schema)
+    assert accepts(StructuredOutputs(json=schema), '{"$schema": {"a": 1}}', tokenizer)
+    assert json.dumps(schema) == text
+    for known in ("http://json-schema.org/draft-07/schema#", "https://json-schema.org/draft/2020-12/schema"):
+        assert json.loads(schema_text({"$schema": known}))["$schema"] == known
+
+
+@pytest.mark.parametrize(
     ("fields", "says"),
     [
         ({"json": A, "disable_additional_properties": 0}, "disable_additional_properties=0: must be true or"),

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jengine.api.chat import chat_prompt
+from jengine.text import template_adapter
 from jengine.text.chat_template import ChatTemplate
-from jengine.text.template_adapter import adapt_messages, arguments_of, nine_characters
+from jengine.text.template_adapter import adapt_messages, arguments_of, joined, nine_characters
 from jengine.text.template_traits import SPEAKERS, TemplateTraits
 from jengine.text.tokenizer import Tokenizer
 from tests.text import tool_templates
@@ -80,6 +81,22 @@ def test_images_stay_in_joined_messages() -> None:
     traits = replace(ANY, system=False, developer=False, several_systems=False, several_developers=False)
     [message] = adapt_messages([SYSTEM, seen], traits)
     assert message["content"] == [{"type": "text", "text": "S"}, image]
+
+
+def test_many_messages_are_joined_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other would copy the first text as often as there are messages."""
+    calls = []
+
+    def counted(*contents: Any, gap: str = "\n\n") -> Any:
+        calls.append(contents)
+        return joined(*contents, gap=gap)
+
+    monkeypatch.setattr(template_adapter, "joined", counted)
+    thought = {"role": "assistant", "content": "", "reasoning_content": "R"}
+    traits = replace(ANY, consecutive_users=False, reasoning="reasoning_content")
+    user, answer = adapt_messages([*[USER] * 300, *[thought] * 300], traits)
+    assert user["content"] == "\n\n".join("Q" * 300) and len(calls) < 10
+    assert answer["reasoning_content"] == "\n\n".join("R" * 300)
 
 
 def test_ids_of_nine_characters() -> None:

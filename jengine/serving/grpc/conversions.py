@@ -39,7 +39,7 @@ LOAD_FIELDS = (  # of Load and GetLoadResponse, for every client
     "running", "waiting", "free_pages", "pages", "preemptions", "cached_pages", "strategy", "targets_met",
     "targets_missed", "targets_rejected", "first_token_seconds", "programs_ready", "programs",
 )  # fmt: skip
-DEFAULTS = {f.name: getattr(SamplingParams(), f.name) for f in dataclasses.fields(SamplingParams)}
+DEFAULTS = {f.name: f.default for f in dataclasses.fields(SamplingParams) if f.name != "output_kind"}
 
 # --- sampling parameters --------------------------------------------------------------------------
 

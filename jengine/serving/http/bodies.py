@@ -317,7 +317,8 @@ class BodyFields:
         self._neutral = neutral
         self._sampling = frozenset[str]()
         if sampling:
-            self._sampling = frozenset(SamplingParams.__dataclass_fields__).difference(not_sampling, refused)
+            fields = frozenset(SamplingParams.__dataclass_fields__)
+            self._sampling = fields.difference(not_sampling, refused, ("output_kind",))
 
     def read(self, body: Mapping[str, Any]) -> Body:
         """Validates a body. Fields with null count as missing, at any depth.

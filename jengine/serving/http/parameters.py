@@ -22,7 +22,6 @@ from jengine.spi import (
     forced_in_channels,
     object_schema,
     plain_calls_or_text,
-    without_lookaround,
 )
 
 EXCLUSIVE = "structured_outputs already constrains the output"
@@ -249,11 +248,8 @@ class ToolChoice(NamedTuple):
 
     def or_any_text(self, inside: bool | None) -> StructuredOutputs:
         """The constraint that makes valid calls of what begins as a plain call."""
-        # a schema that llguidance does not know entirely must not prevent answers that are text
-        schemas = {
-            name: {"x-guidance": LENIENT, **without_lookaround(schema)}
-            for name, schema in self._schemas().items()
-        }
+        # a schema that llguidance cannot read, or only in part, must not prevent answers that are text
+        schemas = {name: {"x-guidance": LENIENT, **schema} for name, schema in self._schemas().items()}
         return plain_calls_or_text(schemas, self.parallel, inside)
 
     def _schemas(self) -> dict[str, dict[str, Any]]:

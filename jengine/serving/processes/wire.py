@@ -47,7 +47,7 @@ MAX_FRAME = 1 << 26  # bytes; a request of a million prompt tokens takes 5 MB
 RECEIVE = 1 << 18  # bytes read from the socket at a time
 TOTALS_SECONDS = 1.0  # seconds between two reports of StepTotals; a last report follows when all work is done
 # used only in the server, which produces text
-TEXT_FIELDS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "detokenize")
+TEXT_FIELDS = ("stop", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "output_kind")
 EQUAL_FIELDS = (  # of Request and Add
     "prompt_token_ids", "arrival", "cache_salt", "ttft_ms", "tpot_ms", "client", "pooling", "lora_name",
     "pages_from",
