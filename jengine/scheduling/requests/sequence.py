@@ -102,6 +102,11 @@ class Sequence:
         self.variant_rank = VARIANTS.index("full" if full else sampler_variant(self.request.params))
 
     @property
+    def leader(self) -> Sequence:
+        """Its request's own sequence: itself, or that of its running beam search."""
+        return self if self.beams is None else self.beams.leader
+
+    @property
     def place(self) -> int:
         """On the devices, of its adapter, from 1; 0: it has none."""
         return 0 if self.lora is None else self.lora.place
