@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from jengine.base.errors import InvalidArgument
 from jengine.core.request import Request, SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
+from jengine.scheduling.forecasts.expectations import hypothetical
 from jengine.scheduling.requests.images import Images
 from jengine.scheduling.requests.loras import EMPTY, Lora, LoraPlaces
 from jengine.scheduling.scheduler import Scheduler
@@ -242,3 +243,15 @@ def test_an_adapter_keeps_its_place_if_that_for_which_it_leaves_waits_for_images
     one.step(1)
     one.abort(text)
     one.drain(1)
+
+
+def test_cached_pages_of_adapters_and_images_are_expected() -> None:
+    one = loop("a", images=Images(8, FIRST), prefix_caching=True)
+    prompt, images = with_images([*range(17)], [(2, 1, 4)])
+    fields: dict[str, Any] = {"lora_name": "a", "images": images}
+    params = SamplingParams(max_tokens=1)
+    request = Request(request_id="new", prompt_token_ids=prompt, params=params, **fields)
+    assert hypothetical(one.scheduler, request).cached == 0
+    one.add(prompt, max_tokens=1, targets=fields)
+    one.drain(1)
+    assert hypothetical(one.scheduler, request).cached == 20
