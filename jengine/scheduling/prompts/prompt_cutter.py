@@ -81,9 +81,7 @@ class PromptCutter:
             Counter[int](),
             len(self._registry.running),
         )
-        for sequence in self._registry.waiting:
-            if not self._registry.may_start(sequence):
-                continue
+        for sequence in self._registry.startable():
             if pending.count >= limit or admitting <= 0 or room < sequence.slots or sequence.in_flight:
                 break
             hit = self._prefixes.match(sequence)

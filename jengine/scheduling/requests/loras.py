@@ -165,7 +165,7 @@ class LoraPlaces:
         if lora is not None:
             lora.running -= 1
             lora.used = next(self._clock)
-            if not lora.running:  # its place is free, also for its own requests: others may have to wait
+            if not lora.running:  # whoever may start first gets its place: others may wait for images
                 lora.leaving = False
                 self._claims = {new: old for new, old in self._claims.items() if old is not lora}
 

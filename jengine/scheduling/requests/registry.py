@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 from typing import Protocol
 
@@ -180,21 +181,21 @@ class Registry:
     @property
     def next(self) -> Sequence | None:
         """The first waiting sequence that may start."""
-        first = self.waiting.first
-        if first is None or self.may_start(first):
-            return first
-        return next((sequence for sequence in self.waiting if self.may_start(sequence)), None)
+        return next(self.startable(), None)
 
-    def may_start(self, sequence: Sequence) -> bool:
-        """Whether it is accepted if it must be, its pages have come, its adapter has a place or can get one,
-        and its images are encoded.
+    def startable(self) -> Iterator[Sequence]:
+        """Waiting sequences that may start, in order: their pages have come, their adapters have places or
+        can get them, and their images are encoded. If the order depends on targets, they are accepted.
         """
-        return (
-            (sequence.accepted or not self.by_slack)
-            and sequence.number not in self.incoming
-            and self.images.may_start(sequence)
-            and self.loras.may_start(sequence.lora, len(self.free_slots))
-        )
+        for sequence in self.waiting:
+            if self.by_slack and not sequence.accepted:
+                return  # accepted ones come first
+            if (
+                sequence.number not in self.incoming
+                and self.images.may_start(sequence)
+                and self.loras.may_start(sequence.lora, len(self.free_slots))
+            ):
+                yield sequence
 
     def order(self, sequence: Sequence) -> Order:
         options, sequence = self.options, sequence.leader
