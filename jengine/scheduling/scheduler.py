@@ -36,7 +36,7 @@ from jengine.scheduling.rules.rule import Rule
 from jengine.scheduling.rules.speculation import Speculation
 from jengine.scheduling.shape import BatchLimits, CacheShape
 from jengine.scheduling.step_plan import StepPlan, Swaps, Tokens, Work, rows_work
-from jengine.table.program_table import VARIANTS, EncoderKey, ProgramTable
+from jengine.table.program_table import VARIANTS, ProgramTable
 from jengine.table.ready_programs import ReadyPrograms
 
 NO_CANDIDATES: Mapping[int, ScoredToken] = MappingProxyType({})
@@ -101,6 +101,7 @@ class Scheduler:
             draft_states=cache.draft_states,
             prefix_caching=cache.prefix_caching,
             hit_grid=self.composition.hit_grid(cache.page_size),
+            generated=not table.batch_invariant,
             host_pages=cache.host_pages,
             staged=cache.staged,
         )
@@ -312,12 +313,8 @@ class Scheduler:
 
     def _finished(self, plan: PlanBuilder) -> StepPlan:
         """Chooses programs, advances the rows' sequences, and predicts the step's duration."""
-        ready, costs, states, steps = (
-            self.predictor.ready,
-            self.predictor.costs,
-            self.blocks.states,
-            plan.steps,
-        )
+        ready, costs = self.predictor.ready, self.predictor.costs
+        states, steps = self.blocks.states, plan.steps
         pages = self.blocks.pages_of(self.limits.longest_after(plan.longest, steps))
         rows = len(plan.rows) + plan.more_rows
         trunk = ready.trunk(rows, plan.tiles, pages, len(plan.samples), adapted=plan.adapted)
@@ -325,7 +322,7 @@ class Scheduler:
         sampler = ready.sampler(trunk, variant) if steps == 1 else self.table.sampler(trunk, variant)
         if states is not None:
             for sequence, span in zip(plan.rows, plan.spans, strict=False):
-                known = min(len(sequence.tokens), sequence.num_computed)
+                known = min(self.composition.prefilled(sequence), sequence.num_computed)
                 span.states = states.row(
                     span.seq,
                     sequence.keys,
@@ -359,11 +356,12 @@ class Scheduler:
         )
         if plan.guesses and (drafting := built.drafting):
             built.draft = ready.draft(len(drafting), pages)
-            built.seconds += costs.draft_seconds(built.draft)
-        if patches := self.registry.images.planned:
-            built.seconds += costs.encoder_seconds(EncoderKey(patches))
+            built.seconds += costs.added_seconds(built.draft)
+        if (encoding := self.registry.images.planned) is not None:
+            built.seconds += costs.added_seconds(encoding.key)
         if self.blocks.tier is not None:
-            built.seconds += costs.swap_seconds(*self.blocks.tier.planned)
+            swaps = self.blocks.tier.planned
+            built.seconds += costs.swap_seconds(len(swaps.spills), len(swaps.fills))
         expect(plan, self.timeline.plan(plan.now, built.seconds))
         return built
 

@@ -24,6 +24,7 @@ def check_plan(device: StrictDevice, plan: StepPlan) -> int:
         "a program that is not in the table"
     )
     assert plan.sampler.rows == table.sample_rows(plan.trunk) >= len(plan.samples)
+    _check_adapters(device, plan)
     assert rows <= plan.trunk.rows and tiles <= plan.trunk.tiles
     _check_ready(device, plan, rows, tiles)
     assert rows + tiles * table.tile_size <= device.max_num_batched_tokens
@@ -45,7 +46,25 @@ def check_plan(device: StrictDevice, plan: StepPlan) -> int:
     return on_rows
 
 
-def check_drafting(device: StrictDevice, plan: StepPlan) -> List[Span]:
+def run_drafts(device: StrictDevice, plan: StepPlan) -> None:
+    """Lets the draft model propose tokens, and enters them into the plan."""
+    for span in _check_drafting(device, plan):
+        sequence = device.sequences[span.seq]
+        known = span.start + 1 - sequence.prompt_len
+        span.following = [*device.propose(sequence)[known:], *[0] * span.guesses][: span.guesses]
+        device.drafted += 1
+
+
+def _check_adapters(device: StrictDevice, plan: StepPlan) -> None:
+    """Writes adapters to their places, and checks that sequences read their own."""
+    device.loras |= {place: number for number, place in plan.loras}
+    for sequence in [device.sequences[span.seq] for span in plan.spans]:
+        if sequence.lora is not None:
+            assert device.loras[sequence.place] == sequence.lora.number, "another's adapter"
+            assert sequence.place <= plan.trunk.adapted, "a program that computes too few places"
+
+
+def _check_drafting(device: StrictDevice, plan: StepPlan) -> List[Span]:
     """After the plan's updates. Returns the spans for which a draft model proposes tokens, whose keys need
     pages.
     """

@@ -184,7 +184,7 @@ class Run:
                 beam_width=width, max_tokens=draw.randint(1, 20), temperature=draw.choice([0.0, 0.0, 1.0])
             )
             with suppress(InvalidArgument):  # more pages than there are
-                loop.add_beams(prompt, params, priority, salt)
+                loop.add_beams(prompt, params, priority, cache_salt=salt)
             return
         max_tokens = draw.randint(1, 30)
         loop.add(prompt, priority, n=draw.choice([1, 1, 1, 2, 3, 5]), salt=salt,

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as List
 from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 from msgspec import structs
 
@@ -24,24 +25,29 @@ from jengine.core.request import Request, SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.updates import ScoredToken
 from jengine.scheduling.pages.block_table import GroupPages
+from jengine.scheduling.requests.images import Images
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import Span, StepPlan, Tokens
 from jengine.table.program_table import MOST_DRAFTS, VARIANTS, BurstKey, ProgramTable, sampler_variant
 from jengine.table.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
 from tests.scheduling.answers import EOS, alone, beams_alone, found_after, next_token
+from tests.scheduling.embedding_memory import EmbeddingMemory
 from tests.scheduling.host_memory import Content, HostMemory
-from tests.scheduling.plan_checks import check_drafting, check_plan
+from tests.scheduling.plan_checks import check_plan, run_drafts
 from tests.scheduling.slot import Slot
 from tests.scheduling.state_memory import StateMemory
 
 FULL = (GroupPages(),)
+OPTIONS = {field.name for field in fields(SchedulingOptions)}
+ENCODERS = 8, 16  # patches
 
 
 class StrictDevice:
     """
     Attributes:
-        sequences: by number; only their tokens and cache salt are looked at.
+        sequences: by number; only their tokens and what their cached pages are found by are looked at.
+        loras: numbers of adapters by place.
         hits: tokens that were not computed because the cache had them.
         copies: pages copied.
         bursts: that were run.
@@ -71,6 +77,7 @@ class StrictDevice:
         self.propose: Callable[[Sequence], List[int]] = lambda _: ()
         self.ready: set[TableKey] = {*table.all_keys()}
         self.host = HostMemory(self._page, self._set_page)
+        self.embeddings, self.loras = EmbeddingMemory(), dict[int, int]()
         self.through_host = False  # whether rows bring their tokens along
         self._step = self._needed = 0  # numbers of this step, and of the last one whose samples it may read
 
@@ -81,7 +88,7 @@ class StrictDevice:
         self._take_updates(plan)
         if plan.steps > 1:
             return self._run_burst(plan), {}
-        self._draft(plan)
+        run_drafts(self, plan)
         # with true positions; tokens of longer rows, by index of the span
         spans: list[Span] = [*plan.spans]
         several = dict[int, list[int]]()
@@ -143,19 +150,13 @@ class StrictDevice:
         assert not any(several.values()), "a row of a draft without a sample"
         return sampled, found
 
-    def _draft(self, plan: StepPlan) -> None:
-        """Lets the draft model propose tokens, and enters them into the plan."""
-        for span in check_drafting(self, plan):
-            sequence = self.sequences[span.seq]
-            known = span.start + 1 - sequence.prompt_len
-            span.following = [*self.propose(sequence)[known:], *[0] * span.guesses][: span.guesses]
-            self.drafted += 1
-
     def _given(self, span: Span) -> list[int]:
         """The tokens that a span brings along."""
         tokens = [span.known, *(span.following or ())] if span.tokens is None else span.tokens
         assert span.start >= 0 and 1 <= len(tokens) == span.length
-        assert tokens == self.sequences[span.seq].tokens[span.start : span.start + span.length]
+        sequence = self.sequences[span.seq]
+        tokens = self.embeddings.read(sequence, span.start, tokens)
+        assert tokens == sequence.tokens[span.start : span.start + span.length]
         self.several += span.following is not None
         return tokens
 
@@ -284,7 +285,10 @@ class StrictDevice:
                 )
 
     def _content(self, span: Span, at: int) -> int:
-        return hash((self.sequences[span.seq].request.cache_salt, *self.slots[span.slot].tokens[: at + 1]))
+        sequence, keys = self.sequences[span.seq], self.slots[span.slot].tokens[: at + 1]
+        if sequence.images is not None:
+            keys[: sequence.prompt_len] = sequence.keys[: min(sequence.prompt_len, at + 1)]
+        return hash((sequence.request.cache_salt, sequence.lora and sequence.lora.number, *keys))
 
 
 class Loop:
@@ -297,13 +301,15 @@ class Loop:
         drafts: tokens that a draft model proposes for a sequence; 0: there is none.
         of_gpu: whether the table is that of a GPU.
         by_row: whether other tables have more row buckets, as those of CPUs have.
+        whole_tiles, max_loras: see ProgramTable, of its adapters.
     """
 
     def __init__(self, *, max_model_len: int, tile_size: int, page_size: int, num_pages: int,
                  max_num_seqs: int, max_num_batched_tokens: int, page_buckets: tuple[int, ...] = (0,),
                  groups: List[GroupPages] = FULL,
                  invariant_tiles: int = 0, num_states: int = 0, prompt_rows: bool = False, drafts: int = 0,
-                 of_gpu: bool = False, by_row: bool = False, **options: object) -> None:  # fmt: skip
+                 of_gpu: bool = False, by_row: bool = False, images: Images | None = None,
+                 whole_tiles: int = 1, max_loras: int = 0, **options: object) -> None:  # fmt: skip
         limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
         steps = 8 if options.get("num_scheduler_steps", 1) != 1 else 1
         build = ProgramTable.build_for_gpu if of_gpu else partial(ProgramTable.build, by_row=by_row)
@@ -313,16 +319,16 @@ class Loop:
             table = ProgramTable.build_batch_invariant(
                 max_num_seqs=max_num_seqs, tiles=invariant_tiles, tile_size=tile_size, drafts=drafts
             )
+        encoders = () if images is None else ENCODERS
+        table = replace(table, encoders=encoders, whole_tiles=whole_tiles, adapters=max_loras)
         pages = {"page_size": page_size, "num_pages": num_pages, "groups": groups, "num_states": num_states}
-        named = {
-            field.name: options.pop(field.name)
-            for field in fields(SchedulingOptions)
-            if field.name in options
-        }
+        named = {name: options.pop(name) for name in OPTIONS & options.keys()}
         self.scheduler = Scheduler.of(
             table,
             max_model_len=max_model_len,
             options=SchedulingOptions(**named),
+            images=images,
+            max_loras=max_loras,
             **pages,
             **limits,
             **options,
@@ -344,17 +350,11 @@ class Loop:
         self.exhausted = False  # whether every page has been owned
 
     def add_beams(
-        self,
-        prompt: list[int],
-        params: BeamSearchParams,
-        priority: int = 0,
-        salt: str | None = None,
-        client: str = "",
+        self, prompt: list[int], params: BeamSearchParams, priority: int = 0, **fields: Any
     ) -> Sequence:
         seed = len(self.sequences)
         request = Request(request_id=f"r{seed}", prompt_token_ids=prompt, params=sampling_of(params),
-            priority=priority, beams=params,
-                          cache_salt=salt, client=client)  # fmt: skip
+            priority=priority, beams=params, **fields)  # fmt: skip
         self.scheduler.limits.validate(request, EOS)
         sequence = self.scheduler.add(request, seed=seed, eos_token_ids=EOS)
         self.sequences.append(sequence)
@@ -423,6 +423,8 @@ class Loop:
         plan = self.scheduler.schedule()
         if (swaps := self.scheduler.take_swaps()) is not None:
             self.device.host.swap(swaps)
+        encoding = self.scheduler.registry.images.take_encoding()
+        self.device.embeddings.encode(encoding)
         if plan is not None:
             self.last = plan
             self.admitted += [reset.seed for reset in plan.resets]
@@ -434,7 +436,7 @@ class Loop:
         self.exhausted |= self.scheduler.blocks.owned == self.scheduler.blocks.capacity
         one_by_one = max(len(self.dispatched) - 1, 0) if self.scheduler.cohorts.stages > 1 else 0
         self._collect_all_but(one_by_one if plan is None else ahead)
-        return plan is not None
+        return plan is not None or encoding is not None
 
     def _collect_all_but(self, left: int) -> None:
         while len(self.dispatched) > left:
@@ -480,6 +482,8 @@ class Loop:
             not scheduler.has_work and scheduler.registry.num_running == scheduler.registry.num_waiting == 0
         )
         assert scheduler.blocks.owned == 0
+        images = scheduler.registry.images
+        assert not images._held and not images._waiting and not images._turns, "images of no request"
         for sequence in self.sequences:
             if sequence.searches:
                 self._check_beams(sequence)

@@ -13,9 +13,11 @@ from jengine.core.beam_outputs import sampling_of
 from jengine.core.beam_params import MAX_BEAM_WIDTH, BeamSearchParams
 from jengine.core.request import MAX_LOGPROBS, Request, SamplingParams
 from jengine.engine.limits import Limits
+from jengine.scheduling.requests.images import Images
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from tests.scheduling.answers import EOS, VOCAB
+from tests.scheduling.embedding_memory import FIRST, with_images
 from tests.scheduling.strict_device import Loop
 
 PROMPT = [7, 8, 9, 10, 11]
@@ -197,3 +199,15 @@ def test_samplers_give_as_many_candidates_as_the_widest_search_takes() -> None:
 def test_parameters_are_checked(field: str, value: Any, limit: str) -> None:
     with pytest.raises(InvalidArgument, match=f"{field}.*{limit}"):
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, field: value})
+
+
+def test_beams_turn_with_the_images_of_their_prompt() -> None:
+    one = loop(images=Images(8, FIRST, turns=True))
+    prompt, images = with_images(PROMPT, [(1, 1, 4)])
+    one.add_beams(prompt, BeamSearchParams(beam_width=4, max_tokens=6, ignore_eos=True), images=images)
+    one.step(0)
+    assert one.last.spans[0].turns is not None
+    one.step(0)
+    turns = one.scheduler.registry.images._turns
+    assert turns is not None and [after for _, after in turns.values()] == [one.last.spans[0].after]
+    one.drain(1)

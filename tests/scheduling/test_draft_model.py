@@ -133,7 +133,7 @@ def test_costs_of_a_program_that_drafts_are_learned() -> None:
     assert again.base(draft) == costs.base(draft)
     for _ in range(400):
         costs.observe(trunk, sampler, NO_WORK, 0.028, draft)
-    seconds = costs.seconds(trunk, sampler) + costs.draft_seconds(draft)
+    seconds = costs.seconds(trunk, sampler) + costs.added_seconds(draft)
     assert seconds == pytest.approx(0.028, rel=0.05)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jengine.core.images import CONTENT, ImagePart, PromptImages
 from jengine.scheduling.requests.images import Images
+from tests.scheduling.embedding_memory import FIRST, with_images
+from tests.scheduling.strict_device import Loop
 
 VOCAB = 1000
 BUCKETS = 8, 16
@@ -125,3 +128,23 @@ def test_embeddings_of_another_encoder_are_forgotten() -> None:
         images.check_integrity()
     images.reset()
     assert sorted(images._free) == [*range(4)]
+
+
+def test_waiting_prompts_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until pages become findable or stop being so."""
+    loop = Loop(max_model_len=64, tile_size=8, page_size=4, num_pages=200, max_num_seqs=2,
+                max_num_batched_tokens=32, prefix_caching=True, images=Images(8, FIRST))  # fmt: skip
+    for number in range(10):
+        prompt, images = with_images([*range(12), number], [(12, 1, 4)])
+        loop.add(prompt, max_tokens=30, ignore_eos=True, targets={"images": images})
+    for _ in range(4):
+        loop.step(1)
+    blocks, looked_up = loop.scheduler.blocks, list[int]()
+    match = blocks.match
+    monkeypatch.setattr(blocks, "match", lambda *of: looked_up.append(1) or match(*of))
+    before = blocks.version
+    for _ in range(8):
+        loop.step(1)
+    assert blocks.version == before and len(loop.scheduler.registry.waiting) == 8
+    assert len(looked_up) <= 8
+    loop.drain(1)

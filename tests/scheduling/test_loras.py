@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 import pytest
 from hypothesis import settings, strategies
@@ -11,9 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from jengine.base.errors import InvalidArgument
 from jengine.core.request import Request, SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
+from jengine.scheduling.forecasts.expectations import hypothetical
+from jengine.scheduling.requests.images import Images
 from jengine.scheduling.requests.loras import EMPTY, Lora, LoraPlaces
 from jengine.scheduling.scheduler import Scheduler
 from jengine.table.program_table import ProgramTable
+from tests.scheduling.embedding_memory import FIRST, with_images
+from tests.scheduling.strict_device import Loop
 from tests.scheduling.test_promises import Linear
 from tests.scheduling.virtual_loop import VirtualLoop
 
@@ -198,3 +203,55 @@ def test_batches_stay_full_when_adapters_take_turns(adapters: int, places: int) 
         engine.step(scheduler)
         running.append(len(scheduler.registry.running))
     assert statistics.mean(running) > slots / 2
+
+
+def loop(names: str, **options: Any) -> Loop:
+    """With one place for these adapters."""
+    defaults = {"max_model_len": 64, "max_num_seqs": 8, "max_num_batched_tokens": 32, "max_loras": 1}
+    made = Loop(tile_size=8, page_size=4, num_pages=400, **{**defaults, **options})
+    for name in names:
+        made.scheduler.registry.loras.load(name, made.scheduler.registry.loras.next_number())
+    return made
+
+
+def test_nothing_starts_in_place_of_accepted_requests_that_wait_for_an_adapter() -> None:
+    """So those that run and those that are accepted are never more than may run."""
+    one = loop("ab", strategy="latency")
+    one.add([1] * 5, max_tokens=50, ignore_eos=True, targets={"lora_name": "a"})
+    one.step(1)
+    for number in range(16):
+        one.add([number] * 5, max_tokens=4, targets={"lora_name": "b" if number < 7 else None})
+    accepted = 0
+    while one.scheduler.has_work:
+        one.step(1)
+        registry = one.scheduler.registry
+        accepted = max(accepted, len(registry.running) + one.scheduler.acceptance.num_accepted)
+    one.drain(1)
+    assert accepted == 8
+
+
+def test_an_adapter_keeps_its_place_if_that_for_which_it_leaves_waits_for_images() -> None:
+    """Their rows are those of images that wait for the adapter that leaves."""
+    one = loop("ab", images=Images(8, FIRST), max_num_seqs=1)
+    one.add([1] * 4, max_tokens=10, ignore_eos=True, targets={"lora_name": "a"})
+    one.step(1)
+    text = one.add([1] * 4, max_tokens=3, targets={"lora_name": "b"})
+    one.step(1)
+    for name, rows in (("a", 6), ("b", 4)):
+        prompt, images = with_images([1, 2, 3], [(1, rows, rows)])
+        one.add(prompt, max_tokens=3, targets={"lora_name": name, "images": images})
+    one.step(1)
+    one.abort(text)
+    one.drain(1)
+
+
+def test_cached_pages_of_adapters_and_images_are_expected() -> None:
+    one = loop("a", images=Images(8, FIRST), prefix_caching=True)
+    prompt, images = with_images([*range(17)], [(2, 1, 4)])
+    fields: dict[str, Any] = {"lora_name": "a", "images": images}
+    params = SamplingParams(max_tokens=1)
+    request = Request(request_id="new", prompt_token_ids=prompt, params=params, **fields)
+    assert hypothetical(one.scheduler, request).cached == 0
+    one.add(prompt, max_tokens=1, targets=fields)
+    one.drain(1)
+    assert hypothetical(one.scheduler, request).cached == 20

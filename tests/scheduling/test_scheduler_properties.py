@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+from functools import partial
+from itertools import count
 
 import pytest
 from hypothesis import settings
@@ -15,11 +17,16 @@ from jengine.core.beam_params import BeamSearchParams
 from jengine.scheduling.costs.draft_costs import all_of_them, most_a_second
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.pages.block_table import GroupPages
+from jengine.scheduling.requests.images import Images
 from jengine.scheduling.step_plan import NO_WORK, Work
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey, most_pages
 from tests.scheduling.adversaries import knowing
 from tests.scheduling.answers import VOCAB
+from tests.scheduling.embedding_memory import FIRST, with_images
 from tests.scheduling.strict_device import Loop
+
+ROWS = 4  # of an image, at most
+PICTURES = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(1, ROWS)), max_size=2)
 
 
 def random_costs(seed: int) -> StepCosts:
@@ -62,6 +69,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         right=st.sampled_from([None, None, 0.0, 0.6, 1.0]),
         how_many_drafts=st.sampled_from([all_of_them, most_a_second]),
         stages=st.sampled_from([1, 1, 2, 3]),
+        places=st.sampled_from([0, 0, 1, 2]),
+        rows=st.sampled_from([0, 2 * ROWS, 5 * ROWS]),
+        turns=st.booleans(),
+        looks_ahead=st.booleans(),
     )
     def start(
         self,
@@ -93,20 +104,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         right,
         how_many_drafts,
         stages,
+        places,
+        rows,
+        turns,
+        looks_ahead,
     ):
         if more_states is not None:
-            host_pages = invariant_tiles = 0  # refused with recurrent states
+            host_pages = 0  # refused with recurrent states
         else:
             draft_states = 0
+        looks_ahead = looks_ahead and rows > 0 and more_states is None and not invariant_tiles
+        whole_tiles = -(-ROWS // tile_size) if looks_ahead else 1
+        at_once = whole_tiles * tile_size
         pages = -(-max_model_len // page_size)  # of the longest sequence
-        most = sum(most_pages(max_model_len - 1, window, page_size, tile_size) for window in windows)
+        most = sum(most_pages(max_model_len - 1, window, page_size, at_once) for window in windows)
         self.loop = Loop(
             max_model_len=max_model_len,
             tile_size=tile_size,
             page_size=page_size,
             num_pages=1 + most + more_pages * len(windows),
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_seqs + tile_size + more_tokens,
+            max_num_batched_tokens=max_num_seqs + at_once + more_tokens,
             page_buckets=tuple(sorted({1, (pages + 1) // 2, pages})) if bucketed else (0,),
             of_gpu=of_gpu,
             by_row=by_row,
@@ -129,9 +147,39 @@ class SchedulerMachine(RuleBasedStateMachine):
             drafters=() if right is None else [knowing(right, max_model_len)],
             how_many_drafts=how_many_drafts,
             stages=stages,
+            images=Images(rows, FIRST, turns=turns, ahead=looks_ahead) if rows else None,
+            whole_tiles=whole_tiles,
+            max_loras=places,
+            clock=partial(next, count(0.0, 1e-3)),  # the true one would not repeat itself
         )
+        if places:
+            for name in "abc":
+                self.load_adapter(name)
         if few:
             self.loop.begin_with_few()
+
+    @precondition(lambda self: self.loop.scheduler.registry.loras.places)
+    @rule(name=st.sampled_from("abc"))
+    def load_adapter(self, name):
+        loras = self.loop.scheduler.registry.loras
+        loras.load(name, loras.next_number())
+
+    def prompt(self, data):
+        """Its tokens, and other fields of its request."""
+        longest = self.loop.max_model_len - 1
+        prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=longest))
+        # begins as another does, with a part of its output or without
+        if self.loop.sequences and data.draw(st.booleans()):
+            known = data.draw(st.sampled_from(self.loop.sequences)).tokens
+            prompt = [*known[: data.draw(st.integers(0, len(known)))], *prompt][:longest]
+        registry, fields = self.loop.scheduler.registry, {}
+        if registry.loras.places:
+            fields["lora_name"] = data.draw(st.sampled_from([None, "a", "b", "c"]))
+        if registry.images.rows and (drawn := data.draw(PICTURES)):
+            ids, images = with_images(prompt[: max(longest - sum(rows for *_, rows in drawn), 1)], drawn)
+            if len(ids) <= longest:
+                return ids, {**fields, "images": images}
+        return prompt, fields
 
     @rule(
         data=st.data(),
@@ -147,12 +195,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         client=st.sampled_from(["a", "b", ""]),
     )
     def add(self, data, priority, ignore_eos, stops, n, salt, scored, due, client):
-        longest = self.loop.max_model_len - 1
-        prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=longest))
-        # begins as another does, with a part of its output or without
-        if self.loop.sequences and data.draw(st.booleans()):
-            known = data.draw(st.sampled_from(self.loop.sequences)).tokens
-            prompt = [*known[: data.draw(st.integers(0, len(known)))], *prompt][:longest]
+        prompt, fields = self.prompt(data)
         max_tokens = data.draw(st.none() | st.integers(1, 30))
         min_tokens = data.draw(st.integers(0, min(3, max_tokens or 3)))
         params = {
@@ -166,7 +209,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority,
             n=n,
             salt=salt,
-            targets={**due, "client": client},
+            targets={**due, "client": client, **fields},
             prompt_logprobs=scored,
             **params,
         )
@@ -183,11 +226,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
     )
     def add_beams(self, data, width, max_tokens, ignore_eos, temperature, length_penalty, salt, priority):
-        longest = self.loop.max_model_len - 1
-        prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=longest))
-        if self.loop.sequences and data.draw(st.booleans()):
-            known = data.draw(st.sampled_from(self.loop.sequences)).tokens
-            prompt = [*known[: data.draw(st.integers(0, len(known)))], *prompt][:longest]
+        prompt, fields = self.prompt(data)
         params = BeamSearchParams(
             beam_width=min(width, self.loop.scheduler.registry.max_num_seqs),
             max_tokens=max_tokens,
@@ -196,11 +235,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             length_penalty=length_penalty,
         )
         with contextlib.suppress(InvalidArgument):  # more pages than there are
-            self.loop.add_beams(prompt, params, priority, salt)
+            self.loop.add_beams(prompt, params, priority, cache_salt=salt, **fields)
 
-    @rule(count=st.integers(1, 12))
-    def programs_become_ready(self, count):
-        self.loop.get_more(count)
+    @rule(programs=st.integers(1, 12))
+    def programs_become_ready(self, programs):
+        self.loop.get_more(programs)
 
     @rule(ahead=st.integers(0, 3), steps=st.integers(1, 8))
     def step(self, ahead, steps):

@@ -196,3 +196,12 @@ def test_beams_are_refused() -> None:
         one.scheduler.limits.validate(
             one.add_beams([1, 2, 3], BeamSearchParams(beam_width=2, max_tokens=4)).request, ()
         )
+
+
+def test_with_batch_invariance_no_state_of_generated_tokens_is_found() -> None:
+    one, prompt = loop(invariant_tiles=1), tokens(30)
+    first = one.add(prompt, max_tokens=150, ignore_eos=True)
+    one.drain(1)
+    assert one.device.states.snapshots == 1, "of the prompt"
+    assert one.scheduler.blocks.match(first.tokens, None).tokens == 24
+    assert cached(one, [*first.tokens, *tokens(3, 1)]) == 24

@@ -46,3 +46,10 @@ def test_every_request_gets_its_tokens() -> None:
     plain, drafted = simulated(None, made=trace), simulated(0.8, made=trace)
     assert not drafted.rejected and not np.isnan(drafted.last).any()
     assert drafted.steps < plain.steps and np.mean(drafted.last - plain.last) < 0.0
+
+
+def test_a_prompt_beside_drafts_ends_no_sooner() -> None:
+    trace = make_trace([(0.0, 10, 100), (0.02, 60, 20)], limits=np.array([105, 25]))
+    drafted = simulated(1.0, made=trace)
+    assert drafted.steps < simulated(None, made=trace).steps
+    assert drafted.last[1] > drafted.first[1], "it ends with its first token"

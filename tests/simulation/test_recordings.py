@@ -17,9 +17,11 @@ from jengine.engine.loop.engine import Engine
 from jengine.engine.loop.engine_parts import EngineParts
 from jengine.execution.runner import StepResult
 from jengine.insight.recording.recorder import BLOCK, TraceRecorder
+from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import ProgramTable
+from tests.scheduling.embedding_memory import with_images
 
 SECRET = [12345] * (2 * BLOCK)
 
@@ -90,6 +92,30 @@ def test_salts_keep_prefixes_apart(recorded):
     a, b, c = recorded(
         *[request(salt + str(i), SECRET, 2, arrival=now + i, cache_salt=salt) for i, salt in enumerate("xyx")]
     ).prefixes
+    assert a == c and not {*a} & {*b}
+
+
+def test_images_keep_prefixes_apart(tmp_path):
+    """Their placeholders are equal tokens."""
+    recorder = TraceRecorder(tmp_path / "trace")
+    for number, content in enumerate((1, 2, 1)):
+        prompt, images = with_images([1] * BLOCK, [(0, content, 4)])
+        asked = request(str(number), prompt, 1, arrival=time.monotonic() + number, images=images)
+        recorder.ended(
+            Sequence(
+                request=asked,
+                number=number,
+                family=number,
+                seed=0,
+                max_len=len(prompt) + 1,
+                eos_token_ids=(),
+                stop_token_ids=frozenset(),
+                suppressed_token_ids=(),
+                tokens=[*prompt, 7],
+            )
+        )
+    recorder.close()
+    a, b, c = read_trace(tmp_path / "trace").prefixes
     assert a == c and not {*a} & {*b}
 
 

@@ -226,45 +226,30 @@ class VirtualEngine:
                 self._note_ended()
 
     def _collected(self, plan: StepPlan) -> Iterable[tuple[int, Sequence, int]]:
+        tokens = self._sampled(plan)
         if plan.guesses:
-            return self.scheduler.collect(plan, self._sampled_with_drafts(plan))
-        return self._collect(plan, self._sampled(plan))
-
-    def _sampled_with_drafts(self, plan: StepPlan) -> list[int]:
-        """A token for each row. Whether it counts depends on the draft before it."""
-        tokens = [token for (token,) in self._generated(plan)]
-        if self.trace.limits is not None:
-            for i, sample in enumerate(plan.samples):
-                sequence = self.scheduler.registry.by_number.get(sample.seq)
-                if sequence is not None:
-                    known = len(sequence.tokens) - sequence.prompt_len
-                    if known + sample.offset + 1 >= self.trace.outputs[int(sequence.request_id)]:
-                        tokens[i] = END_TOKEN
-        return tokens
+            return self.scheduler.collect(plan, [token for (token,) in tokens])
+        return self._collect(plan, tokens)
 
     def _sampled(self, plan: StepPlan) -> list[list[int]]:
-        tokens = self._generated(plan)
-        if self.trace.limits is not None:
-            for i, sample in enumerate(plan.samples):
-                sequence = self.scheduler.registry.by_number.get(sample.seq)
-                if sequence is not None:
-                    known = len(sequence.tokens) - sequence.prompt_len
-                    left = int(self.trace.outputs[int(sequence.request_id)]) - known
-                    if left <= len(tokens[i]):
-                        tokens[i] = [*tokens[i][: left - 1], END_TOKEN, *tokens[i][left:]]
-        return tokens
-
-    def _generated(self, plan: StepPlan) -> list[list[int]]:
-        spans = plan.spans
-        # no two prompts have a common prefix, so no prompt can find another's tokens
-        if self.trace.prefixes is None:
-            if plan.steps == 1:
-                return [[OUTPUT_TOKEN]] * len(plan.samples)
-            return [[OUTPUT_TOKEN] * spans[sample.span].length for sample in plan.samples]
+        """The tokens of each sample. Behind a draft, whether its token counts depends on that draft."""
+        spans, by_number = plan.spans, self.scheduler.registry.by_number
         lengths = [spans[sample.span].length if plan.steps > 1 else 1 for sample in plan.samples]
-        return [
-            self._tokens[sample.seq] * length for sample, length in zip(plan.samples, lengths, strict=True)
-        ]
+        if self.trace.prefixes is None:  # no two prompts have a common one to find another's tokens by
+            tokens = [[OUTPUT_TOKEN] * length for length in lengths]
+        else:
+            sampled = zip(plan.samples, lengths, strict=True)
+            tokens = [self._tokens[sample.seq] * length for sample, length in sampled]
+        if self.trace.limits is None:
+            return tokens
+        for sample, generated in zip(plan.samples, tokens, strict=True):
+            if (sequence := by_number.get(sample.seq)) is not None:
+                known = len(sequence.tokens) - sequence.prompt_len
+                drafts = sample.offset if spans[sample.span].guesses else 0
+                left = int(self.trace.outputs[int(sequence.request_id)]) - known - drafts
+                if left <= len(generated):
+                    generated[max(left - 1, 0)] = END_TOKEN
+        return tokens
 
     def _note_ended(self) -> None:
         outcome = self.outcome

@@ -53,7 +53,7 @@ class TraceRecorder:
             "arrival": round(request.arrival - self._begin, 6),
             "prompt_tokens": sequence.prompt_len,
             "output_tokens": len(sequence.tokens) - sequence.prompt_len,
-            "prefix": self._prefix(request.cache_salt, request.prompt_token_ids),
+            "prefix": self._prefix(request.cache_salt, sequence.keys[: sequence.prompt_len]),
         }
         for name, value in (
             ("priority", request.priority),
@@ -75,11 +75,11 @@ class TraceRecorder:
         """Writes one line at once."""
         os.write(self._file, (json.dumps(fields, separators=(",", ":")) + "\n").encode())
 
-    def _prefix(self, salt: str | None, tokens: list[int]) -> list[str]:
-        """A hash for each whole block and everything before it."""
+    def _prefix(self, salt: str | None, keys: list[int]) -> list[str]:
+        """A hash for each whole block and everything before it. keys: see Sequence.keys."""
         chain, hashes = (salt or "").encode(), []
-        for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-            block = array("q", tokens[start : start + BLOCK]).tobytes()
+        for start in range(0, len(keys) - BLOCK + 1, BLOCK):
+            block = array("q", keys[start : start + BLOCK]).tobytes()
             chain = hashlib.blake2b(chain + block, key=self._key, digest_size=32).digest()
             hashes.append(chain[:DIGEST].hex())
         return hashes

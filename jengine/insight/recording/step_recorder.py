@@ -103,7 +103,7 @@ class StepRecorder:
     def encodes(self, key: EncoderKey) -> None:
         """This program runs before the next step."""
         self._patches += key.patches
-        self._encoder += self._scheduler.predictor.costs.encoder_seconds(key)
+        self._encoder += self._scheduler.predictor.costs.added_seconds(key)
 
     def dispatched(
         self, plan: StepPlan, planned: float, started: float, now: float, mask: float = 0.0

@@ -85,7 +85,7 @@ class StepPredictor:
         """Predicted seconds that a draft model adds to a step, for this many sequences. tokens: length of the
         longest.
         """
-        return self.costs.draft_seconds(self.ready.draft(rows, self._blocks.pages_of(tokens)))
+        return self.costs.added_seconds(self.ready.draft(rows, self._blocks.pages_of(tokens)))
 
     def prompt_seconds(self, tokens: int) -> float:
         """Predicted seconds of a prompt alone."""

@@ -155,7 +155,7 @@ class StepCosts:
         longest = max(
             [*[self.seconds(key) for key, _ in single], *[self.burst_seconds(key) for key, _ in bursts]]
         )
-        return longest + max([self.draft_seconds(key) for key, _ in self._of(DraftKey)], default=0.0)
+        return longest + max([self.added_seconds(key) for key, _ in self._of(DraftKey)], default=0.0)
 
     @property
     def spread(self) -> float:
@@ -168,11 +168,7 @@ class StepCosts:
             self.base(trunk) + self.base(sampler or self._cheapest(trunk)) + self.slopes.seconds(work)
         )
 
-    def draft_seconds(self, key: DraftKey) -> float:
-        """Predicted device seconds that this program adds to a step."""
-        return self._drift.factor * self.base(key)
-
-    def encoder_seconds(self, key: EncoderKey) -> float:
+    def added_seconds(self, key: DraftKey | EncoderKey) -> float:
         """Predicted device seconds that this program adds to a step."""
         return self._drift.factor * self.base(key)
 

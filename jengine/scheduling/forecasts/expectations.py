@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jengine.core.request import Request
 from jengine.scheduling.forecasts.forecast import Machine, Prediction, SequenceGroup, forecast
-from jengine.scheduling.requests.sequence import Sequence, State
+from jengine.scheduling.requests.sequence import Sequence, State, salt_of
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import Work
 from jengine.table.program_table import VARIANTS
@@ -107,16 +107,12 @@ def expect(scheduler: Scheduler, requests: List[Hypothetical]) -> list[Predictio
 
 def hypothetical(scheduler: Scheduler, request: Request, samples: int = 1) -> Hypothetical:
     """Describes a request: its cached pages now, and the typical output length if a stop token may end it."""
-    tokens, limit = (
-        request.prompt_token_ids,
-        scheduler.limits.max_len(request) - len(request.prompt_token_ids),
-    )
-    output = _rest(scheduler, request, 0, limit)
-    cached = (
-        0
-        if request.params.prompt_logprobs is not None
-        else scheduler.blocks.match(tokens, request.cache_salt).tokens
-    )
+    tokens, cached = request.prompt_token_ids, 0
+    output = _rest(scheduler, request, 0, scheduler.limits.max_len(request) - len(tokens))
+    if request.params.prompt_logprobs is None:
+        keys = tokens if request.images is None else request.images.keyed(tokens)
+        lora = scheduler.registry.loras.by_name.get(request.lora_name or "")
+        cached = scheduler.blocks.match(keys, salt_of(request, lora)).tokens
     return Hypothetical(len(tokens), output, samples, cached)
 
 

@@ -42,6 +42,7 @@ class BlockManager:
         prefix_caching: whether released pages are kept for later requests.
         hit_grid: hits are multiples of this number of tokens, which is a multiple of the page size; None: the
             page size.
+        generated: whether recurrent states of generated tokens are kept for later requests.
         host_pages: pages in the host tier, which needs prefix_caching; 0: no host tier.
         staged: maximum number of pages in flight between device and host, in each direction.
 
@@ -60,6 +61,7 @@ class BlockManager:
         draft_states: int = 0,
         prefix_caching: bool = False,
         hit_grid: int | None = None,
+        generated: bool = True,
         host_pages: int = 0,
         staged: int = SWAPS,
     ) -> None:
@@ -74,8 +76,8 @@ class BlockManager:
         self._windowed = [i for i, group in enumerate(self.groups) if group.window is not None]
         self._index = PrefixIndex(len(windows), page_size)
         self._finder = PrefixFinder(self._index, page_size, self.hit_grid, windows)
-        arguments = self.pools[-1], self._index, len(self.groups), page_size, self.commit, draft_states
-        self.states = States(*arguments) if states else None
+        arguments = self.pools[-1], self._index, len(self.groups), page_size, self.commit
+        self.states = States(*arguments, draft_states, generated=generated) if states else None
         self._token_pools = self.pools[: len(self.pools) - states]
         self._tables: dict[int, BlockTable] = {}
         self.tier = (

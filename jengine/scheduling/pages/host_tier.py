@@ -58,6 +58,7 @@ class HostTier:
     Attributes:
         spilled, fetched: numbers of pages copied.
         evictions: number of kept pages that were reused for other blocks.
+        planned: swaps that are not yet taken.
         give: passes kept pages on to a store: called with the host page, the block and the group when a
             spill has finished, and again when a sequence releases a block with a kept page. None: there is no
             store.
@@ -83,7 +84,7 @@ class HostTier:
         self._landed: list[Fetch] = []
         self._missing: Counter[int] = Counter()  # number of fetches that a sequence still waits for
         self._wanted: Counter[tuple[Block, int]] = Counter()  # the same, by block and group
-        self._swaps = Swaps()
+        self.planned = Swaps()
 
     @property
     def used(self) -> int:
@@ -140,7 +141,7 @@ class HostTier:
         self._arriving.add(host)
         self._page[block, group], self._owner[host] = host, (block, group)
         self._index.use(block)
-        self._swaps.spills.append((pool, page, host))
+        self.planned.spills.append((pool, page, host))
         self.spilled += 1
         return True
 
@@ -236,7 +237,7 @@ class HostTier:
             fetch = self._queue.popleft()
             fetch.place = self._places.pop()
             self._under_way[fetch.place] = fetch
-            self._swaps.fetches.append((fetch.host, fetch.place))
+            self.planned.fetches.append((fetch.host, fetch.place))
 
     def landed(self, places: Iterable[int]) -> None:
         """The pages of these staging places have arrived."""
@@ -263,7 +264,7 @@ class HostTier:
             if number is None:
                 continue
             self.fetched += 1
-            self._swaps.fills.append((fetch.pool, fetch.place, fetch.page))
+            self.planned.fills.append((fetch.pool, fetch.place, fetch.page))
             hold(fetch)
             self._unwant(fetch)
             self._missing[number] -= 1
@@ -291,17 +292,10 @@ class HostTier:
         if not self._wanted[key]:
             del self._wanted[key]
 
-    # --- totals ------------------------------------------------------------------------------------
-
-    @property
-    def planned(self) -> tuple[int, int]:
-        """Numbers of spills and fills that are planned but not yet taken."""
-        return len(self._swaps.spills), len(self._swaps.fills)
-
     def take_swaps(self) -> Swaps:
         """Returns the swaps planned since the last call."""
         self.start()
-        swaps, self._swaps = self._swaps, Swaps()
+        swaps, self.planned = self.planned, Swaps()
         return swaps
 
     def reset(self) -> None:

@@ -52,6 +52,7 @@ class States:
         group: index of the state group.
         let_find: see BlockManager.commit.
         drafts: number of pages for drafts.
+        generated: whether generated tokens leave snapshots.
 
     Attributes:
         spare: pages for drafts that no step is using.
@@ -65,14 +66,11 @@ class States:
         page_size: int,
         let_find: Callable[[int, Sequence[int], int], None],
         drafts: int = 0,
+        *,
+        generated: bool = True,
     ) -> None:
-        self.pool, self._index, self._group, self._page_size, self._let_find = (
-            pool,
-            index,
-            group,
-            page_size,
-            let_find,
-        )
+        self.pool, self._index, self._group, self._page_size = pool, index, group, page_size
+        self._let_find, self._generated = let_find, generated
         self._of: dict[int, StatePages] = {}
         self.spare = pool.take(drafts)
 
@@ -147,7 +145,8 @@ class States:
 
     def _on_grid(self, of: StatePages, end: int, tile_size: int) -> bool:
         """Whether a sequence leaves a snapshot here among the tokens that it generates."""
-        return of.findable and end % (SPARSE * tile_size) == 0 and end % self._page_size == 0
+        grid = end % (SPARSE * tile_size) == 0 and end % self._page_size == 0
+        return self._generated and of.findable and grid
 
     def _step(self, number: int) -> list[int]:
         """[page to read, page to write] of a sequence's next row or tile."""

@@ -12,6 +12,8 @@ from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.step_plan import Windows, Work, pairs
 
+REMEMBERED = 256  # hits
+
 
 class PrefixLookup:
     """
@@ -25,16 +27,13 @@ class PrefixLookup:
     def __init__(
         self, blocks: BlockManager, limits: SequenceLimits, composition: Composition, predictor: StepPredictor
     ) -> None:
-        self._blocks, self._limits, self._composition, self._predictor = (
-            blocks,
-            limits,
-            composition,
-            predictor,
-        )
+        self._blocks, self._limits = blocks, limits
+        self._composition, self._predictor = composition, predictor
         self.queries = self.hits = 0
         self.host_queries = self.host_hits = self.host_declined = 0
         self.resumptions = 0, 0, 0
-        self._last_match = (-1, 0), NO_HIT  # (sequence, index version), result
+        self._version = 0  # of the index, for these hits, by a sequence's number and number of tokens
+        self._hits: dict[tuple[int, int], Hit] = {}
 
     def match(self, sequence: Sequence) -> Hit:
         """Looks up a sequence.
@@ -47,8 +46,10 @@ class PrefixLookup:
             request.pooling is not None and request.pooling.needs_all
         ):
             return NO_HIT
-        question = sequence.number, self._blocks.version
-        if self._last_match[0] != question:  # the first waiting sequence is looked up in every step
+        if self._version != self._blocks.version or len(self._hits) >= REMEMBERED:
+            self._version, self._hits = self._blocks.version, {}
+        key = sequence.number, len(sequence.tokens)
+        if (both := self._hits.get(key)) is None:  # the first waiting sequences are looked up in every step
             tokens, count, salt = sequence.keys, self._composition.prefilled(sequence), sequence.salt
             tokens = tokens[:count] if count < len(tokens) else tokens
             whole = () if sequence.prefix else sequence.whole  # keys stand for whole prompts
@@ -56,8 +57,8 @@ class PrefixLookup:
             both = self._blocks.match_both(tokens, salt, hit, whole)
             if sequence.request.pages_from is None:
                 both = self.or_fetch(hit, both, count)
-            self._last_match = question, both
-        return self._last_match[1]
+            self._hits[key] = both
+        return both
 
     def or_fetch(self, hit: Hit, longer: Hit, count: int) -> Hit:
         """Returns the longer hit if fetching its pages is predicted to be faster than computing them,

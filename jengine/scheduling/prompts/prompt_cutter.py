@@ -35,19 +35,9 @@ class PromptCutter:
         searches: BeamSearches,
         repeats: Repeats,
     ) -> None:
-        self._registry, self._limits, self._composition, self._predictor = (
-            registry,
-            limits,
-            composition,
-            predictor,
-        )
-        self._blocks, self._prefixes, self._rows, self._searches, self._repeats = (
-            registry.blocks,
-            prefixes,
-            rows,
-            searches,
-            repeats,
-        )
+        self._registry, self._blocks, self._limits = registry, registry.blocks, limits
+        self._composition, self._predictor, self._prefixes = composition, predictor, prefixes
+        self._rows, self._searches, self._repeats = rows, searches, repeats
         self._tile_size = limits.tile_size
         self.admitting = 0
         # running; their pages have arrived, but their slots are not set yet
@@ -91,9 +81,7 @@ class PromptCutter:
             Counter[int](),
             len(self._registry.running),
         )
-        for sequence in self._registry.waiting:
-            if not self._registry.may_start(sequence):
-                continue
+        for sequence in self._registry.startable():
             if pending.count >= limit or admitting <= 0 or room < sequence.slots or sequence.in_flight:
                 break
             hit = self._prefixes.match(sequence)

@@ -113,6 +113,7 @@ class Images:
         prefix, embeddings: as above.
         encoded: number of parts that were encoded.
         reused: number of parts that were there when a sequence started to need them.
+        planned: what to encode before the next step, if anything.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Images:
         self._waiting = 0  # unfinished requests with images
         self._ready: set[Sequence] = set()
         self._turns: dict[Sequence, tuple[np.ndarray, int]] | None = {} if turns else None
-        self._planned: Encoding | None = None
+        self.planned: Encoding | None = None
         self._new: set[Key] = set()  # parts that no sequence has used yet
         self._clock = count(1)
         self.encoded = self.reused = 0
@@ -202,17 +203,12 @@ class Images:
         if encoding.parts:
             encoding.bucket = next(bucket for bucket in buckets if bucket >= encoding.patches)
             self.encoded += len(encoding.parts)
-            self._planned = encoding
+            self.planned = encoding
 
     def take_encoding(self) -> Encoding | None:
         """What to encode before the next step, if anything."""
-        planned, self._planned = self._planned, None
+        planned, self.planned = self.planned, None
         return planned
-
-    @property
-    def planned(self) -> int:
-        """Patches of the program that runs before the next step; 0: none does."""
-        return 0 if self._planned is None else self._planned.bucket
 
     def hold(self, sequence: Sequence, start: int) -> bool:
         """A sequence starts its prompt here. False: embeddings that it needs are not there."""
@@ -249,7 +245,7 @@ class Images:
         if self._turns is None or not self._waiting:
             return
         for span in spans:
-            sequence = by_number[span.seq]
+            sequence = by_number[span.seq].leader
             if sequence.images is None:
                 continue
             if sequence not in self._turns:
@@ -271,7 +267,7 @@ class Images:
 
     def reset(self) -> None:
         """Forgets all embeddings, as of another encoder. Running sequences keep theirs."""
-        assert self._planned is None, "an image that is planned is not encoded"
+        assert self.planned is None, "an image that is planned is not encoded"
         for part in self._parts.values():
             part.old = True
             if not part.users:

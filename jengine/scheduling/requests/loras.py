@@ -165,6 +165,9 @@ class LoraPlaces:
         if lora is not None:
             lora.running -= 1
             lora.used = next(self._clock)
+            if not lora.running:  # whoever may start first gets its place: others may wait for images
+                lora.leaving = False
+                self._claims = {new: old for new, old in self._claims.items() if old is not lora}
 
     @property
     def highest(self) -> int:
@@ -192,6 +195,7 @@ class LoraPlaces:
             assert not lora.place or self._on[lora.place - 1] is lora, "an adapter lost its place"
             assert lora.place or not lora.running, "an adapter runs without a place"
             assert lora.users >= lora.running >= 0, "more sequences run than there are"
+            assert lora.running or not lora.leaving, "an adapter leaves a place that is free"
         assert len({id(claim) for claim in self._claims.values()}) == len(self._claims)
 
     def _free(self) -> int | None:
@@ -210,8 +214,7 @@ class LoraPlaces:
 
     def _leave(self, lora: Lora) -> None:
         self._on[lora.place - 1] = None
-        lora.place, lora.leaving = 0, False
-        self._claims = {new: old for new, old in self._claims.items() if old is not lora}
+        lora.place = 0
 
     def _drop(self, lora: Lora) -> None:
         """Frees its place if it was unloaded and has no requests."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as List
 from typing import Protocol
 
@@ -180,21 +181,24 @@ class Registry:
     @property
     def next(self) -> Sequence | None:
         """The first waiting sequence that may start."""
-        first = self.waiting.first
-        if first is None or self.may_start(first):
-            return first
-        return next((sequence for sequence in self.waiting if self.may_start(sequence)), None)
+        return next(self.startable(), None)
 
-    def may_start(self, sequence: Sequence) -> bool:
-        """Whether its pages have come, its adapter has a place or can get one, and its images are encoded."""
-        return (
-            sequence.number not in self.incoming
-            and self.images.may_start(sequence)
-            and self.loras.may_start(sequence.lora, len(self.free_slots))
-        )
+    def startable(self) -> Iterator[Sequence]:
+        """Waiting sequences that may start, in order: their pages have come, their adapters have places or
+        can get them, and their images are encoded. If the order depends on targets, they are accepted.
+        """
+        for sequence in self.waiting:
+            if self.by_slack and not sequence.accepted:
+                return  # accepted ones come first
+            if (
+                sequence.number not in self.incoming
+                and self.images.may_start(sequence)
+                and self.loras.may_start(sequence.lora, len(self.free_slots))
+            ):
+                yield sequence
 
     def order(self, sequence: Sequence) -> Order:
-        options, sequence = self.options, _leader(sequence)
+        options, sequence = self.options, sequence.leader
         promised = sequence.accepted or not self.by_slack
         return order_of(sequence, options.policy, options.priority_ageing, self.by_slack, promised)
 
@@ -221,7 +225,7 @@ class Registry:
         """
         if not self.may_preempt:
             raise PreemptionNeeded
-        sequence = _leader(sequence)
+        sequence = sequence.leader
         self._release(sequence)
         if sequence.searches:
             sequence.tokens, sequence.beams = list(sequence.request.prompt_token_ids), None
@@ -271,7 +275,7 @@ class Registry:
         self.loras.check_integrity()
         self.images.check_integrity()
         running, waiting = list(self.running), [*self.waiting, *self.held]
-        requests = {_leader(sequence) for sequence in running}
+        requests = {sequence.leader for sequence in running}
         assert self.blocks.numbers == {sequence.number for sequence in running}, "a block table is lost"
         slots = sorted([*self.free_slots, *(sequence.slot for sequence in running)])
         assert slots == list(range(1, self.max_num_seqs + 1)), f"a slot is shared or lost: {slots}"
@@ -287,7 +291,3 @@ class Registry:
         assert {*requests, *waiting} == {*self.by_id.values()}, "a request is lost"
         assert {*running, *waiting} == {*self.by_number.values()}, "a sequence is lost"
         assert len(requests) + len(waiting) == len(self.by_id), "a request is in two places"
-
-
-def _leader(sequence: Sequence) -> Sequence:
-    return sequence if sequence.beams is None else sequence.beams.leader

@@ -96,10 +96,14 @@ class Sequence:
         self.prompt_len = len(self.request.prompt_token_ids)
         self.last_position = self.max_len - 1
         self.searches = self.request.beams is not None
-        salt, lora = self.request.cache_salt, self.lora
-        self.salt = salt if lora is None else LoraSalt(lora.number, lora.name, salt)
+        self.salt = salt_of(self.request, self.lora)
         full = self.searches or self.request.mask is not None
         self.variant_rank = VARIANTS.index("full" if full else sampler_variant(self.request.params))
+
+    @property
+    def leader(self) -> Sequence:
+        """Its request's own sequence: itself, or that of its running beam search."""
+        return self if self.beams is None else self.beams.leader
 
     @property
     def place(self) -> int:
@@ -162,3 +166,9 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         """A copy of the tokens generated so far."""
         return self.tokens[self.prompt_len :]
+
+
+def salt_of(request: Request, lora: Lora | None) -> Salt:
+    """What a request's cached pages are found by, beside its keys. lora: its adapter."""
+    salt = request.cache_salt
+    return salt if lora is None else LoraSalt(lora.number, lora.name, salt)
