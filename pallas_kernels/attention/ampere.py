@@ -33,7 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.attention.softmax import LOG2_E, MASKED, SMALLEST, join, maximum, scores
+from pallas_kernels.attention.softmax import LOG2_E, MASKED, SMALLEST, join, scores, weight_factor
 from pallas_kernels.attention.support import GPU_OPTIONS
 from pallas_kernels.devices import traced_for
 from pallas_kernels.mosaic.ampere import (
@@ -396,6 +396,7 @@ def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
         ref = v_ring.at[slot, part, pl.ds(0, channels)]
         return transposed(ref, _size(ref), kind, dtype) if kind else plgpu.load(ref.T, layout=lhs)
 
+    enlarged = weight_factor(dtype, scaled=bool(kind))
     # last token that each query attends to
     last_seen = position + jnp.minimum(query(iota((tile, columns), 1)), length - 1)
 
@@ -426,10 +427,10 @@ def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
         )
         s, factor = scores(s, options)
         s = jnp.where(seen, s * factor, -jnp.inf)
-        m_new = maximum(m, s.max(axis=0), dtype, scaled=bool(kind))
+        m_new = jnp.maximum(m, s.max(axis=0))
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s - spread(m_new, tile))
-        store(smem.p, (p * spread(factors[1], tile, 0) if kind else p).astype(dtype))
+        store(smem.p, (p * spread(factors[1] * enlarged, tile, 0) if kind else p).astype(dtype))
         total = total * spread(alpha, tile) + p
         acc *= spread(alpha, channels)
         for at in range(0, tile, DEPTH):
@@ -453,5 +454,6 @@ def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
     total = jnp.maximum(total.sum(axis=0), SMALLEST)
     store(lse_ref.at[split, item, kv_head, block], m + jnp.log2(total))
     store(
-        out_ref.at[split, item, kv_head, block], (acc * spread(1.0 / total, channels)).astype(out_ref.dtype)
+        out_ref.at[split, item, kv_head, block],
+        (acc * spread(1.0 / enlarged / total, channels)).astype(out_ref.dtype),
     )

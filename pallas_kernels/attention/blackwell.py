@@ -155,7 +155,7 @@ class Tcgen05(Warpgroup):
                 start = jnp.maximum(start[0], self._sinks(item)), row(1.0)
             _, total = lax.fori_loop(0, item.count, fold, start)
             self._fetch_queries(number + 1)
-            return 1.0 / jnp.maximum(total, SMALLEST)
+            return 1.0 / self._enlarged / jnp.maximum(total, SMALLEST)
 
         inverse = lax.cond(item.count > 0, folded, lambda: row(0.0))
 

@@ -15,7 +15,7 @@ from pallas_kernels.attention.options import AttentionOptions
 
 MASKED = -1e30  # finite, so that a row that has seen no token yet gives no NaN
 SMALLEST = 1e-30  # minimum of a sum used as a divisor
-FLOAT16_SHIFT = 8
+FLOAT16_FACTOR = 2.0**8
 LOG2_E = math.log2(math.e)
 
 
@@ -34,19 +34,16 @@ def scores(s: jax.Array, options: AttentionOptions) -> tuple[jax.Array, float]:
     return 1.0 - 2.0 * inverse_root * inverse_root, soft_cap * LOG2_E
 
 
-def maximum(
-    m: jax.Array, s: jax.Array, dtype: jax.typing.DTypeLike, *, scaled: bool, log_2: float = 1.0
-) -> jax.Array:
-    """What is subtracted from scores: m so far, or the maximum s of new scores.
+def weight_factor(dtype: jax.typing.DTypeLike, *, scaled: bool) -> float:
+    """What weights are multiplied by before they are rounded to dtype, and sums divided by in the end.
 
-    Weights of eight-bit values are multiplied by the values' scales before they are rounded to dtype. In
-    float16 most of them would be subnormal or zero, so all weights and their sum are 2^8 times as large.
+    Weights of eight-bit values are multiplied by the values' scales, too. In float16 most would be subnormal
+    or zero.
 
     Args:
         scaled: whether values have scales.
-        log_2: logarithm of 2 in the base of the scores.
     """
-    return jnp.maximum(m, s - FLOAT16_SHIFT * log_2 if scaled and dtype == jnp.float16 else s)
+    return FLOAT16_FACTOR if scaled and dtype == jnp.float16 else 1.0
 
 
 def join(out: jax.Array, lse: jax.Array, sinks: jax.Array | None = None) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.attention.softmax import MASKED, maximum
+from pallas_kernels.attention.softmax import MASKED, weight_factor
 from pallas_kernels.quantization.quantized import Pages, Quantized, numbers
 
 ROW_GROUP = 8  # decode rows that share a loop, whose length is that of the longest
@@ -156,6 +156,8 @@ def _attend(
     # earlier tokens may be another sequence's, or NaN
     oldest = None if window is None else positions - window + 1
 
+    enlarged = weight_factor(dtype, scaled=isinstance(v_pages, Quantized))
+
     def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         m, total, acc = carry
         index = i * step + jnp.arange(step)
@@ -181,10 +183,12 @@ def _attend(
             seen &= token > at[..., None] - window
         seen = seen[:, None, None]  # [n, 1, 1, queries, span]
         s = jnp.where(seen, s, MASKED)
-        m_new = maximum(m, s.max(-1), dtype, scaled=v_scale is not None, log_2=math.log(2))
+        m_new = jnp.maximum(m, s.max(-1))
         p = jnp.where(seen, jnp.exp(s - m_new[..., None]), 0.0)
         alpha = jnp.exp(m - m_new)
-        weights = p if v_scale is None else p * jnp.where(used[:, None], v_scale, 0)[:, :, None, None]
+        weights = p
+        if v_scale is not None:
+            weights *= jnp.where(used[:, None], v_scale * enlarged, 0)[:, :, None, None]
         pv = jnp.einsum("nhgqt,nhtd->nhgqd", weights.astype(dtype), v, preferred_element_type=jnp.float32)
         return m_new, total * alpha + p.sum(-1), acc * alpha[..., None] + pv
 
@@ -201,5 +205,5 @@ def _attend(
     m, total, acc = lax.fori_loop(first, blocks, body, start)
     if sinks is not None:
         total += jnp.exp(sinks.reshape(*shape[1:3], 1) - m)
-    out: jax.Array = acc / jnp.maximum(total, 1e-30)[..., None]
+    out: jax.Array = acc / (enlarged * jnp.maximum(total, 1e-30))[..., None]
     return out.transpose(0, 3, 1, 2, 4).reshape(n, queries, heads, head_dim).astype(q.dtype)

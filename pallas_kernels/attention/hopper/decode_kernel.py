@@ -29,7 +29,7 @@ from pallas_kernels.attention.hopper.decode_feed import (
 )
 from pallas_kernels.attention.hopper.join import Join, await_parts, join
 from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.attention.softmax import LOG2_E, MASKED, SMALLEST, maximum, scores
+from pallas_kernels.attention.softmax import LOG2_E, MASKED, SMALLEST, scores, weight_factor
 from pallas_kernels.attention.work_list import TILE
 from pallas_kernels.mosaic.hopper import (
     COLUMNS,
@@ -185,6 +185,10 @@ class Compute:
         return [pl.ds(at, COLUMNS) for at in range(0, self.scratch.q.shape[-1], COLUMNS)]
 
     @property
+    def _enlarged(self) -> float:
+        return weight_factor(self.feed.v.smem.dtype, scaled=self.feed.v.scale is not None)
+
+    @property
     def _heads(self) -> int:
         heads: int = self.outputs.out.shape[0] // self.form.rows
         return heads
@@ -250,14 +254,14 @@ class Compute:
         s, factor = scores(s, options)
         whole = self._is_whole(item, tile)
         s = lax.cond(whole, lambda s: s, partial(self._masked, item, tile), s * factor)
-        m_new = maximum(m, s.max(axis=1), v.smem.dtype, scaled=v.scale is not None)
+        m_new = jnp.maximum(m, s.max(axis=1))
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [0]))
         total = total * alpha + (few_lines.line_sums(p) if self.few else p.sum(axis=1))
         if v.scale is not None:
             scales = self._along_columns(v.scale.at[lax.rem(number, v.scale.shape[0])])
             scales = lax.cond(whole, lambda x: x, partial(self._used, item, tile), scales)
-            p *= lax.broadcast_in_dim(scales, p.shape, [1])
+            p *= lax.broadcast_in_dim(scales * self._enlarged, p.shape, [1])
         weights = self._operand(p.astype(v.smem.dtype))
         plgpu.barrier_wait(v.full.at[stage])
         accs = [
@@ -350,9 +354,9 @@ class Compute:
             sink = _by_line([sinks[item.kv_head * group + i] * LOG2_E for i in range(group)], self.form.lines)
             maximum = jnp.maximum(m, sink)
             rescale = jnp.exp2(m - maximum)
-            inverse = rescale / (total * rescale + jnp.exp2(sink - maximum))
+            inverse = rescale / self._enlarged / (total * rescale + jnp.exp2(sink - maximum))
         else:
-            inverse = 1.0 / jnp.maximum(total, SMALLEST)
+            inverse = 1.0 / self._enlarged / jnp.maximum(total, SMALLEST)
         for i, acc in enumerate(accs):
             store(o.at[i], (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(o.dtype))
         plgpu.commit_smem()
@@ -367,7 +371,7 @@ class Compute:
         """Stores the result of a part of a pair, and signals it."""
         parts, staged = self.outputs.parts, self.scratch.part
         total = jnp.maximum(total, SMALLEST)
-        inverse = 1.0 / total
+        inverse = 1.0 / self._enlarged / total
 
         def put(part: Any, row: jax.Array) -> None:
             target = staged.at[self._lines(row, self.form.lines)]

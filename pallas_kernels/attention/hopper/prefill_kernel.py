@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.attention.hopper.prefill_feed import Blocks, Ring, feed
 from pallas_kernels.attention.hopper.prefill_form import Form
 from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.attention.softmax import MASKED, SMALLEST, maximum, scores
+from pallas_kernels.attention.softmax import MASKED, SMALLEST, scores, weight_factor
 from pallas_kernels.attention.walk import Walk
 from pallas_kernels.mosaic.hopper import accumulate, per_row, product, product_then_accumulate
 from pallas_kernels.mosaic.refs import Refs
@@ -307,9 +307,13 @@ class Warpgroup:
         plgpu.barrier_arrive(v.free.at[last])
         if self.inputs.sinks is not None:
             total += jnp.exp2(self._sinks(item) - m)
-        inverse = 1.0 / jnp.maximum(total, SMALLEST)
+        inverse = 1.0 / self._enlarged / jnp.maximum(total, SMALLEST)
         result: jax.Array = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(dtype)
         return result
+
+    @property
+    def _enlarged(self) -> float:
+        return weight_factor(self.inputs.q.dtype, scaled=self.scratch.v.scale is not None)
 
     def _sinks(self, item: WarpgroupItem) -> jax.Array:
         """float32 [rows], see `Inputs`."""
@@ -362,12 +366,12 @@ class Warpgroup:
         else:
             whole = every if inside is None else every & inside
             s = lax.cond(whole, lambda s: s, partial(self._masked, item, token), s)
-        m_new = maximum(m, s.max(axis=1) * factor, self.inputs.q.dtype, scaled=v.scale is not None)
+        m_new = jnp.maximum(m, s.max(axis=1) * factor)
         alpha = jnp.exp2(m - m_new)
         p = jnp.exp2(s * factor - lax.broadcast_in_dim(m_new, s.shape, [0]))
         total = total * alpha + p.sum(axis=1)
         plgpu.barrier_wait(v.full.at[slot])
-        weights = p if v.scale is None else p * self._along_columns(v.scale.at[slot])
+        weights = p if v.scale is None else p * (self._along_columns(v.scale.at[slot]) * self._enlarged)
         return m_new, total, weights.astype(self.inputs.q.dtype), alpha
 
     def _masked(self, item: WarpgroupItem, token: jax.Array, s: jax.Array) -> jax.Array:
