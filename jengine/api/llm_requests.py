@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from jengine.api.embeddings import EmbeddingRequestOutput
 from jengine.api.loras import LoraRequests, Loras
-from jengine.api.prompts import Masks, Prompt, listed, make_requests
+from jengine.api.prompts import Prompt, listed, make_requests
 from jengine.api.request_handle import OutputKind, lengths, snapshot, tokens_of
 from jengine.api.shared_engine import SharedEngine, ThreadCall
 from jengine.base.display import counted
@@ -61,9 +61,8 @@ class LLMRequests:
         """The requests of each prompt. Loads adapters that are not loaded yet."""
         each = listed(prompts)
         every, all_levels = one_each("sampling_params", params, len(each)), levels(len(each), level or {})
-        masks: Masks = {}
         work = [
-            self.make_one(prompt, params, level, pooling=pooling, beams=beams, masks=masks)
+            self.make_one(prompt, params, level, pooling=pooling, beams=beams)
             for prompt, params, level in zip(each, every, all_levels, strict=True)
         ]
         # last, since an adapter without requests may have to make room for another thread's
@@ -81,14 +80,15 @@ class LLMRequests:
         pooling: PoolingParams | None = None,
         beams: BeamSearchParams | None = None,
         lora_name: str | None = None,
-        masks: bool | Masks = True,
     ) -> list[Request]:
         """One prompt's requests, with the adapter of this name, which is loaded."""
         self._shared.check()
         params = self._default_params if params is None else params
         limits = self._shared.limits
         request_id, length = str(next(self._ids)), limits.sequence.max_model_len
-        requests = make_requests(self._tokenizer, prompt, params, request_id, masks, length, pooling, beams)
+        requests = make_requests(
+            self._tokenizer, prompt, params, request_id, max_model_len=length, pooling=pooling, beams=beams
+        )
         for request in requests:
             request.lora_name = lora_name
         limits.validate(requests[0])

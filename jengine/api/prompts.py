@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NotRequired, TypedDict, cast
 
 from jengine.api.image_prompts import FIELD, with_data
@@ -22,7 +21,6 @@ from jengine.text.completion import StopAutomaton
 from jengine.text.thinking import bound_thinking, check_thinking
 from jengine.text.tokenizer import Tokenizer
 
-Masks = dict[int, Iterator[TokenMask | None]]  # by the ids of sampling parameters
 LONG_TEXT = 10_000  # characters; AsyncLLM tokenizes longer texts in a thread
 # parameters of embedding requests
 POOLED = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -75,7 +73,7 @@ def make_requests(
     prompt: Prompt,
     params: SamplingParams | None,
     request_id: str,
-    masks: bool | Masks = True,
+    masks: bool = True,
     max_model_len: int | None = None,
     pooling: PoolingParams | None = None,
     beams: BeamSearchParams | None = None,
@@ -87,7 +85,7 @@ def make_requests(
 
     Args:
         masks: whether to create token masks, which may take seconds; otherwise the receiver of the requests
-            does. With a dict, prompts of one call with the same `params` share what is compiled.
+            does.
         max_model_len: longer text is rejected without tokenizing it if its length in bytes suffices to tell.
         pooling: for an embedding; there are no sampling parameters then.
         beams: for a beam search; `params` must be derived from them.
@@ -137,9 +135,7 @@ def make_requests(
     if params.bad_words:
         bad_sequences(params.bad_words, tokenizer)  # checks them, also if the masks are made elsewhere
     fresh: Sequence[TokenMask | None] = (
-        [None] * params.n
-        if masks is False or not params.masks
-        else _masks(tokenizer, params, ids, {} if masks is True else masks)
+        _masks(tokenizer, params, ids) if masks and params.masks else [None] * params.n
     )
     first, others = params_of_samples(params)
     return [
@@ -186,13 +182,10 @@ def check_length(tokenizer: Tokenizer, text: str, max_model_len: int | None, *, 
         raise PromptTooLong("prompt", text, limit, least, max_model_len, or_more=True)
 
 
-def _masks(
-    tokenizer: Tokenizer, params: SamplingParams, prompt: list[int], shared: Masks
-) -> Sequence[TokenMask | None]:
-    from jengine.text.masks import masks_of  # imported here, since only structured outputs need llguidance
+def _masks(tokenizer: Tokenizer, params: SamplingParams, prompt: list[int]) -> Sequence[TokenMask | None]:
+    from jengine.text.masks import make_masks  # imported here, since only structured outputs need llguidance
 
-    masks = shared.setdefault(id(params), masks_of(params, tokenizer))
-    return bound_thinking([*islice(masks, params.n)], params, tokenizer, prompt)
+    return bound_thinking(make_masks(params, tokenizer, params.n), params, tokenizer, prompt)
 
 
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from jengine.base.errors import JengineError
-from jengine.core.request import MAX_SAMPLES, SamplingParams, TokenMask
+from jengine.core.request import SamplingParams, TokenMask
 from jengine.core.structured_outputs import StructuredOutputs
 from jengine.table.program_table import MOST_DRAFTS
 from jengine.text.bad_words import bad_sequences
@@ -31,15 +30,8 @@ def make_masks(params: SamplingParams, tokenizer: Tokenizer, count: int) -> Sequ
     Raises:
         InvalidArgument: a grammar is invalid or exceeds a limit.
     """
-    return [*itertools.islice(masks_of(params, tokenizer), count)]
-
-
-def masks_of(params: SamplingParams, tokenizer: Tokenizer) -> Iterator[TokenMask | None]:
-    """Endless masks for requests with these parameters, of which each MAX_SAMPLES share what is compiled."""
-    while True:
-        mask = make_mask(params, tokenizer)
-        for _ in range(MAX_SAMPLES):
-            yield mask and mask.copy()
+    mask = make_mask(params, tokenizer)
+    return [None] * count if mask is None else [mask, *(mask.copy() for _ in range(count - 1))]
 
 
 def make_mask(params: SamplingParams, tokenizer: Tokenizer) -> Mask | None:

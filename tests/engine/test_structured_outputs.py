@@ -16,10 +16,8 @@ from jengine import LLM, AsyncLLM, CompletionOutput, SamplingParams
 from jengine.api.backend import EngineThread
 from jengine.api.shared_engine import ThreadCall
 from jengine.core.request import Request, TokenMask
-from jengine.text import masks
 from jengine.text.mask_thread import MASK_SECONDS
-from jengine.text.masks import Mask, make_mask
-from jengine.text.tokenizer import Tokenizer
+from jengine.text.masks import make_mask
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL, limit_pages
 from tests.engine.structures import Structure, structures
@@ -106,24 +104,6 @@ def test_more_outputs_are_valid(seed: int, temperature: float, llm: LLM) -> None
 def test_judges_can_say_no() -> None:
     for structure in structures(COUNT, 0):
         assert not structure.judge("neither this nor that")
-
-
-def test_prompts_with_the_same_parameters_share_what_is_compiled(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled: list[SamplingParams] = []
-
-    def counted(params: SamplingParams, tokenizer: Tokenizer) -> Mask | None:
-        compiled.append(params)
-        return make_mask(params, tokenizer)
-
-    monkeypatch.setattr(masks, "make_mask", counted)
-    same, other = (SamplingParams(max_tokens=5, structured_outputs={"regex": "[0-9]{2}"}) for _ in range(2))
-    work = llm._requests.make([PROMPT] * 131, [same, other, *[same] * 129])
-    assert len(compiled) == 4 and len({id(request.mask) for [request] in work}) == 131
-    compiled.clear()
-    outputs = llm.generate([PROMPT] * 9, same, use_tqdm=False)
-    assert all(re.fullmatch("[0-9]{2}", output.outputs[0].text) for output in outputs) and len(compiled) == 1
 
 
 SHORT = {"regex": "[0-9]{2}"}

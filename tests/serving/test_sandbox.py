@@ -250,7 +250,7 @@ def test_no_grammar_is_compiled_in_the_event_loop(
             outputs = [output async for output in llm.generate("abc", params, output_kind="final")]
             assert [len(completion.token_ids) for completion in outputs[-1].outputs] == [4, 4, 4]
 
-    monkeypatch.setattr(masks, "make_mask", never)
+    monkeypatch.setattr(masks, "make_masks", never)
     with started(tokenizer_folder=str(tokenizer_folder), vocab_size=501) as process:
         asyncio.run(ask())
 
