@@ -70,6 +70,8 @@ def read_fields(folder: Path) -> dict[str, Any]:
         return fields
     with malformed(file):
         settings = read_object(file)["quantization"]
+        if settings.get("quant_algo") is None:  # of a cache alone, or of nothing
+            return fields
         config = {"quant_algo": settings["quant_algo"], "group_size": settings.get("group_size")}
         config |= {"quant_method": "modelopt", "ignore": settings.get("exclude_modules")}
     return {**fields, "quantization_config": config}

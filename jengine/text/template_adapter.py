@@ -20,6 +20,7 @@ REASONING = "reasoning_content"  # of an answer, in a conversation that is not a
 GAP = "\n\n"  # between the texts of joined messages
 RESULT, USE = "Result of the call:", "Answer the question with it."  # otherwise small models repeat the call
 LETTERS = string.ascii_letters + string.digits
+MOST_CONTAINERS = 2**17  # of a call's arguments that are read; each takes at least a hundred bytes
 
 
 def adapt_messages(messages: Conversation, traits: TemplateTraits) -> Conversation:
@@ -280,6 +281,8 @@ def arguments_of(arguments: Any) -> tuple[dict[str, Any] | None, str]:
     if arguments is None or arguments == "":
         return {}, "{}"
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    if text.count("[") + text.count("{") > MOST_CONTAINERS:
+        return None, text
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

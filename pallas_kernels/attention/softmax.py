@@ -38,7 +38,7 @@ def weight_factor(dtype: jax.typing.DTypeLike, *, scaled: bool) -> float:
     """What weights are multiplied by before they are rounded to dtype, and sums divided by in the end.
 
     Weights of eight-bit values are multiplied by the values' scales, too. In float16 most would be subnormal
-    or zero.
+    or zero. With the factor, values up to 32,000 give weights in range.
 
     Args:
         scaled: whether values have scales.

@@ -155,6 +155,8 @@ def test_settings_in_model_optimizers_own_file(tmp_path: Path) -> None:
     assert read_config(tmp_path) == config and config.stored is not None
     assert load(tmp_path, build(config, "float32", 64), make_mesh(1), progress=False)
     assert kept_format("modelopt", tmp_path) is None
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null}}')
+    assert read_config(tmp_path).stored is None
     (tmp_path / "hf_quant_config.json").write_text("{}")
     with pytest.raises(ModelError, match="quantization"):
         read_config(tmp_path)

@@ -144,8 +144,8 @@ def test_several_completions_and_token_ids(client: Client) -> None:
 
 def test_conversations(client: Client, tokenizer_folder: Path) -> None:
     messages = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": [{"type": "text", "text": "b"}]},
+        {"role": "user", "content": ["a"]},
+        {"role": "assistant", "content": [{"type": "text", "text": "b"}], "thinking": True},
     ]
     tokenizer = Tokenizer.load(tokenizer_folder)
     text = "<s>user: a\n<s>assistant: b\n<s>assistant:"

@@ -157,6 +157,11 @@ def test_arguments(value: Any) -> None:
         assert arguments_of(value)[0] == value and json.loads(arguments_of(value)[1]) == value
 
 
+def test_arguments_of_too_many_parts_are_text() -> None:
+    text = json.dumps({"a": [[]] * 2**17})
+    assert arguments_of(text) == (None, text)
+
+
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TRAITS: dict[str, dict[str, Any]] = {
     "SmolLM2": {"calls": False, "results": False},

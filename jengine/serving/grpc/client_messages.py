@@ -313,12 +313,12 @@ def _message(where: str, message: Mapping[str, Any]) -> pb.ChatMessage:
     if content is not None:
         if isinstance(content, str):
             proto.content = content
-        elif all(part["type"] == "text" for part in content):
-            proto.content = "\n".join(part["text"] for part in content)
+        elif all(isinstance(part, str) or part["type"] == "text" for part in content):
+            proto.content = "\n".join(part if isinstance(part, str) else part["text"] for part in content)
         else:
             proto.parts.extend(part_of(f"{where}.content[{i}]", part) for i, part in enumerate(content))
-    if thoughts := [message[name] for name in THOUGHTS if message.get(name)]:
-        proto.reasoning_content = thoughts[0]
+    thoughts = [message[name] for name in THOUGHTS if isinstance(message.get(name), str)]
+    proto.reasoning_content = next(filter(None, thoughts), "")
     if message.get("tool_calls"):
         proto.tool_calls_json = json.dumps(message["tool_calls"])
     return proto
