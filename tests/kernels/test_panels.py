@@ -19,6 +19,7 @@ from pallas_kernels.llvm.kinds import INPUTS
 from pallas_kernels.products import choice
 from pallas_kernels.products import weight as forms
 from pallas_kernels.products.cpu import panels, products
+from pallas_kernels.products.cpu.int4 import in_pairs
 from pallas_kernels.products.cpu.int4_panels import int4_bytes_panels_module
 from pallas_kernels.products.weights import stored
 from pallas_kernels.quantization.formats import INT4, INT4_BY_INT8, INT8_BY_INT8, WeightFormat
@@ -299,5 +300,6 @@ def test_forms_of_four_bits_unless_another_is_faster(monkeypatch: pytest.MonkeyP
     for weight, rows in (INT4, "more rows"), (INT4_BY_INT8, "more rows"), (INT4_BY_INT8, "64 rows"):
         expected = "panels" if panels.serves(AT, "bfloat16", weight) else "kernel"
         assert found.pop(f"bfloat16 * {weight.name}, {rows}") == expected
+    assert found.pop(f"bfloat16 * {INT4.name}, 1 rows") == ("kernel" if in_pairs(AT, "bfloat16") else "row")
     assert {*found.values()} == {"kernel"}
     assert {*choice.forms("bfloat16", FOUR_BITS, (64, 32), {}, by_place=False).values()} == {"kernel"}
