@@ -221,7 +221,7 @@ async def _answer_all(
             with source.answering(llm) as answer:
                 async with asyncio.TaskGroup() as tasks:
                     await places.acquire()
-                    # in a thread: whoever writes the lines may wait for answers before the next one
+                    # in a thread: the next line may come only after an answer to this one
                     while (line := await asyncio.to_thread(next, lines, None)) is not None:
                         tasks.create_task(work(line))
                         await places.acquire()

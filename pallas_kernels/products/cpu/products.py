@@ -62,7 +62,7 @@ def supported(form: str, x: str, weight: WeightFormat, outs: int, size: int) -> 
 
 
 def by_row(at: Processor, x: str, weight: WeightFormat) -> bool:
-    """Whether a single row is multiplied in a form of its own, "row"; see `int4_row.py`."""
+    """Whether the form "row", a kernel for a single row, serves; see `int4_row.py`."""
     return weight.bits == 4 and weight.inputs is None and x in INPUTS and not in_pairs(at, x)
 
 
