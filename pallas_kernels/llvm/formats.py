@@ -19,6 +19,7 @@ from pallas_kernels.llvm.values import Value
 
 # by lanes: unsigned times signed bytes, in sums of two of 16 bits
 PMADDUBSW = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}
+MADD = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}  # of 16 bits, sums of two
 SIZES = {"bfloat16": 2, "float32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}  # bytes of a number
 
 
@@ -161,6 +162,15 @@ def dot_small(code: Code, at: Processor, sums: Value, x: Value, weight: Value) -
     return sums
 
 
+def dot_shorts(code: Code, at: Processor, x: Value, weight: Value) -> Value:
+    """Sums of two products of int16 [2 * lanes], int32 [lanes]."""
+    if at.lanes in MADD:
+        return code.call(MADD[at.lanes], vector(I32, at.lanes), x, weight)
+    wide = vector(I32, 2 * at.lanes)
+    products = x.to(wide) * weight.to(wide)
+    return products.pick(range(at.lanes)) + products.pick(range(at.lanes, 2 * at.lanes))
+
+
 def as_floats(code: Code, at: Processor, place: Value, dtype: str, count: int) -> Value:
     """Converts stored numbers to float32; those of e4m3 are divided by 256."""
     kind, bits = vector(F32, count), vector(I32, count)
@@ -222,8 +232,7 @@ def _dot_sdot(code: Code, sums: Value, x: Value, weight: Value) -> Value:
 
 
 def _dot_madd(code: Code, sums: Value, x: Value, weight: Value) -> Value:
-    name = "llvm.x86.avx512.pmaddw.d.512" if sums.kind.count == 16 else "llvm.x86.avx2.pmadd.wd"
-    return sums + code.call(name, sums.kind, x, weight)
+    return sums + code.call(MADD[sums.kind.count], sums.kind, x, weight)
 
 
 def _dot_widened(code: Code, sums: Value, x: Value, weight: Value) -> Value:

@@ -19,13 +19,7 @@ from jengine.serving.parsers.events import (
     split,
     split_at,
 )
-from jengine.serving.parsers.json_calls import (
-    STRING,
-    JsonValue,
-    argument,
-    declared_types,
-    quoted,
-)
+from jengine.serving.parsers.json_calls import STRING, JsonValue, argument, declared_types, quoted
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,11 +83,7 @@ class MaskQueue:
             that are still wanted.
     """
 
-    def __init__(
-        self,
-        tokenizer: Callable[[], Tokenizer | None],
-        made: Callable[[Made], None],
-    ) -> None:
+    def __init__(self, tokenizer: Callable[[], Tokenizer | None], made: Callable[[Made], None]) -> None:
         self._tokenizer, self._made = tokenizer, made
         self._masks = SharedMasks()
         self._turns: Turns[_WaitingOrder] = Turns()
