@@ -244,6 +244,14 @@ def check_product(
         assert (np.abs(got - want) <= error).all()
 
 
+@pytest.mark.parametrize("number", [np.nan, np.inf, 1e-38])
+def test_a_row_with_numbers_beyond_integers(number: float) -> None:
+    """What is no number stays none, in the outputs of all weights, and tiny numbers do not become one."""
+    weight, _ = packed(9, 256, 32, offset=True)
+    got = in_form("row", jnp.zeros((1, 256)).at[0, 200].set(number), weight, "float32")
+    assert np.isfinite(got).all() if number == 1e-38 else not np.isfinite(got).any()
+
+
 def of_integers(x: np.ndarray[Any, Any], wide: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The most by which a product changes if rows are rounded to integers of 16 bits, in tiles of 128."""
     padding = (0, 0), (0, -x.shape[1] % 128)
