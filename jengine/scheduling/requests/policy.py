@@ -100,7 +100,7 @@ class WaitingQueue:
             raise ValueError(f"request {sequence.request_id!r} is not waiting")
         del self._sequences[at]
 
-    admit = remove  # nobody is charged
+    admit = remove  # only a FairQueue charges clients
 
 
 class FairQueue:
