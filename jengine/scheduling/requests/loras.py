@@ -165,7 +165,7 @@ class LoraPlaces:
         if lora is not None:
             lora.running -= 1
             lora.used = next(self._clock)
-            if not lora.running:  # the first sequence that may start gets its place; others may wait for images
+            if not lora.running:  # for the first that may start; others may wait for images
                 lora.leaving = False
                 self._claims = {new: old for new, old in self._claims.items() if old is not lora}
 
