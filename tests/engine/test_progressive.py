@@ -145,7 +145,7 @@ def test_an_engine_whose_programs_other_processes_compile(
     """It answers as one that compiles itself, and neither traces, lowers, compiles nor serializes after its
     start.
     """
-    events, asked = list[str](), list[CompileChildren]()
+    events, asked, stepped_aside = list[str](), list[CompileChildren](), list[CompileChildren]()
 
     def heard(event: str, *_: object, **__: object) -> None:
         if event.startswith("/jax/core/compile/"):
@@ -159,12 +159,15 @@ def test_an_engine_whose_programs_other_processes_compile(
         raise AssertionError("this process compiles or serializes a program")
 
     monkeypatch.setattr(prepare_module, "make_children", children)
+    # with the lowest priority they would get nothing from a busy machine
+    monkeypatch.setattr(CompileChildren, "step_aside", lambda children: stepped_aside.append(children))
     monkeypatch.setattr(programs_module, "compile_one", refuse)
     monkeypatch.setattr(programs_module, "packed", refuse)
     expected = tokens(whole)
     options = {"warm_up": "progressive", "cache_dir": tmp_path, "max_num_seqs": 8}
     engine = start(model, **options)
     jax.monitoring.register_event_duration_secs_listener(heard)
+    assert stepped_aside == asked
     assert tokens(engine) == expected and engine.wait_until_compiled(PATIENCE)
     assert tokens(engine) == expected and not events and engine.compiles_since_start == 0
     assert engine.load.programs_ready == engine.load.programs > len(first_keys(engine.runner.spec))  # type: ignore[attr-defined]
