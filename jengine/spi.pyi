@@ -56,6 +56,7 @@ from jengine.core.updates import PromptScores as PromptScores
 from jengine.core.updates import TokenLogprobs as TokenLogprobs
 from jengine.core.updates import TokenUpdate as TokenUpdate
 from jengine.core.updates import Update as Update
+from jengine.engine.engine_state import EngineState as EngineState
 from jengine.engine.limits import Limits as Limits
 from jengine.engine.operations import GetTrace as GetTrace
 from jengine.engine.operations import ListLoras as ListLoras

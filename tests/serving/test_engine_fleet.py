@@ -18,7 +18,7 @@ from jengine.serving.processes import engine_fleet
 from jengine.serving.processes.engine_fleet import EngineFleet, Place, maker
 from jengine.serving.processes.engine_process import EngineProcess
 from jengine.serving.processes.supervisor import OnEnd, Supervisor
-from jengine.spi import BackOff
+from jengine.spi import BackOff, EngineState, SetStrategy
 from tests.serving.children import LONG, MOCK, PROMPT, collect
 from tests.serving.leaks import alive, nothing_leaks, wait_until
 
@@ -91,6 +91,28 @@ def test_a_replacement_that_is_refused_is_ended() -> None:
         assert len(made) == 5 and pids(engine) == [made[4].pid, made[1].pid]
         wait_until(lambda: not any(one.pid is not None and alive(one.pid) for one in made[2:4]))
         engine.quit()
+
+
+def test_a_replacement_has_the_strategy_of_the_others(tokenizer: Tokenizer) -> None:
+    state = EngineState()
+
+    def make(index: int, on_end: OnEnd) -> EngineProcess:
+        return EngineProcess(MOCK, {}, on_end, state=state)
+
+    async def main(engine: EngineFleet) -> None:
+        async with AsyncLLM.over(engine.backend, tokenizer) as llm:
+            await llm.do(SetStrategy("latency"))
+            os.kill(pids(engine)[0], signal.SIGKILL)
+            await asyncio.to_thread(wait_until, lambda: engine.restarts == 1)
+            await collect(llm, PROMPT, SamplingParams(max_tokens=2))
+            await collect(llm, [1, 2], SamplingParams(max_tokens=2))
+            loads = [process.load.strategy for process in engine.processes]
+            assert loads == ["latency", "latency"]
+
+    with nothing_leaks():
+        engine = EngineFleet(make, 2, back_off=partial(BackOff, first=0.01))
+        engine.start()
+        asyncio.run(main(engine))
 
 
 def test_when_all_have_ended_the_whole_has(tokenizer: Tokenizer) -> None:

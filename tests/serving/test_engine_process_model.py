@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
 from jengine import LLM, EngineConfig, RequestOutput, SamplingParams, StructuredOutputs
+from jengine.serving.config import ServerConfig
+from jengine.serving.processes.engine_fleet import maker
 from jengine.serving.processes.engine_process import EngineProcess
 from jengine.serving.processes.supervisor import Supervisor
+from jengine.spi import BackOff
 from tests.engine.running import SMALL
 from tests.serving.leaks import nothing_leaks
 
 PROMPT = "The quick brown fox"
+PATIENCE = 120.0  # seconds until an engine is replaced, on a busy machine
 OPTIONS = {**SMALL, "max_model_len": 192}
 WORK = [
     SamplingParams(temperature=0.0, max_tokens=40),
@@ -77,3 +87,54 @@ def test_answers_are_those_of_llm(text_model: Path, tmp_path: Path) -> None:
         assert one.keys() == other.keys() and all(
             abs(one[token].logprob - other[token].logprob) < 1e-4 for token in one
         )
+
+
+def test_an_engine_in_the_place_of_another_has_its_weights(
+    text_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If they are gone, requests wait for new ones: they do not get the weights of the start."""
+    new = load_file(text_model / "model.safetensors")
+    rng = np.random.default_rng(0)
+    for name in ("first", "second"):
+        new = {
+            key: array + 0.5 * array.std() * rng.standard_normal(array.shape, np.float32)
+            for key, array in new.items()
+        }
+        (tmp_path / name).mkdir()
+        save_file(new, tmp_path / name / "model.safetensors")
+    config = EngineConfig(model=str(text_model), **OPTIONS, weight_updates=True)
+    supervisor = Supervisor("tiny", maker(ServerConfig(), config), back_off=BackOff(first=0.01))
+
+    async def ask() -> tuple[list[int], object]:
+        [output] = [each async for each in supervisor.llm.generate(PROMPT, WORK[0], output_kind="final")]
+        return output.outputs[0].token_ids, output.outputs[0].weights_versions
+
+    async def replaced() -> None:
+        restarts = supervisor.restarts
+        os.kill(supervisor.pid or 0, signal.SIGKILL)
+        async with asyncio.timeout(PATIENCE):
+            while supervisor.restarts == restarts:
+                await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        await supervisor.start()
+        try:
+            before = await ask()
+            assert await supervisor.llm.update_weights(tmp_path / "first", 5) == 5
+            first = await ask()
+            assert first[0] != before[0] and first[1] == [(0, 5)]
+            await replaced()
+            assert await ask() == first
+            shutil.rmtree(tmp_path / "first")
+            await replaced()
+            waiting = asyncio.create_task(ask())
+            assert await supervisor.llm.is_paused() and not waiting.done()
+            assert "requests may wait: LoadWeights(folder=" in caplog.text
+            assert await supervisor.llm.update_weights(tmp_path / "second", 6) == 6
+            second = await waiting
+            assert second[0] not in (before[0], first[0]) and second[1] == [(0, 6)]
+        finally:
+            await supervisor.close()
+
+    with nothing_leaks():
+        asyncio.run(main())

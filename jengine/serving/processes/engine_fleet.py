@@ -18,7 +18,7 @@ from jengine.serving.calls.model_provider import PagesInfo
 from jengine.serving.config import KV_TOKEN, ServerConfig
 from jengine.serving.processes.engine_process import ANYWHERE, EngineProcess, OnEnd, Place, StartProgress
 from jengine.serving.processes.wire import EngineInfo
-from jengine.spi import BackOff, Fleet
+from jengine.spi import BackOff, EngineState, Fleet
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 NODES = Path("/sys/devices/system/node")  # of memory, on Linux
@@ -187,8 +187,9 @@ def maker(server: ServerConfig, engine: EngineConfig) -> Callable[[OnEnd | None]
     """
     count = 1 if engine.enable_expert_parallel else engine.data_parallel_size
     prefill = server.prefill_engines
+    state = EngineState()
     if count == 1 and not prefill:
-        return lambda on_end: EngineProcess.of(engine, on_end, server.watchdog_seconds)
+        return lambda on_end: EngineProcess.of(engine, on_end, server.watchdog_seconds, state=state)
     name, value, alone = ("prefill_engines", prefill, 0) if prefill else ("data_parallel_size", count, 1)
     for option in ("enable_lora", "weight_updates"):
         if getattr(engine, option):
@@ -211,7 +212,7 @@ def maker(server: ServerConfig, engine: EngineConfig) -> Callable[[OnEnd | None]
         where = [place._replace(variables={**place.variables, **token}) for place in where]
 
     def make(index: int, on_end: OnEnd) -> EngineProcess:
-        return EngineProcess.of(engines[index], on_end, server.watchdog_seconds, where[index])
+        return EngineProcess.of(engines[index], on_end, server.watchdog_seconds, where[index], state)
 
     return lambda on_end: EngineFleet(make, count, prefill, on_end)
 

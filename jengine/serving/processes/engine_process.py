@@ -50,7 +50,7 @@ from jengine.serving.processes.wire import (
     frame,
     picture_orders,
 )
-from jengine.spi import Ended, FinishReason, Limits, Operation, Request, StepTotals, Updates
+from jengine.spi import Ended, EngineState, FinishReason, Limits, Operation, Request, StepTotals, Updates
 
 OnEnd = Callable[[EngineDead | None], None]
 PROGRAM = "program"  # the unit of work whose time is estimated
@@ -143,6 +143,7 @@ class EngineProcess:
         watchdog_seconds: seconds without a sign of life before the child is killed; 0: wait forever. See
             watchdog.Patience.
         place: where the child runs.
+        state: of the engine before it, to which it is brought first, and which it keeps up to date.
 
     Attributes:
         limits, load, totals, info: available when `start` has returned.
@@ -164,7 +165,9 @@ class EngineProcess:
         on_end: OnEnd | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
         place: Place = ANYWHERE,
+        state: EngineState | None = None,
     ) -> None:
+        self._state = EngineState() if state is None else state
         self._configure, self._place = Configure(engine, json.dumps(options, default=str)), place
         self.on_end, self._watchdog_seconds = on_end, watchdog_seconds
         # data for the writer to send; None ends it
@@ -185,6 +188,7 @@ class EngineProcess:
         on_end: OnEnd | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
         place: Place = ANYWHERE,
+        state: EngineState | None = None,
     ) -> EngineProcess:
         """An engine process that runs a model."""
         return cls(
@@ -193,6 +197,7 @@ class EngineProcess:
             on_end,
             watchdog_seconds,
             place,
+            state,
         )
 
     @property
@@ -244,6 +249,8 @@ class EngineProcess:
                 self._ready = True
             for batch in others:
                 self.load = batch.load
+            for operation in self._state.operations():  # before any other order
+                self._send(operation, partial(self._restored, operation))
         except BaseException:
             child.process.kill()
             child.end()
@@ -292,6 +299,21 @@ class EngineProcess:
         if operation.local:
             limit = "arrays stay in their process: an engine in another one takes weights from a folder"
             raise InvalidArgument("operation", type(operation).__name__, limit)
+
+        def note(answer: Any, error: Exception | None) -> None:
+            if error is None:
+                self._state.note(operation, answer)
+            done(answer, error)
+
+        self._send(operation, note)
+
+    def _restored(self, operation: Operation[Any], answer: Any, error: Exception | None) -> None:
+        if error is None:
+            log.info("as in the engine before: %s", operation)
+        else:
+            log.error("not as in the engine before, so requests may wait: %s: %s", operation, error)
+
+    def _send(self, operation: Operation[Any], done: Done) -> None:
         number = next(self._numbers)
         order = frame(Do(number, type(operation).__name__, msgspec.json.encode(operation)))
         self._open[number] = operation, done
