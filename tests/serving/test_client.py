@@ -7,10 +7,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +358,20 @@ def test_nobody_there(kind: Any) -> None:
     with kind("127.0.0.1:1", retries=Retries(attempts=2)) as client, pytest.raises(ServerError) as gave_up:
         client.model()
     assert gave_up.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_port_for_http(kind: Any) -> None:
+    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            address = f"127.0.0.1:{server.server_port}"
+            with kind(address, retries=Retries(attempts=1)) as client, pytest.raises(ServerError) as refused:
+                client.model()
+            assert "use that for gRPC" in str(refused.value)
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_an_address_is_no_url(kind: Any) -> None:

@@ -27,6 +27,10 @@ from jengine.spi import FinishReason, GenerationParams
 
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.2, 2.0, 5.0  # seconds, if the server does not say
 POLL_SECONDS = 1.0  # between two looks at a server that starts
+HINTS = {  # by what gRPC says of a server that does not answer
+    "Socket closed": "; if the server has TLS, connect with tls (--tls)",
+    "Failed parsing HTTP/2": "; if this is the server's port for HTTP, use that for gRPC, 50051 by default",
+}
 
 
 class ServerError(JengineError):
@@ -49,8 +53,8 @@ def exception_of(error: grpc.RpcError, request: Message) -> JengineError:
         _, _, limit = violation.description.partition(": ")
         return InvalidArgument(field, _value_at(request, violation.field), limit or violation.description)
     details = error.details() or "no details"
-    if error.code() is grpc.StatusCode.UNAVAILABLE and "Socket closed" in details:  # as one with TLS does
-        details += "; if the server has TLS, connect with tls (--tls)"
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        details += "".join(hint for sign, hint in HINTS.items() if sign in details)
     return ServerError(error.code(), details, retry_seconds(error))
 
 
