@@ -322,24 +322,14 @@ TYPES = {
 }
 
 
-def parameter_types(schema: Any) -> dict[str, dict[str, Any]]:
-    """The parameters that a tool's JSON schema declares, each as a schema with its types alone."""
-    reader, parameters = _Types(schema), dict[str, dict[str, Any]]()
+def parameter_types(schema: Any) -> dict[str, frozenset[str]]:
+    """The parameters that a tool's JSON schema declares, each with its types; empty if it does not say."""
+    reader, parameters = _Types(schema), dict[str, frozenset[str]]()
     for part in reader.parts(schema):
         properties = part.get("properties")
         for name, parameter in properties.items() if isinstance(properties, dict) else ():
-            types = reader.of(parameter)
-            parameters.setdefault(name, {"type": sorted(types)} if types else {})
+            parameters.setdefault(name, reader.of(parameter))
     return parameters
-
-
-def declared_types(schema: Any, root: Any = None) -> frozenset[str]:
-    """The types that a JSON schema allows; empty if it does not say.
-
-    Args:
-        root: the schema to which its references belong.
-    """
-    return _Types(root).of(schema)
 
 
 class _Types:
