@@ -57,6 +57,7 @@ class OutputParser(Protocol):
 
     def finish(self) -> list[Event]:
         """The text has ended: returns events for text that was held back."""
+        return []
 
 
 class Stepwise:
@@ -77,14 +78,11 @@ class Stepwise:
         raise NotImplementedError
 
 
-class PlainText:
+class PlainText(OutputParser):
     """Treats everything as content."""
 
     def push(self, text: str) -> list[Event]:
         return [Content(text)] if text else []
-
-    def finish(self) -> list[Event]:
-        return []
 
 
 def joined(events: list[Event]) -> list[Event]:

@@ -9,7 +9,7 @@ from collections.abc import Container
 from typing import Any
 from urllib.parse import unquote
 
-from jengine.serving.parsers.events import Arguments, Event, ToolCallStart, clean, joined
+from jengine.serving.parsers.events import Arguments, Event, OutputParser, ToolCallStart, clean, joined
 
 MORE, LAST, BEFORE = "more", "last", "before"  # whether a character continues a value, ends it, or follows it
 # characters of JSON outside strings
@@ -278,7 +278,7 @@ def _string(text: str) -> str:
     return clean(value) if isinstance(value, str) else ""
 
 
-class NamedCall:
+class NamedCall(OutputParser):
     """The whole text is one tool's arguments."""
 
     def __init__(self, name: str) -> None:
@@ -291,11 +291,8 @@ class NamedCall:
         self._begun = True
         return [*start, Arguments(0, text)]
 
-    def finish(self) -> list[Event]:
-        return []
 
-
-class CallArray:
+class CallArray(OutputParser):
     """The text is a JSON array of calls."""
 
     def __init__(self) -> None:
@@ -303,9 +300,6 @@ class CallArray:
 
     def push(self, text: str) -> list[Event]:
         return joined(self._calls.feed(text)[1])
-
-    def finish(self) -> list[Event]:
-        return []
 
 
 STRING = frozenset({"string"})
