@@ -269,10 +269,6 @@ async def response(output: RequestOutput, model: str, portioned: Portioned) -> p
     return whole
 
 
-def started(request_id: str, model: str) -> pb.GenerateStreamResponse:
-    return pb.GenerateStreamResponse(started=pb.Started(request_id=request_id, model=model))
-
-
 def deltas(completion: CompletionOutput) -> Iterator[pb.GenerateStreamResponse]:
     """Messages for the new part of a completion, as in AsyncLLM's output_kind="delta".
 

@@ -26,7 +26,6 @@ from jengine.serving.calls.errors import parser, reported
 from jengine.serving.calls.model_provider import ServedModels
 from jengine.serving.calls.named_model import NamedModel, named_model
 from jengine.serving.config import ServerConfig
-from jengine.serving.generated.jengine.v1 import generate_pb2
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc import conversions
 from jengine.serving.guards.admission import (
@@ -96,7 +95,8 @@ class GenerateService(Service):
                     self._config.write_timeout,
                     partial(abandon, handle, tracked.place),
                 ).write
-                await write(conversions.started(tracked.request_id, model.name))
+                begun = pb.Started(request_id=tracked.request_id, model=model.name)
+                await write(pb.GenerateStreamResponse(started=begun))
                 output = await answer.next()
                 prompt_logprobs, tokens = output.prompt_logprobs, 0
                 while True:
@@ -319,7 +319,7 @@ def _conversation_of(request: pb.ChatRequest) -> Conversation:
     return conversions.to_messages(request.messages), conversions.to_options(request.options)
 
 
-DESCRIPTOR = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"]
+DESCRIPTOR = pb.DESCRIPTOR.services_by_name["GenerateService"]
 # Makes a service of another protocol, which has the server's parts and health.
 AddedService = Callable[[Shared, health.aio.HealthServicer], tuple[ServiceDescriptor, object]]
 
