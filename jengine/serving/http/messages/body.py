@@ -125,7 +125,7 @@ class ContextManagement(Strict):
 
 
 class Prompt(CacheControl, total=False):
-    """What the prompt depends on."""
+    """What the prompt depends on: /v1/messages/count_tokens."""
 
     model: str
     messages: list[dict[str, Any]]
@@ -135,10 +135,6 @@ class Prompt(CacheControl, total=False):
     thinking: ThinkingConfig
     output_config: OutputConfig
     context_management: ContextManagement
-
-
-class CountBody(Prompt, total=False):
-    """/v1/messages/count_tokens."""
 
 
 class MessagesBody(Prompt, Level, total=False):
@@ -166,7 +162,7 @@ PLACES = {
 
 IGNORED, REFUSED = (policy.fields(policy.MESSAGES, outcome) for outcome in ("accepted", "error"))
 FORM = BodyFields(MessagesBody, ignored=IGNORED, refused=REFUSED)
-COUNT = BodyFields(CountBody, sampling=False, ignored=IGNORED, refused=REFUSED)
+COUNT = BodyFields(Prompt, sampling=False, ignored=IGNORED, refused=REFUSED)
 NAMES = {"prompt": "messages", "stop": "stop_sequences", "tool_choice": "tool_choice"}
 NAMES["thinking_budget"] = "thinking.budget_tokens"
 INPUT = frozenset(("input",))  # of a tool, in which null has a meaning
