@@ -193,7 +193,7 @@ class ThinkParser:
         self._buffer, self._state = "", "before"
 
     def push(self, text: str) -> list[Event]:
-        if self._state == "after":
+        if self._state in ("after", "content"):
             return self._after(text)
         self._buffer += text
         events: list[Event] = []
@@ -208,9 +208,6 @@ class ThinkParser:
             else:
                 self._state, text, self._buffer = "content", self._buffer, ""
                 return self._rest.push(text)
-        if self._state == "content":
-            text, self._buffer = self._buffer, ""
-            return self._rest.push(text)
         if self._state == "open":  # before the first visible character
             self._buffer = self._buffer.lstrip("\r\n")
             self._state = "in" if self._buffer else "open"
