@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, Literal, Required
 
 from jengine import InvalidArgument
-from jengine.serving.grpc.conversions import MAX_MESSAGES
+from jengine.serving.grpc.conversions import check_messages
 from jengine.serving.http import policy
 from jengine.serving.http.bodies import (
     LEVEL,
@@ -270,8 +270,7 @@ def conversation(messages: list[Any], system: Any) -> list[dict[str, Any]]:
     Raises:
         InvalidArgument: a message or block is invalid, or not supported; naming it.
     """
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidArgument("messages", f"{len(messages)} messages", f"at most {MAX_MESSAGES}")
+    check_messages(messages)
     turns = Turns(joins=True)
     if system is not None:
         turns.add("system", _parts("system", system, "system"))
