@@ -26,6 +26,7 @@ from jengine.serving.options import (
     ServedOptions,
     check_ports,
     check_security,
+    read_modules,
 )
 from jengine.spi import (
     SERVE_SETTINGS,
@@ -309,8 +310,9 @@ def resolve_models(
                 raise InvalidArgument(option, common[option][0], "needs enable_lora")
     models = [default, *others]
     names = [*served[1:], *(model.name for model in models)]
+    adapters = {module.name for module in read_modules(server.lora_modules)}
     for i, name in enumerate(names):
-        if name in names[:i] or name in {module.name for module in _modules(server)}:
+        if name in names[:i] or name in adapters:
             raise InvalidArgument("model", name, "is the name of two models; see --model-config for names")
     if len(models) > 1 and engine.num_processes > 1:
         raise InvalidArgument("num_processes", engine.num_processes, "must be 1 with several models")
@@ -320,10 +322,6 @@ def resolve_models(
             limit = "is the endpoint of two models; give each its own in --model-config"
             raise InvalidArgument("kv_events_config.endpoint", address, limit)
     return server, models
-
-
-def _modules(server: ServerConfig) -> Any:
-    return server.lora_modules or ()
 
 
 def _tables(file: Path) -> list[Table]:

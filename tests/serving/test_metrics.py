@@ -17,7 +17,7 @@ from jengine import CompletionOutput, EngineDead, Load, RequestOutput
 from jengine.core.updates import StoreLoad
 from jengine.serving.guards.access import Authenticator, KeyInterceptor
 from jengine.serving.guards.security import ApiKeys, hash_line
-from jengine.serving.metrics.model_metrics import Histogram, ModelMetrics, RequestWatch
+from jengine.serving.metrics.model_metrics import Families, Histogram, ModelMetrics, RequestWatch
 from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, pages_of
 from jengine.spi import StepTotals
 
@@ -84,9 +84,9 @@ def test_histogram(values: list[tuple[float, int]]) -> None:
         histogram.add(value, times)
     each = [value for value, times in values for _ in range(times)]
     expected = [("0.1", 0.1), ("1.0", 1.0), ("100.0", 100.0), ("+Inf", float("inf"))]
-    assert histogram.cumulative() == [
-        (name, sum(value <= bound for value in each)) for name, bound in expected
-    ]
+    family = Families("m", "").histogram("h", "", histogram.bounds, histogram.counts, histogram.sum)
+    buckets = [(part.labels["le"], part.value) for part in family.samples if part.name == "h_bucket"]
+    assert buckets == [(name, sum(value <= bound for value in each)) for name, bound in expected]
     assert histogram.sum == pytest.approx(sum(each))
 
 

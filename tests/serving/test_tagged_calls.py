@@ -23,7 +23,7 @@ from jengine.serving.parsers.events import (
     ThinkParser,
     ToolCallStart,
 )
-from jengine.serving.parsers.json_calls import argument, declared_types, parameter_types
+from jengine.serving.parsers.json_calls import argument, parameter_types
 from jengine.serving.parsers.tagged import GLM, MINIMAX, QWEN_CODER, TaggedCalls
 from tests.serving.test_formats import TOOLS, format_of
 from tests.serving.test_parsers import cut, parsed
@@ -31,10 +31,10 @@ from tests.text.conftest import byte_level, write
 
 SCHEMAS = {
     "f": {
-        "s": {"type": "string"},
-        "n": {"type": "integer"},
-        "o": {"type": "object"},
-        "m": {"type": ["string", "null"]},
+        "s": frozenset({"string"}),
+        "n": frozenset({"integer"}),
+        "o": frozenset({"object"}),
+        "m": frozenset({"string", "null"}),
     },
     "g": {},
     "my tool": {},
@@ -328,10 +328,13 @@ def test_values_may_have_tags(name: str, value: str, places: list[int]) -> None:
 
 def test_types_of_values() -> None:
     every = {"type": ["integer", "null"], "anyOf": [{"type": "string"}, {"enum": [True, 1.5]}, 3]}
-    assert declared_types(every) == {"integer", "null", "string", "boolean", "number"} and not declared_types(
-        {"$ref": "#"}
-    )
-    assert declared_types({"enum": ["a", "b"]}) == {"string"} and not declared_types(True)
+    parameters = {"e": every, "s": {"enum": ["a", "b"]}, "no": True, "none": {"$ref": "https://example.com/"}}
+    assert parameter_types({"properties": parameters}) == {
+        "e": {"integer", "null", "string", "boolean", "number"},
+        "s": {"string"},
+        "no": set(),
+        "none": set(),
+    }
     text = {"type": "string"}
     for schema, types in (
         ({"const": "1"}, {"string"}),
@@ -352,12 +355,12 @@ def test_types_of_values() -> None:
             "Several": {"anyOf": [text, {"type": "null"}]},
             "Endless": {"$ref": "#/$defs/Endless", "anyOf": [{"$ref": "#/$defs/Endless"}] * 2},
         }
-        assert declared_types(schema, {"$defs": defs}) == types, schema
         root = {"allOf": [{"$ref": "#/$defs/Args"}], "$defs": {**defs, "Args": {"properties": {"p": schema}}}}
-        assert parameter_types(root) == {"p": {"type": sorted(types)} if types else {}}
+        assert parameter_types(root) == {"p": types}, schema
     many = [{"$ref": "#/$defs/A"}] * 1000  # 1000 paths at each step
     loop = {"$ref": "#/$defs/A", "$defs": {"A": {"anyOf": many, "allOf": many, "properties": {"p": text}}}}
-    assert parameter_types(loop) == {"p": {"type": ["string"]}} and not declared_types(loop, loop)
+    assert parameter_types(loop) == {"p": {"string"}}
+    assert parameter_types({**loop, "properties": {"q": loop}}) == {"p": {"string"}, "q": set()}
     assert parameter_types(None) == parameter_types({"properties": 3}) == parameter_types({"$ref": "#"}) == {}
     for text, types, expected in (
         ("5", {"number"}, "5"),

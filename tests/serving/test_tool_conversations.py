@@ -25,7 +25,7 @@ from tests.text.conftest import byte_level
 
 TEMPLATES = tool_templates.ALL | chat_templates.ALL
 Calls = list[tuple[str, dict[str, Any]]]
-PARAMETERS = {"city": {"type": "string"}, "days": {"type": "integer"}}
+PARAMETERS = {"city": frozenset({"string"}), "days": frozenset({"integer"})}
 CODE = "\n```json\n%s\n```"
 TOOLS = {"weather": PARAMETERS, "news": PARAMETERS}
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import grpc
-from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
@@ -20,7 +19,6 @@ from google.rpc.status_pb2 import Status
 
 from jengine import CompletionOutput, InvalidArgument, JengineError, Logprob, RequestOutput, SamplingParams
 from jengine.serving.calls.errors import DETAILS_KEY
-from jengine.serving.generated.jengine.v1 import generate_pb2
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc.conversions import REASONS, from_params, sending
 from jengine.spi import FinishReason, GenerationParams
@@ -149,14 +147,14 @@ class StartWait:
         return None if pause is None or left <= 0.0 else min(pause, left)
 
 
-class Stub:
-    """Has a function for each method of a service, as the classes that protoc generates.
+class GenerateServiceStub:
+    """Has a function for each method of the service, as the classes that protoc generates.
 
     Args:
         channel: of grpc or grpc.aio.
     """
 
-    SERVICE: ServiceDescriptor
+    SERVICE = pb.DESCRIPTOR.services_by_name["GenerateService"]
 
     def __init__(self, channel: Any) -> None:
         for method in self.SERVICE.methods:
@@ -173,10 +171,6 @@ class Stub:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"{self.SERVICE.full_name} has no method {name}")
-
-
-class GenerateServiceStub(Stub):
-    SERVICE = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"]
 
 
 # text, token ids, {"prompt": text} or {"prompt_token_ids": ids}; dicts may have a "cache_salt", and
@@ -277,12 +271,10 @@ def chat_request(messages: Messages, call: CallOptions) -> pb.ChatRequest:
         value = call.fields.get(name)
         if value is not None:
             with sending(name, value):
-                as_json = name in JSON_OPTIONS
-                setattr(
-                    request.options,
-                    f"{name}_json" if as_json else name,
-                    json.dumps(value) if as_json else value,
-                )
+                if name in JSON_OPTIONS:
+                    setattr(request.options, f"{name}_json", json.dumps(value))
+                else:
+                    setattr(request.options, name, value)
     return _completed(
         request, call, {name: value for name, value in call.fields.items() if name not in CHAT_OPTIONS}
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -167,7 +167,7 @@ def _set_structured(proto: pb.StructuredOutputs, value: StructuredOutputs) -> No
 # --- prompts --------------------------------------------------------------------------------------
 
 
-def check_messages(messages: Sequence[pb.ChatMessage]) -> None:
+def check_messages(messages: Sized) -> None:
     """Raises InvalidArgument if there are more than MAX_MESSAGES, before they are processed."""
     if len(messages) > MAX_MESSAGES:
         raise InvalidArgument("messages", f"{len(messages)} messages", f"at most {MAX_MESSAGES}")
@@ -267,10 +267,6 @@ async def response(output: RequestOutput, model: str, portioned: Portioned) -> p
         await _add_logprobs(part.logprobs, completion.logprobs, portioned)
     await _add_logprobs(whole.prompt_logprobs, output.prompt_logprobs, portioned)
     return whole
-
-
-def started(request_id: str, model: str) -> pb.GenerateStreamResponse:
-    return pb.GenerateStreamResponse(started=pb.Started(request_id=request_id, model=model))
 
 
 def deltas(completion: CompletionOutput) -> Iterator[pb.GenerateStreamResponse]:

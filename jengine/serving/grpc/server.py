@@ -26,13 +26,11 @@ from jengine.serving.calls.errors import parser, reported
 from jengine.serving.calls.model_provider import ServedModels
 from jengine.serving.calls.named_model import NamedModel, named_model
 from jengine.serving.config import ServerConfig
-from jengine.serving.generated.jengine.v1 import generate_pb2
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc import conversions
 from jengine.serving.guards.admission import (
     CallInterceptor,
     ClientCalls,
-    Place,
     allowed_priority,
     check_admin,
     client_of,
@@ -96,7 +94,8 @@ class GenerateService(Service):
                     self._config.write_timeout,
                     partial(abandon, handle, tracked.place),
                 ).write
-                await write(conversions.started(tracked.request_id, model.name))
+                begun = pb.Started(request_id=tracked.request_id, model=model.name)
+                await write(pb.GenerateStreamResponse(started=begun))
                 output = await answer.next()
                 prompt_logprobs, tokens = output.prompt_logprobs, 0
                 while True:
@@ -122,11 +121,9 @@ class GenerateService(Service):
             params, model = await self._admit(request, context, tracked)
             with self._admission.place(params.n, context) as place:
                 tracked.place = place
-                yield (
-                    await self._queue(request, params, model, kind, context, tracked.request_id, place),
-                    tracked,
-                    model,
-                )
+                parsed = await self._parsed(request, params, model, context)
+                handle = await self._submit(model, parsed, kind, context, tracked.request_id, place)
+                yield handle, tracked, model
 
     async def _admit(
         self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest
@@ -140,31 +137,24 @@ class GenerateService(Service):
         defaults = self._bounds.default(model.llm.get_default_sampling_params())
         return self._bounds.params(conversions.to_params(request.sampling_params, defaults)), model
 
-    async def _queue(
+    async def _parsed(
         self,
         request: Prompted,
         params: GenerationParams,
         model: NamedModel,
-        kind: OutputKind,
         context: grpc.aio.ServicerContext,
-        request_id: str,
-        place: Place,
-    ) -> RequestHandle:
-        """Validates and queues a request."""
-        prompt: Callable[[], str | list[int] | TokensPrompt | dict[str, Any]] = partial(
-            _prompt_of, request, model
-        )
-        if isinstance(request, pb.GenerateRequest) and (
-            request.images or request.HasField("mm_processor_kwargs_json")
-        ):
-            prompt = partial(_with_images, request, model, await self._images(request, model, context))
+    ) -> ParsedRequest:
+        """A request whose conversation has been rendered, or whose images have been read."""
+        prompt: Callable[[], TokensPrompt | dict[str, Any]]
         if isinstance(request, pb.ChatRequest):
             template = request.options.chat_template if request.options.HasField("chat_template") else None
             rendered = await self._render(
                 model, partial(_conversation_of, request), template, request.ByteSize(), context
             )
             prompt = lambda: rendered  # noqa: E731
-        parsed = ParsedRequest(
+        else:
+            prompt = partial(_prompt_of, request, model, await self._images(request, model, context))
+        return ParsedRequest(
             params,
             prompt,
             request.ByteSize(),
@@ -174,15 +164,15 @@ class GenerateService(Service):
             request.ttft_ms if request.HasField("ttft_ms") else None,
             request.tpot_ms if request.HasField("tpot_ms") else None,
         )
-        return await self._submit(model, parsed, kind, context, request_id, place)
 
     async def _images(
         self, request: pb.GenerateRequest, model: NamedModel, context: grpc.aio.ServicerContext
     ) -> dict[str, Any]:
-        """The images of a prompt, as its further fields."""
-        asked: dict[str, Any] = {}
-        if request.HasField("mm_processor_kwargs_json"):
-            asked = conversions.to_processing(request.mm_processor_kwargs_json)
+        """The images of a prompt, as its further fields; none if it has neither images nor their options."""
+        has_options = request.HasField("mm_processor_kwargs_json")
+        if not request.images and not has_options:
+            return {}
+        asked = conversions.to_processing(request.mm_processor_kwargs_json) if has_options else {}
         images = conversions.to_images(request.images)
         reader_options = model.tokenizer, "images", asked
         read = await self._shared.images.read(client_of(context), images, *reader_options) if images else []
@@ -301,25 +291,20 @@ class GenerateService(Service):
             )
 
 
-def _prompt_of(request: pb.GenerateRequest, model: NamedModel) -> str | list[int]:
+def _prompt_of(request: pb.GenerateRequest, model: NamedModel, images: dict[str, Any]) -> dict[str, Any]:
     if (kind := request.WhichOneof("prompt")) is None:
         raise InvalidArgument("prompt", None, "must not be empty")
     if kind == "text":
-        return str(request.text)
+        return {"prompt": str(request.text), **images}
     check_ids("prompt_token_ids", len(request.token_ids.ids), model)
-    return list(request.token_ids.ids)
-
-
-def _with_images(request: pb.GenerateRequest, model: NamedModel, images: dict[str, Any]) -> dict[str, Any]:
-    prompt = _prompt_of(request, model)
-    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, **images}
+    return {"prompt_token_ids": list(request.token_ids.ids), **images}
 
 
 def _conversation_of(request: pb.ChatRequest) -> Conversation:
     return conversions.to_messages(request.messages), conversions.to_options(request.options)
 
 
-DESCRIPTOR = generate_pb2.DESCRIPTOR.services_by_name["GenerateService"]
+DESCRIPTOR = pb.DESCRIPTOR.services_by_name["GenerateService"]
 # Makes a service of another protocol, which has the server's parts and health.
 AddedService = Callable[[Shared, health.aio.HealthServicer], tuple[ServiceDescriptor, object]]
 

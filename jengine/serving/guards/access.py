@@ -302,20 +302,21 @@ class Access:
 
         Invalid files change nothing, and the reason is logged.
         """
-        if self.tls is not None:
-            _try(self._reload_certificates)
-        if self._keys_file is not None:
-            _try(self._reload_keys)
+        for reload in (self._reload_certificates, self._reload_keys):
+            try:
+                reload()
+            except InvalidArgument as wrong:
+                log.error("reload failed, the old files stay in use: %s", wrong)
 
     def _reload_certificates(self) -> None:
-        assert self.tls is not None
-        self.tls.reload()
-        log.info("reloaded certificates, valid until %s UTC", f"{self.tls.files.expires:%Y-%m-%d %H:%M}")
+        if self.tls is not None:
+            self.tls.reload()
+            log.info("reloaded certificates, valid until %s UTC", f"{self.tls.files.expires:%Y-%m-%d %H:%M}")
 
     def _reload_keys(self) -> None:
-        assert self.authenticator is not None
-        self.authenticator.keys = self._load_keys()
-        log.info("reloaded %d API keys", len(self.authenticator.keys))
+        if self.authenticator is not None and self._keys_file is not None:
+            self.authenticator.keys = self._load_keys()
+            log.info("reloaded %d API keys", len(self.authenticator.keys))
 
     def _load_keys(self) -> ApiKeys:
         keys = ApiKeys.of(self._keys_file, self._keys)
@@ -323,10 +324,3 @@ class Access:
             # users with write access could add a key; read access shows only hashes
             warn_of_access("api_keys", self._keys_file, 0o022)
         return keys
-
-
-def _try(reload: Callable[[], None]) -> None:
-    try:
-        reload()
-    except InvalidArgument as wrong:
-        log.error("reload failed, the old files stay in use: %s", wrong)

@@ -206,24 +206,6 @@ class ServerAdmission:
         self._streams[client] += 1
         call.add_done_callback(lambda _: take(self._streams, client, 1))
 
-    def check(self, n: int, field: str = "n") -> None:
-        """Checks that the client may ever have `n` completions.
-
-        Raises:
-            InvalidArgument: it may not; names the field that requests them.
-        """
-        places, limit = self._running + self._waiting, self._client_limit()
-        if n > limit:
-            raise InvalidArgument(
-                field,
-                n,
-                f"at most {limit}, the maximum of concurrent completions per client (max_streams_per_client)",
-            )
-        if n > places:
-            raise InvalidArgument(
-                field, n, f"at most {places}: {self._running} running and {self._waiting} waiting"
-            )
-
     def portion(self, prompts: int) -> int:
         """How many of a request's prompts are answered at once, if the others may wait for them."""
         limit = min(self._client_limit(), self._running + self._waiting)
@@ -242,11 +224,18 @@ class ServerAdmission:
         Raises:
             Busy: too many completions wait, the client has too many, or its tokens of this minute are used
                 up.
-            InvalidArgument: so many completions are never possible.
+            InvalidArgument: so many completions are never possible; names the field that requests them.
         """
-        count = prompts * n
-        self.check(count, "n" if prompts == 1 else field)
+        count, requesting = prompts * n, "n" if prompts == 1 else field
         places, client, limit = self._running + self._waiting, client_of(call), self._client_limit()
+        if count > limit:
+            why = (
+                f"at most {limit}, the maximum of concurrent completions per client (max_streams_per_client)"
+            )
+            raise InvalidArgument(requesting, count, why)
+        if count > places:
+            why = f"at most {places}: {self._running} running and {self._waiting} waiting"
+            raise InvalidArgument(requesting, count, why)
         bucket = self._bucket(client)
         _check_tokens(bucket)
         if self._completions.get(client, 0) + count > limit:

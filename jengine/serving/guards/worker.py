@@ -20,6 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from jengine import InvalidArgument, ModelError, StructuredOutputs, Tokenizer
+from jengine.serving.processes.watchdog import die_with_parent
 from jengine.serving.processes.wire import MAX_FRAME, RECEIVE, Done, Frames, Job, Picture, frame, picture_of
 
 TEXT_SECONDS = 2.0  # processor time of a grammar or a conversation,
@@ -155,12 +156,7 @@ def main() -> int:
     """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        import ctypes
-
-        set_death_signal = 1
-        # if the server has already died, reading from the socket reports it
-        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+    die_with_parent(os.getppid())  # if the server has already died, reading from the socket reports it
     start, niceness, memory = KINDS[sys.argv[1]]
     os.nice(niceness)
     server = socket.socket(fileno=0)

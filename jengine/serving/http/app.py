@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import partial
 from http import HTTPStatus
@@ -15,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jengine.serving.calls.errors import Refusal
-from jengine.serving.calls.model_provider import ModelProvider, NotReady
+from jengine.serving.calls.model_provider import NotReady
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.chat_completions import ChatCompletions
 from jengine.serving.http.chat_service import ChatService
@@ -57,19 +58,15 @@ def application(parts: Parts, more: Sequence[Route] = ()) -> Starlette:
     completions, texts, loras = CompletionService(shared), TextService(shared), LoraService(shared)
     scores, ranks = ScoringService(shared, SCORES), ScoringService(shared, RANKS)
 
-    def programs_of(models: ModelProvider) -> bytes:
-        """How many programs of the default model are ready, as JSON; nothing while it is not loaded."""
-        try:
-            load = models.llm.load
-        except NotReady:
-            return b""
-        return msgspec.json.encode({"programs_ready": load.programs_ready, "programs": load.programs})
-
     async def health(call: HttpCall) -> None:
-        why = parts.why_not_ready()
-        if why is not None:
+        """How many programs of the default model are ready, as JSON; nothing while it is not loaded."""
+        if (why := parts.why_not_ready()) is not None:
             raise Refusal(grpc.StatusCode.UNAVAILABLE, why, retry_seconds=shared.models.retry_seconds)
-        await call.answer(200, programs_of(shared.models))
+        ready = b""
+        with contextlib.suppress(NotReady):
+            load = shared.models.llm.load
+            ready = msgspec.json.encode({"programs_ready": load.programs_ready, "programs": load.programs})
+        await call.answer(200, ready)
 
     route = partial(endpoint, parts)
 

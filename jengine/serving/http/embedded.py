@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, NamedTuple
 
 from starlette.types import Message, Receive, Scope, Send
@@ -51,24 +51,16 @@ class EmbeddedApi:
     Args:
         name: the model's name, unless config sets another.
         config: as embedded_config makes it; other options have no effect.
-        why_not_ready: for /health; returns None if the model answers.
     """
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        name: str,
-        config: ServerConfig | None = None,
-        metrics: Metrics | None = None,
-        why_not_ready: Callable[[], str | None] = lambda: None,
-    ) -> None:
-        config, metrics = config or ServerConfig(), metrics or Metrics()
+    def __init__(self, llm: AsyncLLM, name: str, config: ServerConfig | None = None) -> None:
+        config, metrics = config or ServerConfig(), Metrics()
         name, *aliases = config.served_names or [name]
         info = ModelInfo(name=name, limits=llm.backend.limits, dtype="")
         models = FixedModel(llm, info, aliases=aliases)
-        self._shared = Shared.of(config, models, metrics, None)
+        self._shared = Shared.of(config, models, metrics)
         self._app = application(
-            Parts(config, self._shared, ClientCalls(config, metrics), None, metrics, why_not_ready)
+            Parts(config, self._shared, ClientCalls(config, metrics), None, metrics, lambda: None)
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,9 +121,7 @@ class EmbeddedApi:
         self._shared.close()
 
 
-def http_scope(
-    method: str, path: str, headers: dict[str, str], client: tuple[str, int] = ("127.0.0.1", 0)
-) -> Scope:
+def http_scope(method: str, path: str, headers: dict[str, str], client: tuple[str, int]) -> Scope:
     """ASGI's scope of a request."""
     return {
         "type": "http",

@@ -15,7 +15,7 @@ from jengine.serving.calls import portions
 from jengine.serving.calls.errors import Busy
 from jengine.serving.calls.named_model import NamedModel, named_model
 from jengine.serving.calls.portions import Parts
-from jengine.serving.grpc.conversions import MAX_MESSAGES, MAX_TOOLS_BYTES
+from jengine.serving.grpc.conversions import MAX_TOOLS_BYTES, check_messages
 from jengine.serving.guards.admission import Place, allowed_priority, client_of
 from jengine.serving.http.bodies import Body, BodyFields, most_bytes
 from jengine.serving.http.calls import BadBody, HttpCall, json_object
@@ -195,9 +195,8 @@ def check_conversation(body: Body) -> None:
         InvalidArgument: more than MAX_MESSAGES messages, or MAX_TOOLS_BYTES of tools or of a template's
             variables.
     """
-    messages = body.get("messages")
-    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
-        raise InvalidArgument("messages", f"{len(messages)} messages", f"at most {MAX_MESSAGES}")
+    if isinstance(messages := body.get("messages"), list):
+        check_messages(messages)
     for name in ("tools", "chat_template_kwargs"):
         if (size := len(msgspec.json.encode(body.get(name)))) > MAX_TOOLS_BYTES:
             raise InvalidArgument(name, f"{size} bytes", f"at most {MAX_TOOLS_BYTES}")

@@ -227,7 +227,8 @@ class EmbeddingService(HttpService):
         """Each embedding is a list of numbers, or text in base64 of little-endian float32."""
         data, portioned = [], self._shared.portions.answer()
         for index, output in enumerate(outputs):
-            numbers = _numbers(output)
+            assert output.embedding is not None
+            numbers: Any = output.embedding.astype("<f4")
             if as_text:
                 values = portions.encoded(base64.b64encode(numbers.tobytes()).decode())
             else:
@@ -254,12 +255,6 @@ async def _parsed(llm: AsyncLLM, body: Body, prompt: Prompt, size: int) -> Parse
         **level_of(body),
         embedding={name: body.get(name) for name in ("pooling", "normalize", "dimensions")},
     )
-
-
-def _numbers(output: RequestOutput) -> Any:
-    """The numbers of a finished request, little-endian float32."""
-    assert output.embedding is not None
-    return output.embedding.astype("<f4")
 
 
 class TextsToScore(NamedTuple):

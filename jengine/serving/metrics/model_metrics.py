@@ -29,14 +29,6 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
-    def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, number of values up to it); the last one includes all."""
-        out, total = [], 0
-        for bound, count in zip([*map(str, self.bounds), "+Inf"], list(self.counts), strict=True):
-            total += count
-            out.append((bound, float(total)))
-        return out
-
 
 class Families:
     """Metrics of one model, whose name is a label of each.
@@ -72,13 +64,13 @@ class Families:
             CounterMetricFamily(self.prefix + name, help, labels=("model_name", *labels)), values
         )
 
-    def histogram(self, name: str, help: str, values: Histogram) -> Metric:
-        return self.buckets(name, help, values.cumulative(), values.sum)
-
-    def buckets(self, name: str, help: str, cumulative: Sequence[tuple[str, float]], total: float) -> Metric:
-        """A histogram from cumulative counts by upper bound; `total` is the sum of its values."""
+    def histogram(
+        self, name: str, help: str, bounds: Iterable[float], counts: Iterable[int], total: float
+    ) -> Metric:
+        """A histogram from counts up to each of the bounds, and beyond; `total` is the sum of its values."""
         family = HistogramMetricFamily(self.prefix + name, help, labels=("model_name",))
-        family.add_metric((self.model,), cumulative, total)
+        sums = map(float, accumulate([*counts]))
+        family.add_metric((self.model,), [*zip([*map(str, bounds), "+Inf"], sums, strict=True)], total)
         return family
 
     def _filled(
@@ -186,12 +178,9 @@ def step_families(families: Families, totals: StepTotals) -> Iterator[Metric]:
     yield families.counters(
         "engine_steps", "Steps by the rows and prompt tiles of their program", ("rows", "tiles"), programs
     )
-    bounds = [*map(str, totals.token_bounds), "+Inf"]
-    counts = list(zip(bounds, map(float, accumulate(totals.tokens)), strict=True))
+    text = "Tokens computed in a step, without padding"
     computed = totals.rows + totals.prompt_tokens
-    yield families.buckets(
-        "iteration_tokens_total", "Tokens computed in a step, without padding", counts, computed
-    )
+    yield families.histogram("iteration_tokens_total", text, totals.token_bounds, totals.tokens, computed)
     rows = [(("used",), totals.rows), (("padding",), totals.padded_rows)]
     yield families.counters(
         "step_rows", "Decode rows of steps, with and without a sequence", ("state",), rows
@@ -270,7 +259,8 @@ class ModelMetrics:
         ends = [((reason,), count) for reason, count in list(self.finished.items())]
         yield of.counters("request_success", "Completions by finish reason", ("finished_reason",), ends)
         for name, (text, _) in HISTOGRAMS.items():
-            yield of.histogram(name, text, self.histograms[name])
+            values = self.histograms[name]
+            yield of.histogram(name, text, values.bounds, values.counts, values.sum)
 
 
 def merged(families: Iterable[Metric]) -> Iterator[Metric]:

@@ -57,6 +57,7 @@ class OutputParser(Protocol):
 
     def finish(self) -> list[Event]:
         """The text has ended: returns events for text that was held back."""
+        return []
 
 
 class Stepwise:
@@ -77,14 +78,11 @@ class Stepwise:
         raise NotImplementedError
 
 
-class PlainText:
+class PlainText(OutputParser):
     """Treats everything as content."""
 
     def push(self, text: str) -> list[Event]:
         return [Content(text)] if text else []
-
-    def finish(self) -> list[Event]:
-        return []
 
 
 def joined(events: list[Event]) -> list[Event]:
@@ -195,7 +193,7 @@ class ThinkParser:
         self._buffer, self._state = "", "before"
 
     def push(self, text: str) -> list[Event]:
-        if self._state == "after":
+        if self._state in ("after", "content"):
             return self._after(text)
         self._buffer += text
         events: list[Event] = []
@@ -210,9 +208,6 @@ class ThinkParser:
             else:
                 self._state, text, self._buffer = "content", self._buffer, ""
                 return self._rest.push(text)
-        if self._state == "content":
-            text, self._buffer = self._buffer, ""
-            return self._rest.push(text)
         if self._state == "open":  # before the first visible character
             self._buffer = self._buffer.lstrip("\r\n")
             self._state = "in" if self._buffer else "open"

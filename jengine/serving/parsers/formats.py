@@ -31,7 +31,7 @@ from jengine.serving.parsers.pythonic import Pythonic
 from jengine.serving.parsers.tagged import DEEPSEEK, GLM, KIMI, MINIMAX, QWEN_CODER, MarkedCalls, TaggedCalls
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-Tools = Mapping[str, Mapping[str, Any]]  # for each tool's name, the JSON schemas of its parameters by name
+Tools = Mapping[str, Mapping[str, frozenset[str]]]  # types of parameters, by the names of tools and theirs
 
 
 class ResponseTemplate:
@@ -206,16 +206,16 @@ class AnswerFormat:
         plain = plain and bool(tools)
         if self._template is not None and thinks and forced is None and not plain:
             return ResponseTemplate(self._template, prompt, tools)
-        schemas = {
+        types = {
             tool["function"]["name"]: parameter_types(tool["function"].get("parameters")) for tool in tools
         }
         if self.channels and (forced is None or thinks):
-            return Harmony(schemas)
-        calls = self._tool_parser(schemas) if self._tool_parser is not None and schemas else PlainText()
-        calls = LlamaJson(schemas, calls) if plain else calls
+            return Harmony(types)
+        calls = self._tool_parser(types) if self._tool_parser is not None and types else PlainText()
+        calls = LlamaJson(types, calls) if plain else calls
         rest = calls if forced is None else forced
         inside = self.reasoning(prompt, continues) if thinks else None
-        call = CALL_MARKS.get(self.calls or "", "") if schemas and forced is None else ""
+        call = CALL_MARKS.get(self.calls or "", "") if types and forced is None else ""
         return rest if inside is None else ThinkParser(rest, inside, call)
 
 

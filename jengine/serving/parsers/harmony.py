@@ -9,7 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from jengine.serving.parsers.events import Arguments, Content, Event, Reasoning, Stepwise, ToolCallStart
+from jengine.serving.parsers.events import (
+    Arguments,
+    Content,
+    Event,
+    Reasoning,
+    Stepwise,
+    ToolCallStart,
+    split_at,
+)
 from jengine.serving.parsers.json_calls import JsonValue
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -45,20 +53,12 @@ class Harmony(Stepwise):
                 self._buffer, self._state = rest, "text"
                 self._begin(header, events)
             return bool(marker)
-        at, end = min(((at, end) for end in ENDS if (at := self._buffer.find(end)) >= 0), default=(-1, ""))
+        text, end, self._buffer = split_at(self._buffer, *ENDS)
+        self._emit(text, events)
         if end:
-            self._emit(self._buffer[:at], events)
             self._finish_message(events)
-            self._buffer, self._state = self._buffer[at + len(end) :], "header"
-            return True
-        held = max(
-            (size for end in ENDS for size in range(1, len(end)) if self._buffer.endswith(end[:size])),
-            default=0,
-        )
-        shown = len(self._buffer) - held
-        self._emit(self._buffer[:shown], events)
-        self._buffer = self._buffer[shown:]
-        return False
+            self._state = "header"
+        return bool(end)
 
     def _begin(self, header: str, events: list[Event]) -> None:
         recipient, channel = TO.search(header), NAMED.search(header)

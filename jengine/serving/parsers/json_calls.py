@@ -9,7 +9,7 @@ from collections.abc import Container
 from typing import Any
 from urllib.parse import unquote
 
-from jengine.serving.parsers.events import Arguments, Event, ToolCallStart, clean, joined
+from jengine.serving.parsers.events import Arguments, Event, OutputParser, ToolCallStart, clean, joined
 
 MORE, LAST, BEFORE = "more", "last", "before"  # whether a character continues a value, ends it, or follows it
 # characters of JSON outside strings
@@ -278,7 +278,7 @@ def _string(text: str) -> str:
     return clean(value) if isinstance(value, str) else ""
 
 
-class NamedCall:
+class NamedCall(OutputParser):
     """The whole text is one tool's arguments."""
 
     def __init__(self, name: str) -> None:
@@ -291,11 +291,8 @@ class NamedCall:
         self._begun = True
         return [*start, Arguments(0, text)]
 
-    def finish(self) -> list[Event]:
-        return []
 
-
-class CallArray:
+class CallArray(OutputParser):
     """The text is a JSON array of calls."""
 
     def __init__(self) -> None:
@@ -303,9 +300,6 @@ class CallArray:
 
     def push(self, text: str) -> list[Event]:
         return joined(self._calls.feed(text)[1])
-
-    def finish(self) -> list[Event]:
-        return []
 
 
 STRING = frozenset({"string"})
@@ -322,24 +316,14 @@ TYPES = {
 }
 
 
-def parameter_types(schema: Any) -> dict[str, dict[str, Any]]:
-    """The parameters that a tool's JSON schema declares, each as a schema with its types alone."""
-    reader, parameters = _Types(schema), dict[str, dict[str, Any]]()
+def parameter_types(schema: Any) -> dict[str, frozenset[str]]:
+    """The parameters that a tool's JSON schema declares, each with its types; empty if it does not say."""
+    reader, parameters = _Types(schema), dict[str, frozenset[str]]()
     for part in reader.parts(schema):
         properties = part.get("properties")
         for name, parameter in properties.items() if isinstance(properties, dict) else ():
-            types = reader.of(parameter)
-            parameters.setdefault(name, {"type": sorted(types)} if types else {})
+            parameters.setdefault(name, reader.of(parameter))
     return parameters
-
-
-def declared_types(schema: Any, root: Any = None) -> frozenset[str]:
-    """The types that a JSON schema allows; empty if it does not say.
-
-    Args:
-        root: the schema to which its references belong.
-    """
-    return _Types(root).of(schema)
 
 
 class _Types:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jengine.serving.parsers.events import (
     Arguments,
@@ -19,7 +18,7 @@ from jengine.serving.parsers.events import (
     split,
     split_at,
 )
-from jengine.serving.parsers.json_calls import STRING, JsonValue, argument, declared_types, quoted
+from jengine.serving.parsers.json_calls import STRING, JsonValue, argument, quoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,10 +237,10 @@ class TaggedCalls(Stepwise):
     Text between the tags of a section that is not a call is content, including the tags.
 
     Args:
-        tools: for each tool's name, the JSON schemas of its parameters by name.
+        tools: for each tool's name, the types of its parameters by name.
     """
 
-    def __init__(self, tags: Tags, tools: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, tags: Tags, tools: Mapping[str, Mapping[str, frozenset[str]]]) -> None:
         super().__init__()
         self._tags, self._tools, self._content = tags, tools, ContentTrimmer()
         self._state: Callable[[list[Event]], bool] = self._outside
@@ -352,7 +351,7 @@ class TaggedCalls(Stepwise):
             self._state = self._between_parameters
             return True
         self._buffer, self._state = body[len(tag) :], self._in_value
-        self._types = declared_types(self._tools.get(self._name, {}).get(self._key))
+        self._types = self._tools.get(self._name, {}).get(self._key, frozenset())
         self._value, self._begun, self._newline, self._last = [], False, "", "\n"
         if self._types == STRING:
             events.append(Arguments(self._count, self._opening() + '"'))

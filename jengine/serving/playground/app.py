@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
@@ -18,7 +18,6 @@ from typing import Any
 
 import grpc
 import msgspec
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -331,7 +330,10 @@ def playground(parts: Parts, pages: Pages) -> ASGIApp:
         parts._replace(config=config),
         [
             *page_routes(pages),
-            *[Route(path, _asset(*asset), methods=["GET"]) for path, asset in assets().items()],
+            *[
+                Route(path, Response(body, headers={**HEADERS, "content-type": kind}), methods=["GET"])
+                for path, (body, kind) in assets().items()
+            ],
             endpoint(parts, "GET", LIVE, live),
         ],
     )
@@ -343,13 +345,6 @@ async def _stream(call: HttpCall, feed: LiveFeed) -> None:
         await call.start_events({})
         while True:
             await call.event([await viewer.next()])
-
-
-def _asset(body: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
-    async def handle(request: Request) -> Response:
-        return Response(body, headers={**HEADERS, "content-type": kind})
-
-    return handle
 
 
 @cache

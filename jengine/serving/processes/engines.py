@@ -54,7 +54,6 @@ def model_engine(report: Callable[[str, str, int, int], None] | None = None, **o
         mesh=_mesh(config),
         programs_compiled=started.programs_compiled,
         programs_loaded=started.programs_loaded,
-        seconds=started.seconds,
         sampling_defaults=changed_fields(started.default_sampling_params),
         longest_step=started.longest_step,
         stream_interval=config.stream_interval,

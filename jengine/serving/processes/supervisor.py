@@ -34,6 +34,11 @@ class Supervisor:
         adapters: loaded into each engine before it serves.
         on_demand: whether it starts only when a request names the model.
         guarded: returns a tokenizer that may be used in this process.
+
+    Attributes:
+        facts: about the model; None until the first engine is ready.
+        serving: whether clients should send requests: not before the start, during a restart, or after
+            `retire` or `close`.
     """
 
     def __init__(
@@ -53,14 +58,14 @@ class Supervisor:
         self._name, self._make, self._on_state, self._unasked = name, make, on_state, on_demand
         self._back_off = back_off or BackOff()
         self._tokenizer: Tokenizer | None = None
-        self._facts: ModelInfo | None = None
+        self.facts: ModelInfo | None = None
         self._llm: AsyncLLM | None = None
         self._starting: EngineOfServer | None = None
         self._running: EngineOfServer | None = None
         self._past_generated = 0  # tokens of earlier engines
         self._past: Load | None = None  # the last engine's load, with the counters of earlier ones added
         self._past_totals = StepTotals()  # likewise
-        self._serving = self._retired = False
+        self.serving = self._retired = False
         self._since = time.monotonic()  # time at which the current engine was ready
         # time at which the next engine should be ready, if none is running
         self._expected: float | None = None
@@ -108,14 +113,9 @@ class Supervisor:
         Raises:
             NotReady: the first engine is not ready.
         """
-        if self._facts is None:
+        if self.facts is None:
             raise NotReady(self.why_not_ready)
-        return self._facts
-
-    @property
-    def facts(self) -> ModelInfo | None:
-        """Facts about the model; None until the first engine is ready."""
-        return self._facts
+        return self.facts
 
     @property
     def generated(self) -> int:
@@ -125,9 +125,9 @@ class Supervisor:
     @property
     def why_not_ready(self) -> str:
         """Why no engine is running, such as "starting: compiling, 12 of 41 programs, about 20 s left"."""
-        if self._facts is not None and self._keeper is not None:
+        if self.facts is not None and self._keeper is not None:
             return "the engine has ended and is being restarted"
-        if self._starting is None and (self._facts is not None or self._unasked):
+        if self._starting is None and (self.facts is not None or self._unasked):
             return NOT_LOADED
         return f"starting: {self._progress or StartProgress()}"
 
@@ -135,13 +135,6 @@ class Supervisor:
     def _progress(self) -> StartProgress | None:
         """Progress of the engine that starts, if any."""
         return None if self._starting is None else self._starting.progress
-
-    @property
-    def serving(self) -> bool:
-        """Whether clients should send requests: not before the start, during a restart, or after `retire` or
-        `close`.
-        """
-        return self._serving
 
     @property
     def retry_seconds(self) -> float:
@@ -268,7 +261,7 @@ class Supervisor:
             raise
         finally:
             self._starting = None
-        self._running, self._llm, self._facts = engine, llm, facts
+        self._running, self._llm, self.facts = engine, llm, facts
         self._since, self._expected = time.monotonic(), None
         if not engine.info.programs_compiled:  # the next start will not compile either
             self._start_seconds = self._since - begun
@@ -277,7 +270,7 @@ class Supervisor:
 
     async def _load_adapters(self, llm: AsyncLLM) -> None:
         try:
-            await (self.adapters.open(llm, self._name) if self._facts is None else self.adapters.reopen(llm))
+            await (self.adapters.open(llm, self._name) if self.facts is None else self.adapters.reopen(llm))
         except BaseException:
             await llm.close()
             raise
@@ -313,6 +306,6 @@ class Supervisor:
 
     def _set(self, serving: bool) -> None:
         serving = serving and not self._retired
-        if serving != self._serving:
-            self._serving = serving
+        if serving != self.serving:
+            self.serving = serving
             self._on_state(serving)

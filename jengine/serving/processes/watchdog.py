@@ -52,11 +52,6 @@ class Beat(NamedTuple):
 _RECORD = struct.Struct("<bQd")  # smaller than PIPE_BUF, so that writes are atomic
 
 
-def interval_of(seconds: float) -> float:
-    """Seconds between heartbeats for this limit."""
-    return min(seconds / 10, LONGEST_INTERVAL)
-
-
 # --- in the engine process -------------------------------------------------------------------------
 
 
@@ -166,7 +161,8 @@ class Watchdog:
         spawn: Callable[[int, float], subprocess.Popen[bytes]],
         on_hang: Callable[[str], None],
     ) -> None:
-        self._seconds, self._interval, self._on_hang = seconds, interval_of(seconds), on_hang
+        self._seconds, self._on_hang = seconds, on_hang
+        self._interval = min(seconds / 10, LONGEST_INTERVAL)  # seconds between heartbeats
         spawned: Future[subprocess.Popen[bytes]] = Future()
         self._thread = threading.Thread(
             target=self._live, args=(spawn, spawned), name="engine-watchdog", daemon=True

@@ -189,7 +189,6 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
     advice: str = ""  # the fastest quantization for the processor
     programs_compiled: int = 0
     programs_loaded: int = 0
-    seconds: dict[str, float] = {}
     sampling_defaults: dict[str, Any] = {}  # defaults for requests, where they differ from SamplingParams
     longest_step: float = 0.0
     stream_interval: int = 1
@@ -472,11 +471,10 @@ def _params_text(params: SamplingParams) -> str:
 def failed(error: BaseException) -> Failed:
     """Encodes an error for the server."""
     if isinstance(error, InvalidArgument):
-        arguments: list[object] = [error.field, error.value, error.limit]
+        arguments = [error.field, error.value, error.limit]
         return Failed("InvalidArgument", json.dumps(arguments, default=str))
-    else:
-        arguments = [str(error) if isinstance(error, JengineError) else f"{type(error).__name__}: {error}"]
-    return Failed(type(error).__name__, json.dumps(arguments, default=str))
+    text = str(error) if isinstance(error, JengineError) else f"{type(error).__name__}: {error}"
+    return Failed(type(error).__name__, json.dumps([text]))
 
 
 def error_of(message: Failed, otherwise: type[JengineError] = EngineDead) -> JengineError:

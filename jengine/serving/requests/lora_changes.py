@@ -35,16 +35,6 @@ def check_folder(config: ServerConfig) -> None:
         raise InvalidArgument("lora_dir", str(config.lora_dir), "there is no such folder")
 
 
-def check_changes(config: ServerConfig) -> None:
-    """Raises Refusal unless adapters may be loaded and unloaded."""
-    if not config.changes_loras:
-        raise Refusal(
-            grpc.StatusCode.PERMISSION_DENIED,
-            "this server does not load or unload adapters while it runs: start it with lora_dir (--lora-dir)",
-            cause="lora_dir",
-        )
-
-
 def allowed_path(path: str, config: ServerConfig) -> str:
     """The absolute path of an adapter's folder, or its hub id.
 
@@ -134,7 +124,10 @@ class LoraChanges:
     def check(self, call: Call) -> None:
         """Before anything else is read."""
         check_admin(call.peer())
-        check_changes(self._config)
+        if not self._config.changes_loras:
+            why = "this server does not load or unload adapters while it runs"
+            message = f"{why}: start it with lora_dir (--lora-dir)"
+            raise Refusal(grpc.StatusCode.PERMISSION_DENIED, message, cause="lora_dir")
 
     async def load(self, call: Call, module: LoraModule, load_inplace: bool) -> Adapter:
         """Loads an adapter; the path is the client's.

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any, Literal, Required
 
 from jengine import InvalidArgument
-from jengine.serving.grpc.conversions import MAX_MESSAGES
+from jengine.serving.grpc.conversions import check_messages
 from jengine.serving.http import policy
 from jengine.serving.http.bodies import (
     LEVEL,
@@ -125,7 +125,7 @@ class ContextManagement(Strict):
 
 
 class Prompt(CacheControl, total=False):
-    """What the prompt depends on."""
+    """What the prompt depends on: /v1/messages/count_tokens."""
 
     model: str
     messages: list[dict[str, Any]]
@@ -135,10 +135,6 @@ class Prompt(CacheControl, total=False):
     thinking: ThinkingConfig
     output_config: OutputConfig
     context_management: ContextManagement
-
-
-class CountBody(Prompt, total=False):
-    """/v1/messages/count_tokens."""
 
 
 class MessagesBody(Prompt, Level, total=False):
@@ -166,7 +162,7 @@ PLACES = {
 
 IGNORED, REFUSED = (policy.fields(policy.MESSAGES, outcome) for outcome in ("accepted", "error"))
 FORM = BodyFields(MessagesBody, ignored=IGNORED, refused=REFUSED)
-COUNT = BodyFields(CountBody, sampling=False, ignored=IGNORED, refused=REFUSED)
+COUNT = BodyFields(Prompt, sampling=False, ignored=IGNORED, refused=REFUSED)
 NAMES = {"prompt": "messages", "stop": "stop_sequences", "tool_choice": "tool_choice"}
 NAMES["thinking_budget"] = "thinking.budget_tokens"
 INPUT = frozenset(("input",))  # of a tool, in which null has a meaning
@@ -274,8 +270,7 @@ def conversation(messages: list[Any], system: Any) -> list[dict[str, Any]]:
     Raises:
         InvalidArgument: a message or block is invalid, or not supported; naming it.
     """
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidArgument("messages", f"{len(messages)} messages", f"at most {MAX_MESSAGES}")
+    check_messages(messages)
     turns = Turns(joins=True)
     if system is not None:
         turns.add("system", _parts("system", system, "system"))

@@ -22,7 +22,7 @@ from jengine.serving.http.responses.types import (
     NAMED_TOOL,
     PARTS,
     TOOLS,
-    CountBody,
+    Prompt,
     ResponsesBody,
 )
 from jengine.serving.http.turns import Turns, image, text, type_of
@@ -211,7 +211,7 @@ AS_IN_CHATS = ("parallel_tool_calls", "max_tool_calls", "stream_options")
 NEUTRAL = {"background": False, "truncation": "disabled", "n": 1}
 FORM = BodyFields(ResponsesBody, ignored=IGNORED, refused=REFUSED, neutral=NEUTRAL)
 COUNT = BodyFields(
-    CountBody, sampling=False, ignored=fields(RESPONSES, "accepted"), refused=REFUSED, neutral=NEUTRAL
+    Prompt, sampling=False, ignored=fields(RESPONSES, "accepted"), refused=REFUSED, neutral=NEUTRAL
 )
 NAMES = {
     "messages": "input",

@@ -192,7 +192,8 @@ class EarlierResponses:
     # --- the paths of a response -------------------------------------------------------------------
 
     async def retrieve(self, call: HttpCall) -> None:
-        if _query(call).get("stream") == "true":
+        query = dict(parse_qsl(call.scope["query_string"].decode("latin-1")))
+        if query.get("stream") == "true":
             raise InvalidArgument("stream", True, "only POST /v1/responses streams")
         await call.answer(200, self._response(call).answer)
 
@@ -223,10 +224,6 @@ async def no_websocket(call: HttpCall) -> None:
     if (call.header(b"upgrade") or "").lower() == "websocket":
         raise BadBody(426, "this server has no WebSocket: use POST /v1/responses, with stream=true")
     raise BadBody(405, "use POST /v1/responses")
-
-
-def _query(call: HttpCall) -> dict[str, str]:
-    return dict(parse_qsl(call.scope["query_string"].decode("latin-1")))
 
 
 # --- items ----------------------------------------------------------------------------------------

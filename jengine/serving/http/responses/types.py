@@ -38,13 +38,13 @@ class CallOutput(Loose, total=False):
     output: Required[str | list[dict[str, Any]]]
 
 
-class ReasoningText(Loose):
+class TextPart(Loose):
     text: str
 
 
 class Reasoning(Loose, total=False):
-    summary: list[ReasoningText]
-    content: list[ReasoningText]
+    summary: list[TextPart]
+    content: list[TextPart]
 
 
 class ItemReference(Loose):
@@ -64,10 +64,6 @@ class OtherCall(TypedDict, total=False):
     id: str
     call_id: str
     status: str
-
-
-class TextPart(Loose):
-    text: str
 
 
 class Refusal(Loose):
@@ -145,7 +141,7 @@ class ReasoningConfig(Strict, total=False):
 
 
 class Prompt(Strict, total=False):
-    """What the prompt depends on."""
+    """What the prompt depends on: /v1/responses/input_tokens."""
 
     model: str
     input: str | list[dict[str, Any]]
@@ -156,10 +152,6 @@ class Prompt(Strict, total=False):
     parallel_tool_calls: bool
     reasoning: ReasoningConfig
     text: TextConfig
-
-
-class CountBody(Prompt, total=False):
-    """/v1/responses/input_tokens."""
 
 
 class ResponsesBody(Prompt, Level, total=False):
