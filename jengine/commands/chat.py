@@ -22,6 +22,7 @@ from jengine.commands.flags import (
     COMMON_SAMPLING,
     ENGINE_SKIPS,
     add_lora,
+    add_model,
     add_sampling_and_engine,
     engine_fields,
     follows,
@@ -60,12 +61,7 @@ def add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         add_help=False,
     )
     add_help(parser, (*COMMON_SAMPLING, *COMMON_ENGINE, "server", *CONNECTION))
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        help="`demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id",
-    )
+    add_model(parser, nargs="?")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     add_lora(parser, "; with --server, the name of an adapter that it serves")
     parser.add_argument("--quiet", action="store_true", help="no progress bars and no notes")

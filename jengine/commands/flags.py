@@ -27,7 +27,7 @@ COMMON_ENGINE = ("config", "revision", "dtype", "quantization", "max_model_len")
 
 
 # of a flag's value, by its metavar; others are text
-TYPES: dict[str, Callable[[str], Any]] = {"N": int, "NUMBER": float, "FILE": Path, "DIR": Path}
+TYPES: dict[str, Callable[[str], Any]] = {"N": int, "NUMBER": float, "DAYS": float, "FILE": Path, "DIR": Path}
 Flag = tuple[str, str, str] | tuple[str, str, str, Any]
 
 
@@ -42,10 +42,9 @@ def add_flags(group: argparse._ActionsContainer, *flags: Flag) -> None:
         )
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL", help="`demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id"
-    )
+def add_model(parser: argparse.ArgumentParser, **more: Any) -> None:
+    text = "`demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id"
+    parser.add_argument("model", metavar="MODEL", help=text, **more)
 
 
 def add_lora(parser: argparse.ArgumentParser, more: str = "") -> None:

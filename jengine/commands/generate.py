@@ -16,6 +16,7 @@ from jengine.commands.batch_lines import STDOUT
 from jengine.commands.flags import (
     COMMON_ENGINE,
     COMMON_SAMPLING,
+    add_flags,
     add_lora,
     add_model,
     add_sampling_and_engine,
@@ -47,28 +48,22 @@ def add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--no-stats", action="store_true", help="no closing line of statistics")
     parser.add_argument("--quiet", action="store_true", help="no statistics and no progress bars")
     files = parser.add_argument_group("a file of prompts")
-    files.add_argument(
-        "--input",
-        type=Path,
-        metavar="FILE",
-        help="requests: JSON lines or an OpenAI batch file; - reads stdin",
-    )
-    files.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="answers, appended as they finish; lines with an answer are skipped (default: stdout)",
+    add_flags(
+        files,
+        ("--input", "FILE", "requests: JSON lines or an OpenAI batch file; - reads stdin"),
+        (
+            "--output",
+            "FILE",
+            "answers, appended as they finish; lines with an answer are skipped (default: stdout)",
+        ),
     )
     files.add_argument(
         "--input-format",
         choices=batch.FORMATS,
         help="see below; auto uses the file's first line (default: auto)",
     )
-    files.add_argument(
-        "--served-model-name",
-        metavar="NAME",
-        help="model name in the bodies of an OpenAI batch file (default: MODEL)",
-    )
+    text = "model name in the bodies of an OpenAI batch file (default: MODEL)"
+    add_flags(files, ("--served-model-name", "NAME", text))
     files.add_argument(
         "--retry-errors", action="store_true", help="answer lines again that failed in earlier runs"
     )
