@@ -199,16 +199,9 @@ def _blocks(file: str) -> list[tuple[int, int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.With):
             for item in node.items:
-                name = item.context_expr
-                last = (
-                    name.attr
-                    if isinstance(name, ast.Attribute)
-                    else name.id
-                    if isinstance(name, ast.Name)
-                    else ""
-                )
-                if last:
-                    blocks.append((node.body[0].lineno, node.end_lineno or node.lineno, last))
+                match item.context_expr:
+                    case ast.Attribute(attr=last) | ast.Name(id=last):
+                        blocks.append((node.body[0].lineno, node.end_lineno or node.lineno, last))
     return blocks
 
 
@@ -298,13 +291,8 @@ class ThreadSampler:
         for thread, stacks in self._stacks.items():
             named: Counter[str] = Counter()
             for stack, count in stacks.items():
-                named[
-                    ";".join(
-                        frame_name(code, line)
-                        for code, line in stack
-                        if not code.co_filename.startswith("<frozen")
-                    )
-                ] += count
+                shown = [(code, line) for code, line in stack if not code.co_filename.startswith("<frozen")]
+                named[";".join(frame_name(code, line) for code, line in shown)] += count
             flames.append(Flame(thread, dict(named)))
         return flames
 
