@@ -27,6 +27,7 @@ from jengine.commands.flags import (
     engine_fields,
     follows,
     lora_request,
+    refuse,
 )
 from jengine.commands.terminal import note, write
 from jengine.vllm.flags import add_help, flag_values
@@ -112,9 +113,7 @@ def chat_with(model: ChatModel, options: argparse.Namespace) -> None:
 
 
 def _local(options: argparse.Namespace) -> ChatModel:
-    useless = [name for name in CONNECTION if getattr(options, name)]
-    if useless:
-        raise InvalidArgument(useless[0], getattr(options, useless[0]), "can only be used with --server")
+    refuse(options, CONNECTION, "can only be used with --server")
     return local_model(options)
 
 

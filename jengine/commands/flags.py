@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from jengine import EngineConfig, LoRARequest, SamplingParams
+from jengine import EngineConfig, InvalidArgument, LoRARequest, SamplingParams
 from jengine.commands.terminal import note
 from jengine.vllm.flags import add_fields, add_vllm_flags, flag_values
 from jengine.vllm.settings import ENGINE
@@ -106,6 +106,13 @@ def engine_fields(options: argparse.Namespace) -> dict[str, Any]:
         EngineConfig.of(options.model, fields)
     check_model(options.model)
     return fields
+
+
+def refuse(options: argparse.Namespace, names: Iterable[str], limit: str) -> None:
+    """Raises InvalidArgument for the first of these options that is given."""
+    for name in names:
+        if getattr(options, name):
+            raise InvalidArgument(name, getattr(options, name), limit)
 
 
 def follows(options: argparse.Namespace) -> bool:

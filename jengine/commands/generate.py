@@ -23,6 +23,7 @@ from jengine.commands.flags import (
     engine_fields,
     follows,
     lora_request,
+    refuse,
     sampling_fields,
 )
 from jengine.commands.terminal import note, write
@@ -81,9 +82,7 @@ def _generate(options: argparse.Namespace) -> int:
             raise InvalidArgument("lora", options.lora, "cannot be given with --input FILE")
         options.output = options.output or STDOUT
         return batch.run(options)
-    for name in ("output", "input_format", "served_model_name", "retry_errors"):
-        if getattr(options, name):
-            raise InvalidArgument(name, getattr(options, name), "needs --input FILE")
+    refuse(options, ("output", "input_format", "served_model_name", "retry_errors"), "needs --input FILE")
     _generate_one(options)
     return 0
 
