@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
 
 from jengine import EngineDead, InvalidArgument, JengineError, RequestOutput, SamplingParams
@@ -82,9 +81,7 @@ class Output:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Ends the output."""
 
 
@@ -128,14 +125,7 @@ class OutputFile(Output):
             self._sync()
             self._synced = time.monotonic()
 
-    def forget_errors(self) -> None:
-        """Removes records of failed lines, so that these lines are answered again."""
-        if self.failed:
-            self._drop_errors()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._sync()
         with contextlib.suppress(OSError):  # write errors have already been reported
             self._file.close()
@@ -159,8 +149,12 @@ class OutputFile(Output):
         except OSError:
             raise InvalidArgument("output", str(self._path), "another process is writing it") from None
 
-    def _drop_errors(self) -> None:
-        """Replaces the file atomically by one without the records of failed lines."""
+    def forget_errors(self) -> None:
+        """Removes records of failed lines, so that these lines are answered again. Replaces the file
+        atomically.
+        """
+        if not self.failed:
+            return
         whole = self._file
         self._file = Path(f"{self._path}.retry").open("w+b")  # noqa: SIM115 (__exit__ closes it)
         with whole, self._writing():
@@ -262,8 +256,15 @@ class Source(ABC):
         self._path, self._raw = path, raw
 
     def count(self) -> int | None:
-        """Number of requests; None if the file can be read only once."""
-        return count_lines(self._path)
+        """Number of requests, which are the non-blank lines; None for stdin and pipes, which can be read only
+        once.
+
+        Raises:
+            InvalidArgument: the file cannot be read.
+        """
+        if not read_again(self._path):
+            return None
+        return sum(1 for _ in numbered(self._path))
 
     @abstractmethod
     def lines(self) -> Iterator[Line]:
@@ -342,18 +343,6 @@ def _shown(output: RequestOutput) -> Record:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def count_lines(path: Path) -> int | None:
-    """Number of non-blank lines; None for stdin and pipes, which can be read only once.
-
-    Raises:
-        InvalidArgument: the file cannot be read.
-    """
-    if not read_again(path):
-        return None
-    with _opened(path) as file:
-        return sum(not line.isspace() for line in file)
-
-
 def read_again(path: Path) -> bool:
     """Whether a file can be read more than once."""
     return path != STDIN and not path.is_fifo()
@@ -365,17 +354,15 @@ def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
     Raises:
         InvalidArgument: the file cannot be read.
     """
-    with _opened(path) as file:
-        for number, text in enumerate(file, start=1):
-            if not text.isspace():
-                yield number, text
-
-
-def _opened(path: Path) -> contextlib.AbstractContextManager[BinaryIO]:
+    file: contextlib.AbstractContextManager[BinaryIO]
     try:
-        return contextlib.nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb")
+        file = contextlib.nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb")
     except OSError as wrong:
         raise InvalidArgument("input", str(path), f"cannot be read: {wrong.strerror}") from None
+    with file as lines:
+        for number, text in enumerate(lines, start=1):
+            if not text.isspace():
+                yield number, text
 
 
 def read_line(number: int, text: bytes, defaults: dict[str, Any]) -> Line:

@@ -41,11 +41,9 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 # --- workload -------------------------------------------------------------------------------------
 
 
-def _add_dataset(
-    parser: argparse.ArgumentParser, *, prompts: int, prefix: str, lengths: tuple[int, int]
-) -> None:
+def _add_dataset(parser: argparse.ArgumentParser, prefix: str) -> None:
     group = parser.add_argument_group("requests")
-    add_flags(group, ("--num-prompts", "N", "requests", prompts))
+    add_flags(group, ("--num-prompts", "N", "requests", 1000))
     group.add_argument(
         "--dataset-name",
         choices=("random", "sharegpt", "trace"),
@@ -54,7 +52,7 @@ def _add_dataset(
         "`jengine simulate`) (default: random)",
     )
     add_flags(group, ("--dataset-path", "FILE", "file for sharegpt or trace"))
-    for name, default in zip(("input", "output"), lengths, strict=True):
+    for name, default in (("input", 1024), ("output", 128)):
         group.add_argument(
             f"--{prefix}{name}-len",
             dest=f"{name}_len",
@@ -118,7 +116,7 @@ def _add_throughput(kinds: Any) -> None:
     parser = _add_offline(
         kinds, "throughput", "tokens a second of a model in this process, with all requests at the same time"
     )
-    _add_dataset(parser, prompts=1000, prefix="", lengths=(1024, 128))
+    _add_dataset(parser, prefix="")
     add_engine(parser)
     parser.set_defaults(run=_throughput)
 
@@ -180,14 +178,11 @@ def _latency(options: argparse.Namespace) -> None:
 def _add_gpu(kinds: Any) -> None:
     text = "this GPU: kernels' results and speed, and a Llama as large as fits; writes a report to send"
     parser: argparse.ArgumentParser = kinds.add_parser("gpu", help=text, description=text)
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        type=Path,
-        default=Path("jengine-gpu.json"),
-        help="the report, without names of users, hosts and folders (default: jengine-gpu.json)",
+    add_flags(
+        parser,
+        ("--out", "FILE", "the report, without names of users, hosts and folders", Path("jengine-gpu.json")),
+        ("--minutes", "NUMBER", "at most", 10.0),
     )
-    parser.add_argument("--minutes", metavar="NUMBER", type=float, default=10.0, help="at most (default: 10)")
     parser.set_defaults(run=_gpu)
 
 
@@ -239,7 +234,7 @@ def _add_serve(kinds: Any) -> None:
     parser.add_argument("--save-result", action="store_true", help="save the result as JSON")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
-    _add_dataset(parser, prompts=1000, prefix="random-", lengths=(1024, 128))
+    _add_dataset(parser, prefix="random-")
     add_connection(parser.add_argument_group("connection (TLS files: for gRPC)"))
     parser.set_defaults(run=_serve)
 

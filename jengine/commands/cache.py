@@ -12,6 +12,7 @@ from typing import Any
 
 from jengine import InvalidArgument
 from jengine.base.display import counted
+from jengine.commands.flags import add_flags
 from jengine.commands.terminal import ago, agreed, note, size_text, table, write
 from jengine.execution.cache_folders import (
     DAY,
@@ -44,12 +45,7 @@ def add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         description="Delete compiled programs. The next start compiles them again.",
     )
     _add_root(clear, default=argparse.SUPPRESS)
-    clear.add_argument(
-        "--older-than",
-        metavar="DAYS",
-        type=float,
-        help="only programs that were not used for this number of days",
-    )
+    add_flags(clear, ("--older-than", "DAYS", "only programs that were not used for this number of days"))
     clear.add_argument("--yes", action="store_true", help="do not ask")
     clear.set_defaults(run=_clear)
 

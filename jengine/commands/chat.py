@@ -22,10 +22,12 @@ from jengine.commands.flags import (
     COMMON_SAMPLING,
     ENGINE_SKIPS,
     add_lora,
+    add_model,
     add_sampling_and_engine,
     engine_fields,
     follows,
     lora_request,
+    refuse,
 )
 from jengine.commands.terminal import note, write
 from jengine.vllm.flags import add_help, flag_values
@@ -60,12 +62,7 @@ def add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         add_help=False,
     )
     add_help(parser, (*COMMON_SAMPLING, *COMMON_ENGINE, "server", *CONNECTION))
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        help="`demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id",
-    )
+    add_model(parser, nargs="?")
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     add_lora(parser, "; with --server, the name of an adapter that it serves")
     parser.add_argument("--quiet", action="store_true", help="no progress bars and no notes")
@@ -116,9 +113,7 @@ def chat_with(model: ChatModel, options: argparse.Namespace) -> None:
 
 
 def _local(options: argparse.Namespace) -> ChatModel:
-    useless = [name for name in CONNECTION if getattr(options, name)]
-    if useless:
-        raise InvalidArgument(useless[0], getattr(options, useless[0]), "can only be used with --server")
+    refuse(options, CONNECTION, "can only be used with --server")
     return local_model(options)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from jengine import EngineConfig
-from jengine.commands.flags import add_model
+from jengine.commands.flags import add_flags, add_model
 from jengine.commands.terminal import note
 from jengine.core.model_options import DTYPES
 from jengine.core.quantization import Quantization
@@ -44,12 +44,8 @@ def add_compile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--out", metavar="DIR", type=Path, required=True, help="the folder to write, new or empty"
     )
     add_target(parser, "h200, h100, a100 or l4 (needs the extra aot; default: the local device)")
-    parser.add_argument(
-        "--autotune",
-        metavar="FILE",
-        type=Path,
-        help="autotuning results that this command saved on a GPU of the target's kind",
-    )
+    text = "autotuning results that this command saved on a GPU of the target's kind"
+    add_flags(parser, ("--autotune", "FILE", text))
     parser.add_argument("--quiet", action="store_true", help="no progress and no closing lines")
     add_fields(parser.add_argument_group("engine"), EngineConfig, skip=SKIPS)
     add_vllm_flags(parser, ENGINE, note)
@@ -135,7 +131,7 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add_model(parser)
     parser.add_argument("out", metavar="DIR", type=Path, help="the folder to write, new or empty")
-    parser.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
+    add_flags(parser, ("--revision", "TEXT", "branch, tag or commit of a hub id"))
     parser.add_argument(
         "--dtype",
         choices=("auto", *DTYPES),
@@ -157,12 +153,8 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         default=32,
         help="for int4, int4_mixed and w4a8: inputs that share a scale (default: 32)",
     )
-    parser.add_argument(
-        "--calibration-data",
-        metavar="FILE",
-        type=Path,
-        help="for int4, int4_mixed and w4a8: a text; weights are rounded so that errors cancel on such text",
-    )
+    text = "for int4, int4_mixed and w4a8: a text; weights are rounded so that errors cancel on such text"
+    add_flags(parser, ("--calibration-data", "FILE", text))
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no closing line")
     parser.set_defaults(run=_convert)
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from jengine import InvalidArgument, Profile, ProfileOptions, Trace, explain
 from jengine.commands.connection import add_connection, connect
+from jengine.commands.flags import add_flags
 from jengine.commands.terminal import check_output, note, write
 from jengine.vllm.flags import add_fields, flag_values
 
+PERIOD = "length of the period up to now"
 DESCRIPTION = """\
 Save the recent activity of a server's engine: each step by stage, with its programs, padding, predicted and
 measured time; and each request from its arrival to its end. Open the file at https://ui.perfetto.dev, or pass
@@ -26,7 +28,7 @@ def add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "trace", help="save a server engine's recent activity for Perfetto", description=DESCRIPTION
     )
     _add_server(parser, "trace.json", "the output file")
-    _add_seconds(parser, None)
+    add_flags(parser, ("--seconds", "NUMBER", f"{PERIOD} (default: all that the server keeps, 8192 steps)"))
     add_connection(parser.add_argument_group("connection"))
     parser.set_defaults(run=_trace)
 
@@ -35,17 +37,6 @@ def _add_server(parser: argparse.ArgumentParser, output: str, text: str) -> None
     parser.add_argument("server", metavar="HOST:PORT", help="address of a `jengine serve`")
     text = f"{text} (default: {output})"
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, default=Path(output), help=text)
-
-
-def _add_seconds(parser: argparse.ArgumentParser, default: float | None) -> None:
-    shown = "all that the server keeps, 8192 steps" if default is None else f"{default:g}"
-    parser.add_argument(
-        "--seconds",
-        metavar="NUMBER",
-        type=float,
-        default=default,
-        help=f"length of the period up to now (default: {shown})",
-    )
 
 
 def _check_seconds(seconds: float | None) -> None:
@@ -73,9 +64,6 @@ def _trace(options: argparse.Namespace) -> None:
     )
 
 
-SECONDS = 60.0
-
-
 def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "explain",
@@ -91,7 +79,7 @@ def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="a server, or a file written by `jengine trace` or Trace.save",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    _add_seconds(parser, SECONDS)
+    add_flags(parser, ("--seconds", "NUMBER", PERIOD, 60.0))
     add_connection(parser.add_argument_group("connection to a server"))
     parser.set_defaults(run=_explain)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from jengine import EngineConfig, LoRARequest, SamplingParams
+from jengine import EngineConfig, InvalidArgument, LoRARequest, SamplingParams
 from jengine.commands.terminal import note
 from jengine.vllm.flags import add_fields, add_vllm_flags, flag_values
 from jengine.vllm.settings import ENGINE
@@ -27,7 +27,7 @@ COMMON_ENGINE = ("config", "revision", "dtype", "quantization", "max_model_len")
 
 
 # of a flag's value, by its metavar; others are text
-TYPES: dict[str, Callable[[str], Any]] = {"N": int, "NUMBER": float, "FILE": Path, "DIR": Path}
+TYPES: dict[str, Callable[[str], Any]] = {"N": int, "NUMBER": float, "DAYS": float, "FILE": Path, "DIR": Path}
 Flag = tuple[str, str, str] | tuple[str, str, str, Any]
 
 
@@ -42,10 +42,9 @@ def add_flags(group: argparse._ActionsContainer, *flags: Flag) -> None:
         )
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL", help="`demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id"
-    )
+def add_model(parser: argparse.ArgumentParser, **more: Any) -> None:
+    text = "`demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id"
+    parser.add_argument("model", metavar="MODEL", help=text, **more)
 
 
 def add_lora(parser: argparse.ArgumentParser, more: str = "") -> None:
@@ -107,6 +106,13 @@ def engine_fields(options: argparse.Namespace) -> dict[str, Any]:
         EngineConfig.of(options.model, fields)
     check_model(options.model)
     return fields
+
+
+def refuse(options: argparse.Namespace, names: Iterable[str], limit: str) -> None:
+    """Raises InvalidArgument for the first of these options that is given."""
+    for name in names:
+        if getattr(options, name):
+            raise InvalidArgument(name, getattr(options, name), limit)
 
 
 def follows(options: argparse.Namespace) -> bool:

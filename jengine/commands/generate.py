@@ -16,12 +16,14 @@ from jengine.commands.batch_lines import STDOUT
 from jengine.commands.flags import (
     COMMON_ENGINE,
     COMMON_SAMPLING,
+    add_flags,
     add_lora,
     add_model,
     add_sampling_and_engine,
     engine_fields,
     follows,
     lora_request,
+    refuse,
     sampling_fields,
 )
 from jengine.commands.terminal import note, write
@@ -47,28 +49,22 @@ def add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--no-stats", action="store_true", help="no closing line of statistics")
     parser.add_argument("--quiet", action="store_true", help="no statistics and no progress bars")
     files = parser.add_argument_group("a file of prompts")
-    files.add_argument(
-        "--input",
-        type=Path,
-        metavar="FILE",
-        help="requests: JSON lines or an OpenAI batch file; - reads stdin",
-    )
-    files.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="answers, appended as they finish; lines with an answer are skipped (default: stdout)",
+    add_flags(
+        files,
+        ("--input", "FILE", "requests: JSON lines or an OpenAI batch file; - reads stdin"),
+        (
+            "--output",
+            "FILE",
+            "answers, appended as they finish; lines with an answer are skipped (default: stdout)",
+        ),
     )
     files.add_argument(
         "--input-format",
         choices=batch.FORMATS,
         help="see below; auto uses the file's first line (default: auto)",
     )
-    files.add_argument(
-        "--served-model-name",
-        metavar="NAME",
-        help="model name in the bodies of an OpenAI batch file (default: MODEL)",
-    )
+    text = "model name in the bodies of an OpenAI batch file (default: MODEL)"
+    add_flags(files, ("--served-model-name", "NAME", text))
     files.add_argument(
         "--retry-errors", action="store_true", help="answer lines again that failed in earlier runs"
     )
@@ -86,9 +82,7 @@ def _generate(options: argparse.Namespace) -> int:
             raise InvalidArgument("lora", options.lora, "cannot be given with --input FILE")
         options.output = options.output or STDOUT
         return batch.run(options)
-    for name in ("output", "input_format", "served_model_name", "retry_errors"):
-        if getattr(options, name):
-            raise InvalidArgument(name, getattr(options, name), "needs --input FILE")
+    refuse(options, ("output", "input_format", "served_model_name", "retry_errors"), "needs --input FILE")
     _generate_one(options)
     return 0
 

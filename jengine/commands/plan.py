@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jengine import EngineConfig, InvalidArgument
 from jengine.commands.compile import SKIPS, add_target, config_for
-from jengine.commands.flags import add_flags, add_model
+from jengine.commands.flags import add_flags, add_model, refuse
 from jengine.commands.terminal import note, write
 from jengine.vllm.flags import add_fields, add_vllm_flags
 from jengine.vllm.settings import ENGINE
@@ -104,7 +104,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.target is None and not any(figures):
         return _local(options)
     if options.devices is None:
-        _refuse(options, OF_LAYOUTS, "needs --devices")
+        refuse(options, OF_LAYOUTS, "needs --devices")
     config = config_for(options)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a plan needs no local GPU
     from jengine.capacity.planning.plan import make_plan, plan_layouts
@@ -115,7 +115,7 @@ def _plan(options: argparse.Namespace) -> int:
     if options.devices is None:
         plan = make_plan(config, device, exact=options.exact, progress=not options.quiet)
     else:
-        _refuse(options, ("exact",), "cannot be combined with --devices")
+        refuse(options, ("exact",), "cannot be combined with --devices")
         from jengine.capacity.planning.layouts import choose
 
         only = _chosen_layout(config, vars(options))
@@ -129,7 +129,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _local(options: argparse.Namespace) -> int:
     """The memory that an engine takes on this machine, and the costs that engines have measured on it."""
-    _refuse(options, ("exact", "devices", *OF_LAYOUTS), "needs --target NAME, such as --target h100")
+    refuse(options, ("exact", "devices", *OF_LAYOUTS), "needs --target NAME, such as --target h100")
     config = config_for(options)
     # the GPU's memory may belong to an engine
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -148,12 +148,6 @@ def _local(options: argparse.Namespace) -> int:
     else:
         write(local_report(options.model, spec, memory, pages, costs) + "\n")
     return 0 if enough else 1
-
-
-def _refuse(options: argparse.Namespace, names: Iterable[str], limit: str) -> None:
-    for name in names:
-        if getattr(options, name):
-            raise InvalidArgument(name, getattr(options, name), limit)
 
 
 def _cluster(options: argparse.Namespace, device: DeviceSpec) -> Cluster:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from jengine import EngineConfig, JengineError
-from jengine.commands.flags import COMMON_ENGINE
+from jengine.commands.flags import COMMON_ENGINE, add_model
 from jengine.commands.terminal import note
 from jengine.vllm.flags import add_fields, add_help, add_vllm_flags
 from jengine.vllm.translate import SERVE_SETTINGS
@@ -47,13 +47,7 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         add_help=False,
     )
     add_help(parser, (*COMMON, *COMMON_ENGINE))
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        nargs="?",
-        default=argparse.SUPPRESS,
-        help="`demo`, a folder in Hugging Face's layout, a GGUF file, or a hub id",
-    )
+    add_model(parser, nargs="?", default=argparse.SUPPRESS)
     parser.add_argument(
         "more_models",
         metavar="MODEL",

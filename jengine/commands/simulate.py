@@ -226,13 +226,12 @@ def _tune(options: argparse.Namespace) -> int:
     text = head + "".join(map(_line, {**fields, **tuned.changes}.items()))
     if options.out is None:
         write(text)
-        _name_promising(tuned)
     else:
         options.out.write_text(text, encoding="utf-8")
         changed = ", ".join(f"{name} {value}" for name, value in tuned.changes.items())
         note(f"{gain}: {changed or 'these options are the best that were found'}")
         note(f"start with --config {options.out}")
-        _name_promising(tuned)
+    _name_promising(tuned)
     return 0
 
 

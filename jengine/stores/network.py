@@ -92,9 +92,6 @@ class RemoteStore:
         try:
             frames.connection.settimeout(self._timeout + wait)
             yield frames
-        except GeneratorExit:
-            frames.connection.close()
-            raise
         except (StoreError, OSError):
             frames.connection.close()
             self._failed()

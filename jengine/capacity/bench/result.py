@@ -130,18 +130,9 @@ class Result:
         lines += [_line(title, facts[name]) for name, title in names.items() if name in facts]
         for name in self.metrics:
             lines.append(f"{TITLES[name]:-^50}")
-            shown = [
-                f"mean_{name}_ms",
-                f"median_{name}_ms",
-                *[f"p{rank:g}_{name}_ms" for rank in self.percentiles],
-            ]
-            for key in shown:
-                kind, *_ = key.split("_")
-                lines.append(
-                    _line(
-                        f"{kind.title() if kind.isalpha() else kind.upper()} {name.upper()} (ms):", facts[key]
-                    )
-                )
+            for kind in ("mean", "median", *[f"p{rank:g}" for rank in self.percentiles]):
+                shown = kind.title() if kind.isalpha() else kind.upper()
+                lines.append(_line(f"{shown} {name.upper()} (ms):", facts[f"{kind}_{name}_ms"]))
         return "\n".join([*lines, "=" * 50])
 
     def save_plot(self, path: Path) -> None:

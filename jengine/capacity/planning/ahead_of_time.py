@@ -85,20 +85,16 @@ def describe_for(config: EngineConfig, target: str | None) -> ExecutionSpec:
     if config.layout.data > 1:
         limit = "must be 1: programs of several ranks are compiled at the start"
         raise InvalidArgument("data_parallel_size", config.data_parallel_size, limit)
+    devices = None
     if target is not None:
         check_target(target)
-    try:
-        devices = None if target is None else _devices(config, target)
-    except NotImplementedError:
-        raise InvalidArgument.needs_extra("target", target, "aot") from None
+        memory = device_limit(config, device_spec(target))
+        try:
+            devices = ahead_of_time.devices(target, config.tensor_parallel_size, memory)
+        except NotImplementedError:
+            raise InvalidArgument.needs_extra("target", target, "aot") from None
     claim_gpu_memory(config.gpu_memory_utilization)
     return describe_on(config, make_mesh(config.tensor_parallel_size, devices))
-
-
-def _devices(config: EngineConfig, target: str) -> list[jax.Device]:
-    return ahead_of_time.devices(
-        target, config.tensor_parallel_size, device_limit(config, device_spec(target))
-    )
 
 
 def describe_on(config: EngineConfig, mesh: Mesh) -> ExecutionSpec:

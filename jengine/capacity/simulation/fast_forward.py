@@ -93,7 +93,9 @@ class FastForward:
         if len(registry.held) and registry.held.batching != "static":
             return 0
         if registry.waiting and (
-            admission.switches or admission.strategy == "latency" or (self._room and self._may_admit())
+            admission.switches
+            or admission.strategy == "latency"
+            or (self._scheduler.prompts.room and self._may_admit())
         ):
             return 0
         return min([s.last_position - s.num_computed for s in rows]) - (1 - ahead)
@@ -108,15 +110,11 @@ class FastForward:
         return self._scheduler.prompts.may_fit(first)
 
     @property
-    def _room(self) -> int:
-        return self._scheduler.prompts.room
-
-    @property
     def admits(self) -> bool:
         """Whether an arriving request can change the next step. If not, it only joins the queue."""
         admission = self._admission
         by_load = admission.switches or admission.strategy == "latency"
-        return self._room > 0 or by_load or self._registry.options.batching != "continuous"
+        return self._scheduler.prompts.room > 0 or by_load or self._registry.options.batching != "continuous"
 
     @property
     def rows(self) -> list[Sequence]:

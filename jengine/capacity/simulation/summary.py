@@ -157,34 +157,29 @@ class ReplaySummary:
         return None if self.in_target is None else self.in_target * self.requests / self.seconds
 
 
-def summarize(
-    outcome: Outcome, trace: RequestTrace, targets: Targets, rows: np.ndarray | None = None
-) -> ReplaySummary:
-    """rows: the requests that were run, if not all."""
-    rows = np.arange(len(trace)) if rows is None else rows
-    first = outcome.first[rows] - trace.arrivals[rows]
-    last = outcome.last[rows] - trace.arrivals[rows]
-    outputs = trace.outputs[rows]
+def summarize(outcome: Outcome, trace: RequestTrace, targets: Targets) -> ReplaySummary:
+    """The figures of a replay of the whole trace."""
+    first, last, outputs = outcome.first - trace.arrivals, outcome.last - trace.arrivals, trace.outputs
     answered = ~np.isnan(last)
     seconds = max(outcome.end - outcome.begin, 1e-9)
     owned = np.array([sample.owned_pages for sample in outcome.samples] or [0]) / outcome.pages
     return ReplaySummary(
-        requests=len(rows),
+        requests=len(trace),
         engines=outcome.engines,
-        unanswered=int(len(rows) - answered.sum()),
+        unanswered=int(len(trace) - answered.sum()),
         seconds=seconds,
         first_token=_percentiles(first),
         per_token=_percentiles(_gaps(first, last, outputs)),
         total=_percentiles(last),
         mean_total=float(np.mean(last[answered])) if answered.any() else float("nan"),
         output_tokens_per_second=float(outputs[answered].sum() / seconds),
-        in_target=float(in_target(outcome, trace, targets)[rows].mean()) if targets.given(trace) else None,
+        in_target=float(in_target(outcome, trace, targets).mean()) if targets.given(trace) else None,
         device_busy=outcome.device_seconds / seconds / outcome.engines,
         host_busy=outcome.host_seconds / seconds / outcome.engines,
         pages_mean=float(owned.mean()),
         pages_most=float(owned.max()),
-        preemptions=int(outcome.preemptions[rows].sum()),
-        cached=float(outcome.cached[rows].sum() / trace.prompts[rows].sum()),
+        preemptions=int(outcome.preemptions.sum()),
+        cached=float(outcome.cached.sum() / trace.prompts.sum()),
         steps=outcome.steps,
     )
 

@@ -50,7 +50,6 @@ class RequestTrace:
         clients: by request, its client.
         loras: by request, the adapter that it uses; None: none.
         ttft_ms, tpot_ms: float64, the request's own targets; nan if it has none.
-        left_out: number of rows of the file without an output token, such as failed requests.
     """
 
     arrivals: np.ndarray
@@ -64,7 +63,6 @@ class RequestTrace:
     loras: Sequence[str | None] | None = None
     ttft_ms: np.ndarray | None = None
     tpot_ms: np.ndarray | None = None
-    left_out: int = 0
 
     def __len__(self) -> int:
         return len(self.arrivals)
@@ -109,9 +107,7 @@ class RequestTrace:
         return known[:length] if len(known) >= length else known + [token] * (length - len(known))
 
 
-def make_trace(
-    rows: Sequence[tuple[float, int, int]], *, left_out: int = 0, **columns: object
-) -> RequestTrace:
+def make_trace(rows: Sequence[tuple[float, int, int]], **columns: object) -> RequestTrace:
     """A trace of (arrival, prompt tokens, output tokens) rows in any order. Other columns must have the same
     length.
 
@@ -126,14 +122,13 @@ def make_trace(
         arrivals=table[:, 0] - table[:, 0].min(),
         prompts=table[:, 1].astype(np.int64),
         outputs=table[:, 2].astype(np.int64),
-        left_out=left_out,
         **columns,  # type: ignore[arg-type]
     )
     return trace.take(order)
 
 
 def read_trace(path: str | Path) -> RequestTrace:
-    """Reads a trace file.
+    """Reads a trace file. Rows without an output token, such as failed requests, are left out.
 
     Raises:
         InvalidArgument: the file cannot be read, has an unknown format, or has a bad line, which the message
@@ -176,8 +171,7 @@ def _table(
         (_value(path, line, seconds, row[arrival]), *_lengths(path, line, row, *lengths))
         for line, row in _csv(path, lines)
     ]
-    whole = [row for row in rows if min(row[1:]) > 0]
-    return make_trace(whole, left_out=len(rows) - len(whole))
+    return make_trace([row for row in rows if min(row[1:]) > 0])
 
 
 def _day_time(text: str) -> float:
@@ -190,18 +184,16 @@ def _day_time(text: str) -> float:
 
 def _mooncake(path: str, lines: Iterator[str]) -> RequestTrace:
     """Times in milliseconds. Each of `hash_ids` identifies 512 tokens and everything before them."""
-    rows, prefixes, left_out = [], [], 0
+    rows, prefixes = [], []
     for line, fields in _json_lines(path, lines):
         row = (
             _value(path, line, float, fields["timestamp"]) / 1e3,
             *_lengths(path, line, fields, "input_length", "output_length"),
         )
-        if min(row[1:]) < 1:
-            left_out += 1
-            continue
-        rows.append(row)
-        prefixes.append(tuple(fields.get("hash_ids", ())))
-    return make_trace(rows, prefixes=_numbered(prefixes), block=MOONCAKE_BLOCK, left_out=left_out)
+        if min(row[1:]) > 0:
+            rows.append(row)
+            prefixes.append(tuple(fields.get("hash_ids", ())))
+    return make_trace(rows, prefixes=_numbered(prefixes), block=MOONCAKE_BLOCK)
 
 
 def _jengine(path: str, lines: Iterator[str]) -> RequestTrace:
@@ -213,7 +205,7 @@ def _jengine(path: str, lines: Iterator[str]) -> RequestTrace:
     header = _object(path, 1, next(lines))
     if header[OURS] != VERSION:
         raise InvalidArgument(OURS, header[OURS], f"must be {VERSION} ({path})")
-    rows, records, left_out = [], [], 0
+    rows, records = [], []
     for line, fields in _json_lines(path, lines, first=2):
         if unknown := fields.keys() - FIELDS:
             raise InvalidArgument("trace", min(unknown), f"there is no such field ({path}, line {line})")
@@ -223,11 +215,9 @@ def _jengine(path: str, lines: Iterator[str]) -> RequestTrace:
             _value(path, line, float, fields.get("arrival")),
             *_lengths(path, line, fields, "prompt_tokens", "output_tokens"),
         )
-        if min(row[1:]) < 1:
-            left_out += 1
-            continue
-        rows.append(row)
-        records.append(fields)
+        if min(row[1:]) > 0:
+            rows.append(row)
+            records.append(fields)
 
     def column(name: str, default: Any) -> list[Any] | None:
         values = [fields.get(name) for fields in records]
@@ -249,7 +239,6 @@ def _jengine(path: str, lines: Iterator[str]) -> RequestTrace:
         loras=column("lora", None),
         ttft_ms=None if ttft is None else np.array(ttft, np.float64),
         tpot_ms=None if tpot is None else np.array(tpot, np.float64),
-        left_out=left_out,
     )
 
 

@@ -287,15 +287,13 @@ class JaxCapture:
         files = sorted(self._folder.rglob("*.trace.json.gz"))
         return json.loads(gzip.decompress(files[-1].read_bytes())) if files else {}
 
-    def pack(self, to: Path) -> bool:
-        """Writes the capture to a zip file. Returns False if there is none, or it is too large; see `why`."""
+    def pack(self, to: Path) -> None:
+        """Writes the capture to a zip file, unless there is none, or it is too large; see `why`."""
         files = [file for file in self._folder.rglob("*") if file.is_file()]
         size = sum(file.stat().st_size for file in files)
-        if not files or size > JAX_BYTES:
-            if files and not self.why:
-                self.why = f"the capture has {size >> 20} MiB; the limit is {JAX_BYTES >> 20}"
-            return False
-        with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as packed:
-            for file in files:
-                packed.write(file, file.relative_to(self._folder))
-        return True
+        if size > JAX_BYTES:
+            self.why = self.why or f"the capture has {size >> 20} MiB; the limit is {JAX_BYTES >> 20}"
+        elif files:
+            with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as packed:
+                for file in files:
+                    packed.write(file, file.relative_to(self._folder))

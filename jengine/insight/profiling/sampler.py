@@ -16,10 +16,12 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from itertools import islice
 from pathlib import Path
+from traceback import walk_stack
 from types import CodeType, FrameType
 
 from jengine.insight.profiling.data import Flame, InterpreterWait, LockWait, SlowCall
@@ -99,13 +101,6 @@ KEPT = 20_000
 DEPTH = 100  # maximum frames of a stack
 
 
-def frames(top: FrameType | None) -> Iterator[FrameType]:
-    """From the innermost frame outward."""
-    while top is not None:
-        yield top
-        top = top.f_back
-
-
 def awaited_lock(top: FrameType) -> str:
     """The lock that a thread tries to acquire in this frame, such as "self._lock"; empty: none."""
     code = top.f_code
@@ -119,7 +114,7 @@ def awaited_lock(top: FrameType) -> str:
 
 def waiting_frame(top: FrameType) -> FrameType:
     """The innermost frame outside threading, which is waiting for the lock."""
-    return next((frame for frame in frames(top) if frame.f_code.co_filename not in WRAPPERS), top)
+    return next((frame for frame, _ in walk_stack(top) if frame.f_code.co_filename not in WRAPPERS), top)
 
 
 @lru_cache(4096)
@@ -173,13 +168,13 @@ def holder(waiting: FrameType, lock: str, others: Iterable[tuple[str, FrameType]
         others: other threads by name, with their innermost frames.
     """
     name = lock.rpartition(".")[2]
-    places = {frame.f_code: frame.f_lineno for frame, _ in zip(frames(waiting), range(INNER), strict=False)}
+    places = {frame.f_code: line for frame, line in islice(walk_stack(waiting), INNER)}
     suspects = []
     for thread, top in others:
         if awaited_lock(top).rpartition(".")[2] == name:
             continue  # it is waiting, too
-        for frame in frames(top):
-            code, line = frame.f_code, frame.f_lineno
+        for frame, line in walk_stack(top):
+            code = frame.f_code
             if name in _withs(code.co_filename, line or 0):
                 return f"{thread}, in {frame_name(top.f_code, top.f_lineno)}"
             if line and line > places.get(code, line):
@@ -204,16 +199,9 @@ def _blocks(file: str) -> list[tuple[int, int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.With):
             for item in node.items:
-                name = item.context_expr
-                last = (
-                    name.attr
-                    if isinstance(name, ast.Attribute)
-                    else name.id
-                    if isinstance(name, ast.Name)
-                    else ""
-                )
-                if last:
-                    blocks.append((node.body[0].lineno, node.end_lineno or node.lineno, last))
+                match item.context_expr:
+                    case ast.Attribute(attr=last) | ast.Name(id=last):
+                        blocks.append((node.body[0].lineno, node.end_lineno or node.lineno, last))
     return blocks
 
 
@@ -303,13 +291,8 @@ class ThreadSampler:
         for thread, stacks in self._stacks.items():
             named: Counter[str] = Counter()
             for stack, count in stacks.items():
-                named[
-                    ";".join(
-                        frame_name(code, line)
-                        for code, line in stack
-                        if not code.co_filename.startswith("<frozen")
-                    )
-                ] += count
+                shown = [(code, line) for code, line in stack if not code.co_filename.startswith("<frozen")]
+                named[";".join(frame_name(code, line) for code, line in shown)] += count
             flames.append(Flame(thread, dict(named)))
         return flames
 
@@ -356,11 +339,7 @@ class ThreadSampler:
             self._end(self._waiting.pop(ident), now)
         for ident, top in tops.items():
             name, native = self._names[ident]
-            stack = tuple(
-                [(frame.f_code, frame.f_lineno) for frame, _ in zip(frames(top), range(DEPTH), strict=False)][
-                    ::-1
-                ]
-            )
+            stack = tuple([(frame.f_code, line) for frame, line in islice(walk_stack(top), DEPTH)][::-1])
             self._stacks[name][stack] += 1
             self._ran[native] = processor(native)[0]
             self._sample_lock(ident, name, top, tops, now)

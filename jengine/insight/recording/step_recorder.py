@@ -26,10 +26,8 @@ from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import EncoderKey
 
 STEPS, REQUESTS = 8192, 4096  # numbers of records kept
-SAMPLES, SAMPLE_SECONDS = (
-    1024,
-    2.0,
-)  # numbers of samples of memory and processors kept, and seconds between them
+# numbers of samples of memory and processors kept, and seconds between them
+SAMPLES, SAMPLE_SECONDS = 1024, 2.0
 
 
 class StepRecorder:

@@ -149,9 +149,30 @@ class Trace(msgspec.Struct, kw_only=True):
         return cls.from_json(bytes(saved["jengine"]))
 
     def plot(self) -> bytes:
-        """A PNG of requests from arrival to end, contents of steps, and pages. Needs matplotlib."""
+        """A PNG of three plots with a common time axis: requests from arrival to end, unfinished ones to the
+        time of the trace; tokens of steps with padding; pages by state. Needs matplotlib.
+        """
+        from matplotlib.figure import Figure
 
-        return plot_trace(self.steps, self.requests, self.taken, self.step_costs.table.tile_size)
+        steps = self.steps[-MOST_STEPS:]
+        requests = sorted(self.requests, key=lambda request: request.arrival)[-MOST_LANES:]
+        height = 1.0 + 0.09 * max(len(requests), 8)
+        figure = Figure(figsize=(10, height + 3.2), layout="constrained")
+        lanes, tokens, pages = figure.subplots(3, 1, sharex=True, height_ratios=[height, 1.4, 1.4])
+        begun = min(
+            [step.begun for step in steps[:1]] + [request.arrival for request in requests], default=0.0
+        )
+        _lanes(lanes, requests, begun, self.taken)
+        _tokens(tokens, steps, begun, self.step_costs.table.tile_size)
+        _pages(pages, steps, begun)
+        pages.set_xlabel("seconds")
+        for axes in (lanes, tokens, pages):
+            axes.margins(x=0)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
+        file = io.BytesIO()
+        figure.savefig(file, format="png", dpi=90)
+        return file.getvalue()
 
     def _repr_html_(self) -> str:
         known = [step for step in self.steps if step.device]
@@ -187,32 +208,6 @@ class Trace(msgspec.Struct, kw_only=True):
             f"Trace({counted(len(self.steps), 'step')} in {seconds:.1f} s,"
             f" {counted(len(self.requests), 'request')})"
         )
-
-
-def plot_trace(
-    steps: Sequence[StepRecord], requests: Sequence[RequestRecord], taken: float, tile_size: int
-) -> bytes:
-    """A PNG of three plots with a common time axis: requests in lanes, tokens of steps with padding, pages by
-    state. taken: time of the trace, at which unfinished requests end in the plot.
-    """
-    from matplotlib.figure import Figure
-
-    steps, requests = steps[-MOST_STEPS:], sorted(requests, key=lambda request: request.arrival)[-MOST_LANES:]
-    height = 1.0 + 0.09 * max(len(requests), 8)
-    figure = Figure(figsize=(10, height + 3.2), layout="constrained")
-    lanes, tokens, pages = figure.subplots(3, 1, sharex=True, height_ratios=[height, 1.4, 1.4])
-    begun = min([step.begun for step in steps[:1]] + [request.arrival for request in requests], default=0.0)
-    _lanes(lanes, requests, begun, taken)
-    _tokens(tokens, steps, begun, tile_size)
-    _pages(pages, steps, begun)
-    pages.set_xlabel("seconds")
-    for axes in (lanes, tokens, pages):
-        axes.margins(x=0)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=90)
-    return file.getvalue()
 
 
 def _lanes(axes: Any, requests: Sequence[RequestRecord], begun: float, taken: float) -> None:
