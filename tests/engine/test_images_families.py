@@ -148,7 +148,7 @@ def shared(engine: Engine, prompts: list[Prompt], pages: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variant", "pages"), [("gemma3_images", 34), pytest.param("gemma4_images", 40, marks=pytest.mark.full)]
+    ("variant", "pages"), [("gemma3_images", 34), pytest.param("gemma4_images", 34, marks=pytest.mark.full)]
 )
 def test_images_are_computed_as_a_whole(
     variant: str, pages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -108,8 +108,9 @@ def test_what_adapters_add_is_not_quantized(
             assert update.logprobs is not None
             assert update.token == wanted.argmax()
             errors += [abs(value - wanted[token]) for token, value in update.logprobs.top]
-    # a number between two eight-bit ones may be rounded to either
-    assert np.median(errors) < 1e-4 and max(errors) < {"w8a8": 0.1, "w4a8": 0.25}.get(quantization, 1e-4)
+    # a number between two eight-bit ones may be rounded to either; CPUs round single rows to 16 bits
+    limits = {"w8a8": 0.1, "w4a8": 0.25, "int4": 2e-3, "int4_mixed": 2e-3}
+    assert np.median(errors) < 1e-4 and max(errors) < limits.get(quantization, 1e-4)
 
 
 def dense(engine: Engine, base: Path, variant: str, name: str | None, tokens: list[int]) -> np.ndarray:
