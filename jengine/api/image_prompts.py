@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 IMAGE = {"type": "image"}  # a part of a message, without the image
 FIELD = "multi_modal_data"  # of a prompt, as in vLLM
-# types of a message's parts that are images: the field that has it
-PARTS = {"image_url": "image_url", "image": "image", "image_pil": "image_pil"}
+PARTS = ("image_url", "image", "image_pil")  # types of a message's parts, and the fields that have the image
 Conversation = list[dict[str, Any]]
 
 
@@ -98,7 +97,7 @@ def given_images(messages: Any) -> list[GivenImage]:
             if isinstance(kind, str) and kind in PARTS:
                 where = f"messages[{at}].content[{index}]"
                 source, path = _source(part, where)
-                images.append(GivenImage(at, index, source, f"{where}.{PARTS[kind]}", path))
+                images.append(GivenImage(at, index, source, f"{where}.{kind}", path))
     return images
 
 
@@ -165,11 +164,10 @@ def _source(part: dict[str, Any], where: str) -> tuple[Any, bool]:
         InvalidArgument: a field is missing or unknown.
     """
     kind = part["type"]
-    name = PARTS[kind]
     present = {key for key, value in part.items() if value is not None}
-    if unknown := present - {"type", name, "uuid"}:
+    if unknown := present - {"type", kind, "uuid"}:
         raise InvalidArgument(f"{where}.{min(unknown)}", "given", f"must be absent beside type {kind}")
-    source = part.get(name)
+    source = part.get(kind)
     if kind == "image_url":
         if isinstance(source, dict):
             if (detail := source.get("detail", "auto")) not in ("auto", "low", "high", "original", None):
@@ -181,5 +179,5 @@ def _source(part: dict[str, Any], where: str) -> tuple[Any, bool]:
             raise InvalidArgument(f"{where}.image_url.url", source, "must be a data URL")
         return source, False
     if source is None:
-        raise InvalidArgument(f"{where}.{name}", None, "must be an image")
+        raise InvalidArgument(f"{where}.{kind}", None, "must be an image")
     return source, True

@@ -6,6 +6,7 @@ seconds. It converts the rarer number formats.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -233,9 +234,7 @@ class _Reader:
                 f"tensor {name} has rows of {shape[-1]} numbers, no multiple of {kind}'s {block}"
             )
         stored = (*shape[:-1], shape[-1] // block * size)  # bytes of a row
-        count = 1
-        for axis in stored:
-            count *= axis
+        count = math.prod(stored)
         self._check(start + offset + count)
         data = np.frombuffer(self._data, np.uint8, count, start + offset).reshape(stored)
         return GgufTensor(

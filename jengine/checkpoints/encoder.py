@@ -12,7 +12,7 @@ import jax
 from jengine.checkpoints.files import found_tensors
 from jengine.checkpoints.in_memory import PLACE, Tensors
 from jengine.checkpoints.weights import check_tensors, is_source, place_whole
-from jengine.models.pieces import Piece
+from jengine.models.pieces import pieces_of
 
 WRAPPED = "vision_tower.vision_model.", "vision_tower."  # in older checkpoints, and now
 
@@ -45,7 +45,7 @@ def encoder_makers(targets: Any, sources: Any, tensors: Tensors) -> list[Callabl
 
 def _mine(every: Tensors, sources: Any) -> Tensors:
     """All tensors of the encoder's modules, also those that it does not have."""
-    modules = {piece.name.partition(".")[0] for piece in _pieces(sources)}
+    modules = {piece.name.partition(".")[0] for piece in pieces_of(sources)}
     tensors = {name.removeprefix("model."): tensor for name, tensor in every.items()}
     return {
         name.replace(*WRAPPED): tensor
@@ -55,11 +55,6 @@ def _mine(every: Tensors, sources: Any) -> Tensors:
 
 
 def _makers(place: Path, targets: Any, sources: Any, mine: Tensors) -> list[Callable[[], jax.Array]]:
-    check_tensors(place, dict(mine), _pieces(sources), tied=False, integers=set())
+    check_tensors(place, dict(mine), pieces_of(sources), tied=False, integers=set())
     leaves = zip(jax.tree.leaves(targets), jax.tree.leaves(sources, is_leaf=is_source), strict=True)
     return [partial(place_whole, target, source, mine) for target, source in leaves]
-
-
-def _pieces(sources: Any) -> list[Piece]:
-    pieces: list[Piece] = jax.tree.leaves(sources, is_leaf=lambda node: isinstance(node, Piece))
-    return pieces

@@ -23,7 +23,7 @@ from jengine.checkpoints.quantization import Parameter, Target, fitted, placed, 
 from jengine.checkpoints.safetensors import DTYPES, READABLE
 from jengine.checkpoints.stored import Tensor
 from jengine.models import Model, Params
-from jengine.models.pieces import Piece
+from jengine.models.pieces import Piece, pieces_of
 
 PLACE = Path("params")  # in errors, the place of the file
 Tensors = Mapping[str, Tensor]
@@ -137,8 +137,7 @@ def assembled(tensors: list[jax.Array], *, shape: tuple[int, ...], dtype: str, p
 
 def own_names(model: Model, tensors: Tensors) -> bool:
     """Whether names are those of parameters, such as layers.0.mlp.down, rather than of a checkpoint."""
-    pieces = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
-    parameters, stored = by_name(model.params).keys(), {piece.name for piece in pieces}
+    parameters, stored = by_name(model.params).keys(), {piece.name for piece in pieces_of(model.sources)}
     return len(parameters & tensors.keys()) > len(stored & tensors.keys())
 
 

@@ -204,14 +204,18 @@ def fused_site(name: str, a: np.ndarray, b: np.ndarray, fused: Mapping[str, Site
     for candidate in (layer, layer.replace(*MOVED)):
         for parameter in ("gate_up_proj", "down_proj"):
             site = fused.get(f"{candidate}.{parameter}")
-            if site is not None and (len(b), a.shape[1]) == _shape(site) and fits(site, a, b):
+            if site is not None and _fits(site, a, b):
                 return site
     return None
 
 
-def fits(site: Site, a: np.ndarray, b: np.ndarray) -> bool:
-    """Whether both factors have the same rank for each expert."""
-    return len(a) == b.shape[1] and site.experts is not None and len(a) % site.experts == 0
+def _fits(site: Site, a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether both factors have the same rank for each expert, and the outputs and inputs of its matrix in
+    transformers, which has all parts, one after the other.
+    """
+    outs, inputs = site.modules[0].shape
+    same_rank = len(a) == b.shape[1] and site.experts is not None and len(a) % site.experts == 0
+    return same_rank and (len(b), a.shape[1]) == (site.parts * outs, inputs)
 
 
 def of_experts(site: Site, a: np.ndarray, b: np.ndarray) -> dict[str, Factors]:
@@ -224,9 +228,3 @@ def of_experts(site: Site, a: np.ndarray, b: np.ndarray) -> dict[str, Factors]:
         expert, part = divmod(number, site.parts)
         modules[module.name] = downs[expert], ups[part, :, :, expert]
     return modules
-
-
-def _shape(site: Site) -> tuple[int, int]:
-    """Outputs and inputs of an expert's matrix in transformers, which has all parts, one after the other."""
-    outs, inputs = site.modules[0].shape
-    return site.parts * outs, inputs

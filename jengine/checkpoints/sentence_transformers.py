@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 from jengine.base.errors import ModelError
 from jengine.base.gguf_file import is_gguf, open_gguf
@@ -263,13 +263,11 @@ def _default_prompt(folder: Path, common: Mapping[str, Any]) -> str | None:
 
 def _similarity(folder: Path, common: Mapping[str, Any]) -> Similarity:
     name = common.get("similarity_fn_name") or "cosine"
-    for known in get_args(Similarity):
-        if name == known:
-            return known  # type: ignore[no-any-return]
-    limit = ", ".join(get_args(Similarity))
-    raise ModelError(
-        f"similarity_fn_name={name!r} is not supported; {limit} are; {WITHOUT}", file=folder / COMMON
-    )
+    if name not in get_args(Similarity):
+        limit = ", ".join(get_args(Similarity))
+        reason = f"similarity_fn_name={name!r} is not supported; {limit} are; {WITHOUT}"
+        raise ModelError(reason, file=folder / COMMON)
+    return cast(Similarity, name)
 
 
 def _check_normalize(file: Path) -> None:

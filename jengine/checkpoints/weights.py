@@ -29,7 +29,7 @@ from jengine.checkpoints.safetensors import DTYPES, NUMBERS
 from jengine.checkpoints.stored import GroupedValues, StoredTensor, Tensor, dense
 from jengine.models import DRAFT_HEADS, Model, Params, build
 from jengine.models.family import TextPart
-from jengine.models.pieces import Piece
+from jengine.models.pieces import Piece, pieces_of
 from pallas_kernels.products.weight import QuantizedWeight
 from pallas_kernels.products.weights import is_weight, quantized
 from pallas_kernels.quantization.host_memory import zeros
@@ -228,7 +228,7 @@ def read(
     Raises:
         ModelError: as in load.
     """
-    pieces: list[Piece] = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
+    pieces = pieces_of(model.sources)
     names = [*(piece.name for piece in pieces), *sorted(model.elsewhere)]
     if is_gguf(path):
         from jengine.checkpoints.gguf import read_gguf

@@ -283,7 +283,8 @@ def combined(loads: List[Load], ended: List[Load] = ()) -> Load:
         if name in LEAST:
             fields[name] = min((value for value in values if value is not None), default=None)
         elif name == "store":
-            fields[name] = _stores(values)
+            known = [load for load in values if load is not None]
+            fields[name] = reduce(StoreLoad.plus, known) if known else None
         elif name == "decisions":
             fields[name] = tuple(sum((Counter(dict(value)) for value in values), Counter()).items())
         elif isinstance(values[0], tuple):
@@ -291,8 +292,3 @@ def combined(loads: List[Load], ended: List[Load] = ()) -> Load:
         else:
             fields[name] = sum(values)
     return reduce(Load.after, ended, first._replace(**fields))
-
-
-def _stores(loads: List[StoreLoad | None]) -> StoreLoad | None:
-    known = [load for load in loads if load is not None]
-    return reduce(StoreLoad.plus, known) if known else None

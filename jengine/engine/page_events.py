@@ -250,14 +250,14 @@ class EventMaker:
 
     def _stored(self, change: PageChange, block: Block, parent: int | None) -> BlockStored:
         """An event that no block is in yet."""
-        group, salt = self._groups[change.group], _salt(block)
+        group, salt = self._groups[change.group], salt_of(block)
         number, name = (salt.number, salt.name) if isinstance(salt, LoraSalt) else (None, None)
         return BlockStored(
             [], parent, [], self._page_size, number, change.medium, name, [], change.group, *group
         )
 
 
-def _salt(block: Block) -> Salt:
+def salt_of(block: Block) -> Salt:
     parent: Block | Salt = block
     while isinstance(parent, Block):
         parent = parent.parent
@@ -267,7 +267,7 @@ def _salt(block: Block) -> Salt:
 def _extra_keys(block: Block) -> list[Any] | None:
     """What a block's hash depends on besides tokens, as in vLLM: adapter, images, the first cache salt."""
     keys: list[Any] = []
-    salt = _salt(block)
+    salt = salt_of(block)
     if isinstance(salt, LoraSalt):
         keys.append(salt.name)
         salt = salt.salt
@@ -291,19 +291,16 @@ class PageEventPublisher:
     A subscriber that misses one sends the number from which it wants them to replay_endpoint, from a DEALER
     socket. The answers are messages like the missed ones; the last one has the number -1 and no batch.
 
-    Args:
-        rank: among several engines that share a model.
-
     Raises:
         InvalidArgument: pyzmq is missing, or an address cannot be used.
     """
 
-    def __init__(self, config: PageEvents, maker: EventMaker, rank: int = 0) -> None:
+    def __init__(self, config: PageEvents, maker: EventMaker) -> None:
         try:
             import zmq
         except ModuleNotFoundError as missing:
             raise InvalidArgument.needs_extra(NAME, config.endpoint, "fleets", missing) from None
-        self._maker, self._topic, self._rank = maker, config.topic.encode(), rank
+        self._maker, self._topic = maker, config.topic.encode()
         self._changes: Queue[PageChange | None] = Queue(config.max_queue_size)
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._lock = threading.Lock()
@@ -365,7 +362,7 @@ class PageEventPublisher:
             if changes:
                 try:
                     events = self._maker.events(changes)
-                    frames = number.to_bytes(8, "big"), pack(KVEventBatch(time.time(), events, self._rank))
+                    frames = number.to_bytes(8, "big"), pack(KVEventBatch(time.time(), events, 0))
                     with self._lock:
                         self._kept.append(frames)
                     self._out.send_multipart((self._topic, *frames))

@@ -17,7 +17,7 @@ import numpy as np
 from jengine.core.kv_transfer import KvTransfer
 from jengine.core.updates import StoreLoad
 from jengine.core.weights import FIRST_VERSION, Version
-from jengine.engine.page_events import PageNames, digest_of, digests, page_name
+from jengine.engine.page_events import PageNames, digest_of, digests, page_name, salt_of
 from jengine.execution.kv_cache import Page, leaves_of, parts_of
 from jengine.execution.runner import Runner
 from jengine.scheduling.pages.block_table import Block, LoraSalt, Salt
@@ -389,7 +389,7 @@ class PageTransfer:
             self._queue.task_done()
 
     def _keep_one(self, store: PageStore, space: bytes, block: Block, group: int, page: Page) -> None:
-        if isinstance(_salt(block), LoraSalt):
+        if isinstance(salt_of(block), LoraSalt):
             return
         name = page_name(space, digest_of(block), group)
         known = store.find([name])[0]
@@ -405,10 +405,3 @@ class PageTransfer:
         with self._lock:
             counts = self._counts
             self._counts = counts._replace(**{name: getattr(counts, name) + n for name, n in more.items()})
-
-
-def _salt(block: Block) -> object:
-    parent: object = block
-    while isinstance(parent, Block):
-        parent = parent.parent
-    return parent

@@ -60,7 +60,7 @@ class EngineMaker:
 
     def __call__(self, runner: Runner, rank: int = 0) -> Engine:
         config, started, others = self._setup.config, self._setup.started, self._others
-        spec, scheduler = runner.spec, self._scheduler(runner.spec)
+        spec, scheduler, used = runner.spec, self._scheduler(runner.spec), self._warmed_up.used
         model = _with_eos_token(spec.model.config, started.tokenizer)
         if started.tokenizer is not None:
             started.tokenizer.model_eos_token_ids = model.eos_token_ids
@@ -68,7 +68,7 @@ class EngineMaker:
             overlap=config.overlap,
             seed=config.seed + rank,
             num_programs=started.programs,
-            programs=None if others is None else self._first_use(others, runner),
+            programs=others if others is None or runner.on_host else FirstUse(others, runner, used),
             save_costs=self._warmed_up.save_costs if rank == 0 else None,
             recorder=None if config.record_trace is None else TraceRecorder(config.record_trace),
             embedder=started.embedder,
@@ -80,9 +80,6 @@ class EngineMaker:
         if spec.adapters is not None and spec.lora is not None:
             parts.loras = LoraStore(spec.adapters, spec.lora, scheduler.registry.loras)
         return Engine(model, runner, scheduler, parts)
-
-    def _first_use(self, others: BackgroundPrograms, runner: Runner) -> BackgroundPrograms | FirstUse:
-        return others if runner.on_host else FirstUse(others, runner, self._warmed_up.used)
 
     def _scheduler(self, spec: ExecutionSpec) -> Scheduler:
         config = self._setup.config

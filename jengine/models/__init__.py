@@ -29,7 +29,7 @@ from jengine.models.layers import Matrix
 from jengine.models.quantized import as_stored, format_of, rounded
 from jengine.models.registry import DRAFT_HEADS as DRAFT_HEADS
 from jengine.models.registry import FAMILIES as FAMILIES
-from jengine.models.registry import check, supported, types_of
+from jengine.models.registry import check, supported
 from jengine.models.registry import register as register
 from jengine.models.stages import Stage, completed
 from jengine.parallel.mesh import rules_of, with_shardings
@@ -94,7 +94,7 @@ class Model:
     @property
     def types(self) -> set[type]:
         """The types of its parts."""
-        return types_of(self.module)
+        return {type(part) for _, part in nnx.iter_modules(cast(nnx.Module, self.module))}
 
     @property
     def quantized(self) -> str:
@@ -160,17 +160,23 @@ class Model:
     @property
     def parallel(self) -> bool:
         """Whether attention and MLP of a layer may be computed at the same time."""
-        return facts.parallel(self.module)
+        return any(facts.declared(self.module, "parallel"))
 
     def working(self, tokens: int) -> tuple[facts.Working, facts.Working]:
         """What a step of so many tokens needs through all layers, beside the residual stream, and for a
         layer's MLP.
         """
-        return facts.working(self.module, tokens)
+        beside, layer = facts.Working(), facts.Working()
+        for path, part in nnx.iter_modules(cast(Any, self.module)):
+            if hasattr(part, "working"):
+                needs = part.working(tokens)
+                beside, layer = (beside, layer | needs) if path else (needs, layer)
+        return beside, layer
 
     def batch_dependence(self, device: jax.Device) -> str | None:
         """What makes a row's result depend on other rows on this device, or None."""
-        return facts.batch_dependence(self.module, device)
+        declared = facts.declared(self.module, "batch_dependent")
+        return next(filter(None, (depends(device) for depends in declared)), None)
 
     def bind(self, params: Params) -> Decoder:
         """The module with these parameters. It works inside and outside of traced functions."""
@@ -249,7 +255,7 @@ def build(
     module = family.module(config, jnp.dtype(dtype), max_model_len)
     check(config.family, module)
     graph, state = nnx.split(module)
-    entries = facts.cache_entries(module)
+    entries = tuple(layer.attention.cache(index) for index, layer in enumerate(module.layers))
 
     def tree(leaf: Any) -> Any:
         return nnx.to_pure_dict(nnx.map_state(lambda _, parameter: leaf(parameter), state))

@@ -13,7 +13,7 @@ import numpy as np
 from jengine.base.errors import InvalidArgument
 from jengine.models.layers import Axes
 from jengine.models.moe import MixtureOfExperts
-from jengine.models.pieces import Piece
+from jengine.models.pieces import Piece, pieces_of
 from pallas_kernels.products.weights import is_weight
 
 if TYPE_CHECKING:
@@ -174,8 +174,7 @@ def module_names(model: Model) -> set[str]:
     """Bare names of all modules with a matrix, except those of experts: some releases of transformers have
     parameters of all experts in their place.
     """
-    pieces: list[Piece] = jax.tree.leaves(model.sources, is_leaf=lambda node: isinstance(node, Piece))
-    names = {bare(piece.name, model.prefix) for piece in pieces if len(piece.shape) == 2}
+    names = {bare(piece.name, model.prefix) for piece in pieces_of(model.sources) if len(piece.shape) == 2}
     matrices = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
     return {name for name in matrices if not EXPERT.search(name)} | {"lm_head"}
 

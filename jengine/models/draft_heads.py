@@ -26,10 +26,10 @@ from jengine.models.layers import (
     Matrix,
     RMSNorm,
     dense,
-    exact_matrix,
     normed,
     param,
     vocabulary,
+    whole_matrix,
 )
 from jengine.models.llama import Llama
 from jengine.models.moe import MixtureOfExperts
@@ -83,7 +83,7 @@ class Eagle3(Llama):
         self.embed: Matrix = vocabulary(table, hidden, dtype, "embed_tokens.weight")
         self.hidden_norm = RMSNorm(hidden, config, dtype, f"{self.layer_name(config, 0)}.hidden_norm")
         read = len(part.before) * part.hidden_size
-        self.fc = exact_matrix((hidden, read), dtype, (None, None), Piece("fc.weight", (hidden, read)))
+        self.fc = whole_matrix("fc.weight", dtype, hidden, read, exact=True)
         drafts = (config.vocab_size,)
         fewer = config.vocab_size < part.vocab_size
         self.offsets = param(drafts, jnp.int32, (None,), Piece("d2t", drafts)) if fewer else None
@@ -209,9 +209,8 @@ class Mtp(Llama):
         super().__init__(config, dtype, max_model_len)
         self.embedding_norm = self.norm_type(hidden, config, dtype, names.embedding_norm)
         self.hidden_norm = self.norm_type(hidden, config, dtype, names.hidden_norm)
-        source = Piece(f"{names.joined}.weight", (hidden, 2 * hidden))
         # never quantized: no published checkpoint does so
-        self.joined = exact_matrix((hidden, 2 * hidden), dtype, (None, None), source)
+        self.joined = whole_matrix(f"{names.joined}.weight", dtype, hidden, 2 * hidden, exact=True)
 
     @staticmethod
     def names(layers: int) -> Names:

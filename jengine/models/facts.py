@@ -18,10 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from flax import nnx
-
-from jengine.models.cache import CacheEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +67,10 @@ class Elements:
         return self.layers + experts * self.expert
 
 
-def cache_entries(module: Any) -> tuple[CacheEntry, ...]:
-    """What each layer keeps in the cache."""
-    return tuple(layer.attention.cache(index) for index, layer in enumerate(module.layers))
-
-
 def elements(module: Any, parameters: Iterable[tuple[Any, Any]]) -> Elements:
     """Counts the matrices among declared parameters, given with their paths."""
     layers, head, tables, expert = 0, 0, dict[str, int](), 0
-    experts = max(_declared(module, "num_experts"), default=0)
+    experts = max(declared(module, "num_experts"), default=0)
     for path, parameter in parameters:
         if not parameter.get_metadata("multiplies") or parameter.get_metadata("axes")[0] == "positions":
             continue
@@ -98,31 +90,12 @@ def elements(module: Any, parameters: Iterable[tuple[Any, Any]]) -> Elements:
         layers,
         expert,
         experts,
-        max(_declared(module, "experts_per_token"), default=0),
+        max(declared(module, "experts_per_token"), default=0),
         head,
         sum(tables.values()),
     )
 
 
-def working(module: Any, tokens: int) -> tuple[Working, Working]:
-    """What is live through all layers, beside the residual stream, and what each layer needs for its MLP."""
-    beside, layer = Working(), Working()
-    for path, part in nnx.iter_modules(module):
-        if hasattr(part, "working"):
-            needs = part.working(tokens)
-            beside, layer = (beside, layer | needs) if path else (needs, layer)
-    return beside, layer
-
-
-def parallel(module: Any) -> bool:
-    """Whether attention and MLP of a layer may be computed at the same time."""
-    return any(_declared(module, "parallel"))
-
-
-def batch_dependence(module: Any, device: jax.Device) -> str | None:
-    """What makes a row's result depend on other rows on this device, or None."""
-    return next(filter(None, (depends(device) for depends in _declared(module, "batch_dependent"))), None)
-
-
-def _declared(module: Any, name: str) -> Iterator[Any]:
+def declared(module: Any, name: str) -> Iterator[Any]:
+    """What the parts of a module declare under this name."""
     return (getattr(part, name) for _, part in nnx.iter_modules(module) if hasattr(part, name))

@@ -35,7 +35,7 @@ from jengine.models.hf_config import (
     rope_by_layer_types,
     windows_but_every,
 )
-from jengine.models.layers import Attend, GatedMlp, Matrix, RMSNorm, dense, exact_matrix, matrix, param
+from jengine.models.layers import Attend, GatedMlp, Matrix, RMSNorm, dense, exact_matrix, param, whole_matrix
 from jengine.models.llama import Llama
 from jengine.models.pieces import Piece
 from jengine.models.qwen import Qwen3Attention
@@ -164,7 +164,7 @@ class Streams(nnx.Module):
         self.norm = RMSNorm(hidden, config, dtype, f"{name}.router_norm")
 
         def small(tensor: str, *shape: int) -> Matrix:
-            return exact_matrix(shape, dtype, (None, None), Piece(f"{name}.{tensor}.weight", shape))
+            return whole_matrix(f"{name}.{tensor}.weight", dtype, *shape, exact=True)
 
         self.router = small("modality_router", count, hidden)
         self.mix = small("prediction_coefs", count**2, count)
@@ -200,12 +200,8 @@ class Laurel(nnx.Module):
 
     def __init__(self, config: ModelConfig, rank: int, dtype: jax.typing.DTypeLike, name: str) -> None:
         hidden = config.hidden_size
-        self.left = matrix(
-            (rank, hidden), dtype, (None, None), Piece(f"{name}.linear_left.weight", (rank, hidden))
-        )
-        self.right = matrix(
-            (hidden, rank), dtype, (None, None), Piece(f"{name}.linear_right.weight", (hidden, rank))
-        )
+        self.left = whole_matrix(f"{name}.linear_left.weight", dtype, rank, hidden)
+        self.right = whole_matrix(f"{name}.linear_right.weight", dtype, hidden, rank)
         self.norm = RMSNorm(hidden, config, dtype, f"{name}.post_laurel_norm")
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -33,12 +33,12 @@ from jengine.models.layers import (
     RMSNorm,
     dense,
     embed,
-    matrix,
     param,
     row_parallel_dense,
     unit,
     value,
     vocabulary,
+    whole_matrix,
 )
 from jengine.models.llama import Llama
 from jengine.models.moe import Experts, MixtureOfExperts, has_experts
@@ -186,12 +186,8 @@ class LayerInput(nnx.Module):
 
     def __init__(self, config: ModelConfig, size: int, dtype: jax.typing.DTypeLike, name: str) -> None:
         hidden, self.activation = config.hidden_size, config.activation
-        self.gate = matrix(
-            (size, hidden), dtype, (None, None), Piece(f"{name}.per_layer_input_gate.weight", (size, hidden))
-        )
-        self.projection = matrix(
-            (hidden, size), dtype, (None, None), Piece(f"{name}.per_layer_projection.weight", (hidden, size))
-        )
+        self.gate = whole_matrix(f"{name}.per_layer_input_gate.weight", dtype, size, hidden)
+        self.projection = whole_matrix(f"{name}.per_layer_projection.weight", dtype, hidden, size)
         self.norm = RMSNorm(hidden, config, dtype, f"{name}.post_per_layer_input_norm")
 
     def __call__(self, x: jax.Array, inputs: jax.Array) -> jax.Array:
@@ -246,13 +242,12 @@ class Gemma4(Llama):
             self.indivisible = "each of its layers reads an embedding of the tokens"
             self.takes_embeddings = False
             size = config.num_layers * inputs.size
-            hidden = config.hidden_size
             table = f"{self.prefix}embed_tokens_per_layer.weight"
-            projection = Piece(f"{self.prefix}per_layer_model_projection.weight", (size, hidden))
+            projection = f"{self.prefix}per_layer_model_projection.weight"
             self.layer_table = vocabulary(
                 dataclasses.replace(config, vocab_size=inputs.vocab_size), size, dtype, table
             )
-            self.layer_projection = matrix((size, hidden), dtype, (None, None), projection)
+            self.layer_projection = whole_matrix(projection, dtype, size, config.hidden_size)
             self.layer_norm = RMSNorm(inputs.size, config, dtype, f"{self.prefix}per_layer_projection_norm")
 
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Any:

@@ -37,6 +37,7 @@ from jengine.models.layers import (
     dense,
     exact_matrix,
     lookup,
+    whole_matrix,
 )
 from jengine.models.llama import Llama
 from jengine.models.pieces import Part, Piece, grouped, stacked
@@ -51,11 +52,10 @@ BIASES = ("qkv_bias", "output_bias", "mlp_bias")
 
 
 class GptNeoXAttention(Attention):
+    output_name = "dense"
+
     def qkv_source(self, name: str, kind: str, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
         return grouped(f"{name}.query_key_value.{kind}", self.config, parts, *inputs)
-
-    def output_source(self, name: str, kind: str, *shape: int) -> Piece:
-        return Piece(f"{name}.dense.{kind}", shape)
 
 
 class BloomAttention(GptNeoXAttention):
@@ -63,13 +63,11 @@ class BloomAttention(GptNeoXAttention):
 
 
 class PhiAttention(Attention):
-    def output_source(self, name: str, kind: str, *shape: int) -> Piece:
-        return Piece(f"{name}.dense.{kind}", shape)
+    output_name = "dense"
 
 
 class GptJAttention(GlmAttention):
-    def output_source(self, name: str, kind: str, *shape: int) -> Piece:
-        return Piece(f"{name}.out_proj.{kind}", shape)
+    output_name = "out_proj"
 
 
 class Gpt2Attention(Attention):
@@ -94,8 +92,7 @@ class OptLayers:
 
 
 class OptAttention(Attention):
-    def output_source(self, name: str, kind: str, *shape: int) -> Piece:
-        return Piece(f"{name}.out_proj.{kind}", shape)
+    output_name = "out_proj"
 
 
 class PostNormLayer(Layer):
@@ -153,8 +150,7 @@ class Opt(Gpt2):
         hidden, size = config.hidden_size, self.embedding_size(config)
 
         def project(name: str, *shape: int) -> Matrix:
-            piece = Piece(f"model.decoder.{name}.weight", shape)
-            return exact_matrix(shape, dtype, (None, None), piece)
+            return whole_matrix(f"model.decoder.{name}.weight", dtype, *shape, exact=True)
 
         if size != hidden:
             self.project_in = project("project_in", hidden, size)

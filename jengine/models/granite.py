@@ -11,7 +11,7 @@ import jax
 
 from jengine.models.config import ModelConfig, OutputHead
 from jengine.models.family import Family, Fields
-from jengine.models.layers import Attend, Block, Layer, Mixer
+from jengine.models.layers import Attend, Layer
 from jengine.models.llama import Llama, read_llama
 from jengine.models.moe import Experts, MixtureOfExperts, experts_everywhere
 from pallas_kernels.elementwise.rotary import Rotation
@@ -26,11 +26,7 @@ class ResidualMultiplier:
 
 
 class GraniteLayer(Layer):
-    def __init__(
-        self, attention_norm: Block, attention: Mixer, mlp_norm: Block, mlp: Block, multiplier: float
-    ) -> None:
-        super().__init__(attention_norm, attention, mlp_norm, mlp)
-        self.multiplier = multiplier
+    multiplier: float
 
     def __call__(
         self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend
@@ -41,15 +37,13 @@ class GraniteLayer(Layer):
 
 
 class Granite(Llama):
+    layer_type = GraniteLayer
+
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
-        plain = super().layer(config, dtype, name, index)
-        return GraniteLayer(
-            plain.attention_norm,
-            plain.attention,
-            plain.mlp_norm,
-            plain.mlp,
-            config.part(ResidualMultiplier).factor,
-        )
+        layer = super().layer(config, dtype, name, index)
+        assert isinstance(layer, GraniteLayer)
+        layer.multiplier = config.part(ResidualMultiplier).factor
+        return layer
 
 
 class GraniteExperts(Experts):

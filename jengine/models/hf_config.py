@@ -4,6 +4,7 @@ sliding windows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -172,14 +173,16 @@ def windows_by_layer_types(hf: Fields, window: int | None, types: list[str]) -> 
     none.
     """
     types = hf.get("layer_types") or types
-    unknown = set(types) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise ModelError(
-            f"layer_types has {unknown.pop()!r}; full_attention and sliding_attention are supported"
-        )
+    check_kinds(types, "full_attention", "sliding_attention")
     if window is None or "sliding_attention" not in types:
         return {}
     return {"windows": tuple(int(window) if kind == "sliding_attention" else None for kind in types)}
+
+
+def check_kinds(types: Sequence[str], *known: str) -> None:
+    """Raises ModelError for a type of layers that is none of these."""
+    if unknown := {*types} - {*known}:
+        raise ModelError(f"layer_types has {unknown.pop()!r}; {' and '.join(known)} are supported")
 
 
 def check_shared_layers(hf: Fields, types: list[str]) -> int:

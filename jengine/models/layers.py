@@ -115,6 +115,12 @@ def exact_matrix(
     return _matrix(shape, dtype, axes, source, exact=True, adaptable=adaptable)
 
 
+def whole_matrix(name: str, dtype: jax.typing.DTypeLike, *shape: int, exact: bool = False) -> Matrix:
+    """Declares a tensor of the checkpoint that each device has whole. exact: as `exact_matrix`."""
+    axes, source = (None,) * len(shape), (Piece(name, shape),)
+    return _matrix(shape, dtype, axes, source, exact=exact, adaptable=not exact)
+
+
 def _matrix(
     shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, source: tuple[Piece, ...], **facts: bool
 ) -> Matrix:
@@ -230,9 +236,12 @@ class Attention(nnx.Module):
     """
 
     sinks: nnx.Param[jax.Array] | None = None  # float32 [kv heads, group], in families that have them
+    qkv_bias: nnx.Param[jax.Array] | None = None
+    o_bias: nnx.Param[jax.Array] | None = None
     takes_norm = True  # x may be a norm, which its product computes
     slopes = False  # whether `attend` gets slopes
     width = 1  # of x, in hidden sizes
+    output_name = "o_proj"  # in the checkpoint
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         self.config = config
@@ -249,17 +258,11 @@ class Attention(nnx.Module):
         self.o = matrix(
             (hidden, laid * config.group_size_padded * dim), dtype, (None, "heads"), *by_heads(config, output)
         )
-        bias, output_bias = config.qkv_bias, config.output_bias
-        self.qkv_bias = (
-            param((laid, rows), dtype, ("kv_heads", None), *self.qkv_source(name, "bias", parts))
-            if bias
-            else None
-        )
-        self.o_bias = (
-            param((hidden,), dtype, (None,), self.output_source(name, "bias", hidden))
-            if output_bias
-            else None
-        )
+        if config.qkv_bias:
+            biases = self.qkv_source(name, "bias", parts)
+            self.qkv_bias = param((laid, rows), dtype, ("kv_heads", None), *biases)
+        if config.output_bias:
+            self.o_bias = param((hidden,), dtype, (None,), self.output_source(name, "bias", hidden))
 
     def layout(self, config: ModelConfig) -> tuple[int, tuple[Part, ...]]:
         """The number of rows per kv head, and the places of the checkpoint's rows of queries, keys and
@@ -273,7 +276,7 @@ class Attention(nnx.Module):
 
     def output_source(self, name: str, kind: str, *shape: int) -> Piece:
         """The checkpoint tensor of the weight or bias of the output."""
-        return Piece(f"{name}.o_proj.{kind}", shape)
+        return Piece(f"{name}.{self.output_name}.{kind}", shape)
 
     def __call__(self, layer: int, x: Rows, rotation: Rotation | None, attend: Attend) -> jax.Array:
         """x [N, width * hidden] -> [N, hidden]. rotation is None if queries and keys do not rotate."""
@@ -326,6 +329,8 @@ class GatedMlp(nnx.Module):
     reordering.
     """
 
+    gate_up_bias: nnx.Param[jax.Array] | None = None
+    down_bias: nnx.Param[jax.Array] | None = None
     takes_norm = True
 
     def __init__(
@@ -342,15 +347,10 @@ class GatedMlp(nnx.Module):
         self.down = matrix(
             (hidden, laid), dtype, (None, "ffn"), Piece(f"{name}.{down}.weight", (hidden, ffn), (EVERY, real))
         )
-        bias = config.mlp_bias
-        self.gate_up_bias = (
-            param((laid, 2), dtype, ("ffn", None), *self.gate_up_source(name, "bias", parts))
-            if bias
-            else None
-        )
-        self.down_bias = (
-            param((hidden,), dtype, (None,), Piece(f"{name}.{down}.bias", (hidden,))) if bias else None
-        )
+        if config.mlp_bias:
+            biases = self.gate_up_source(name, "bias", parts)
+            self.gate_up_bias = param((laid, 2), dtype, ("ffn", None), *biases)
+            self.down_bias = param((hidden,), dtype, (None,), Piece(f"{name}.{down}.bias", (hidden,)))
 
     def gate_up_source(self, name: str, kind: str, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
         """The checkpoint tensors of the weight or bias of gate and up."""

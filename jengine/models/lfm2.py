@@ -12,14 +12,13 @@ from jengine.base.errors import ModelError
 from jengine.models.cache import CacheEntry
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
-from jengine.models.hf_config import decoder
+from jengine.models.hf_config import check_kinds, decoder
 from jengine.models.layers import (
     Attend,
     Block,
     GatedMlp,
     Mixer,
     Recur,
-    RMSNorm,
     dense,
     matrix,
     param,
@@ -33,13 +32,7 @@ from pallas_kernels.elementwise.rotary import Rotation
 
 
 class Lfm2Attention(Qwen3Attention):
-    def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
-        super().__init__(config, dtype, name)
-        self.q_norm = RMSNorm(config.head_dim, config, dtype, f"{name}.q_layernorm")
-        self.k_norm = RMSNorm(config.head_dim, config, dtype, f"{name}.k_layernorm")
-
-    def output_source(self, name: str, kind: str, *shape: int) -> Piece:
-        return Piece(f"{name}.out_proj.{kind}", shape)
+    output_name, norm_names = "out_proj", ("q_layernorm", "k_layernorm")
 
 
 class ShortConvolution(nnx.Module):
@@ -98,8 +91,7 @@ def read_lfm2(hf: Fields) -> dict[str, Any]:
     full = hf.get("full_attn_idxs")
     full = range(layers) if full is None else full
     types = hf.get("layer_types") or ["full_attention" if i in full else "conv" for i in range(layers)]
-    if unknown := {*types} - {"conv", "full_attention"}:
-        raise ModelError(f"layer_types has {unknown.pop()!r}; conv and full_attention are supported")
+    check_kinds(types, "conv", "full_attention")
     if len(types) != layers or len({*types}) < 2:
         raise ModelError(
             f"layer_types must name {layers} layers, num_hidden_layers, of which some are conv and some"

@@ -19,7 +19,7 @@ from jengine.models.cache import CacheEntry
 from jengine.models.config import ModelConfig
 from jengine.models.deepseek import AHEAD, DeepseekExperts, GroupRouting
 from jengine.models.family import Family, Fields
-from jengine.models.hf_config import partly_rotated
+from jengine.models.hf_config import check_kinds, partly_rotated
 from jengine.models.layers import (
     Attend,
     Attention,
@@ -173,8 +173,7 @@ def _read(hf: Fields, types: Sequence[str], factors: Mapping[str, str]) -> dict[
         hf, float(hf["rotary_dim"]) / float(hf["head_dim"]) if hf.get("rotary_dim") else 1.0
     )
     layers, heads, dim = fields["num_layers"], fields["num_heads"], fields["head_dim"]
-    if unknown := {*types} - {FULL, LINEAR}:
-        raise ModelError(f"layer_types has {unknown.pop()!r}; {FULL} and {LINEAR} are supported")
+    check_kinds(types, FULL, LINEAR)
     if len(types) != layers or len({*types}) < 2:
         raise ModelError(
             f"layer types must name {layers} layers, num_hidden_layers, of which some have full and some"

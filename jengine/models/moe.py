@@ -16,7 +16,7 @@ from jengine.base.errors import ModelError
 from jengine.models.config import ModelConfig
 from jengine.models.facts import Working
 from jengine.models.family import Fields
-from jengine.models.layers import GatedMlp, dense, exact_matrix, matrix, value
+from jengine.models.layers import GatedMlp, dense, exact_matrix, matrix, value, whole_matrix
 from jengine.models.pieces import EVERY, Piece
 from jengine.parallel.collectives import DATA, TENSOR, all_reduce, gather_rows, reduce_scatter, shard_index
 from pallas_kernels.devices import traced_for, traced_for_cpu
@@ -107,7 +107,7 @@ class Experts(nnx.Module):
 
     def declare_router(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         shape = self.sizes.count, self.config.hidden_size
-        self.router = exact_matrix(shape, dtype, (None, None), Piece(f"{name}.weight", shape))
+        self.router = whole_matrix(f"{name}.weight", dtype, *shape, exact=True)
 
     def declare_stacked(
         self,

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
+
+import jax
 
 from jengine.base.errors import ModelError
 from jengine.models.config import ModelConfig
@@ -55,6 +57,12 @@ class Piece(NamedTuple):
         whole = len(self.part) < ndim
         part = self.part if whole else (*self.part[:-1], less(cast(slice, self.part[-1])))
         return self._replace(part=part, columns=less(self.columns))
+
+
+def pieces_of(sources: Any) -> list[Piece]:
+    """All pieces in a tree of parameters' sources."""
+    pieces: list[Piece] = jax.tree.leaves(sources, is_leaf=lambda node: isinstance(node, Piece))
+    return pieces
 
 
 class Part(NamedTuple):

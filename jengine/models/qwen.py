@@ -25,10 +25,13 @@ from pallas_kernels.cache.qkv import HeadNorm, QkvProduct
 class Qwen3Attention(Attention):
     """Attention with norms of queries and keys per head."""
 
+    norm_names = "q_norm", "k_norm"  # in the checkpoint
+
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str) -> None:
         super().__init__(config, dtype, name)
-        self.q_norm = RMSNorm(config.head_dim, config, dtype, f"{name}.q_norm")
-        self.k_norm = RMSNorm(config.head_dim, config, dtype, f"{name}.k_norm")
+        self.q_norm, self.k_norm = (
+            RMSNorm(config.head_dim, config, dtype, f"{name}.{norm}") for norm in self.norm_names
+        )
 
     def normalize(self, qkv: QkvProduct) -> QkvProduct:
         q, k = self.q_norm, self.k_norm

@@ -16,7 +16,7 @@ from jengine.base.errors import ModelError
 from jengine.models.cache import CacheEntry
 from jengine.models.config import ModelConfig
 from jengine.models.family import OF_WHOLE, Family, Fields, TextPart
-from jengine.models.hf_config import attention_biases, interleaved, partly_rotated
+from jengine.models.hf_config import attention_biases, check_kinds, interleaved, partly_rotated
 from jengine.models.layers import Attend, Mixer, Recur, dense, exact_matrix, matrix, param, row_parallel_dense
 from jengine.models.llama import Llama
 from jengine.models.moe import MixtureOfExperts, SharedExperts, qwen_experts
@@ -189,10 +189,7 @@ def read_linear_attention(hf: Fields) -> LinearAttention:
     layers, every = int(hf["num_hidden_layers"]), int(hf.get("full_attention_interval") or 4)
     usual = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
     types: Sequence[str] = hf.get("layer_types") or usual
-    if unknown := set(types) - {"full_attention", "linear_attention"}:
-        raise ModelError(
-            f"layer_types has {unknown.pop()!r}; full_attention and linear_attention are supported"
-        )
+    check_kinds(types, "full_attention", "linear_attention")
     if len(types) != layers or len(set(types)) < 2:
         raise ModelError(
             f"layer_types must name {layers} layers, num_hidden_layers, of which some have full and some"

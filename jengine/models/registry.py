@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import pkgutil
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from flax import nnx
 
@@ -125,8 +125,3 @@ def check(title: str, module: Decoder) -> None:
                 f"{title}: the parameter {name} must be declared by layers.param, matrix or vocabulary, which"
                 " name its axes and the checkpoint's tensors"
             )
-
-
-def types_of(module: Decoder) -> set[type]:
-    """The types of a model's parts."""
-    return {type(part) for _, part in nnx.iter_modules(cast(nnx.Module, module))}

@@ -6,11 +6,10 @@ import dataclasses
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
-import jax
 from flax import nnx
 
 from jengine.base.errors import InvalidArgument
-from jengine.models.pieces import Piece
+from jengine.models.pieces import pieces_of
 
 if TYPE_CHECKING:
     from jengine.models import Model
@@ -142,8 +141,7 @@ def part_of(model: Model, stage: Stage) -> Model:
 
 
 def _tensors(sources: Any) -> frozenset[str]:
-    pieces = jax.tree.leaves(sources, is_leaf=lambda node: isinstance(node, Piece))
-    return frozenset(piece.name for piece in pieces)
+    return frozenset(piece.name for piece in pieces_of(sources))
 
 
 def completed(part: Any, every: Any) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,14 +50,10 @@ class ChatTemplate:
         if len(source) > MOST_SOURCE:
             raise ModelError(f"has {len(source)} characters; at most {MOST_SOURCE}", file=file)
         self.source, self.special_tokens, self._file = source, special_tokens, file
-        try:
+        with self._invalid():
             self._tree = _environment().parse(source)
             #: all variables that the template mentions
             self.names = frozenset(name.name for name in self._tree.find_all(nodes.Name))
-        except TemplateSyntaxError as wrong:
-            raise self._invalid(wrong) from None
-        except RecursionError:
-            raise ModelError("is not a valid Jinja template: it is nested too deeply", file=file) from None
 
     @cached_property
     def compiled(self) -> Template:
@@ -66,19 +63,19 @@ class ChatTemplate:
         Raises:
             ModelError: it is not a Jinja template.
         """
-        try:
+        with self._invalid():
             return _environment().from_string(self.source)
-        except TemplateSyntaxError as wrong:
-            raise self._invalid(wrong) from None
-        except RecursionError:
-            raise ModelError(
-                "is not a valid Jinja template: it is nested too deeply", file=self._file
-            ) from None
 
-    def _invalid(self, wrong: TemplateSyntaxError) -> ModelError:
-        return ModelError(
-            f"line {wrong.lineno} is not a valid Jinja template: {wrong.message}", file=self._file
-        )
+    @contextmanager
+    def _invalid(self) -> Iterator[None]:
+        try:
+            yield
+        except TemplateSyntaxError as wrong:
+            reason = f"line {wrong.lineno} is not a valid Jinja template: {wrong.message}"
+            raise ModelError(reason, file=self._file) from None
+        except RecursionError:
+            reason = "is not a valid Jinja template: it is nested too deeply"
+            raise ModelError(reason, file=self._file) from None
 
     @cached_property
     def takes_parts(self) -> bool:

@@ -19,11 +19,9 @@ class Detokenizer(Protocol):
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; often empty. Does not depend on how tokens are grouped."""
-        ...
 
     def flush(self) -> str:
         """Returns the remaining text, with an incomplete character as U+FFFD. Call once, last."""
-        ...
 
 
 class ByteLevelDetokenizer:

@@ -35,6 +35,8 @@ STACK = 256 * 2**20  # bytes of address space; only the used part takes memory
 # memory to about 100 MB.
 _LIMITS = llguidance.LLParserLimits(step_max_items=20_000, max_lexer_states=50_000, verbose_errors=False)
 _REF = re.compile(r'"\$ref"\s*:\s*"([^"]*)"')
+# begins a rule or a terminal of a Lark grammar: a name, then a colon
+_RULE = re.compile(r'^[ \t]*[?!]?[A-Za-z_][^:"/\n]*:', re.MULTILINE)
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)  # begins a rule; no line of Lark does so
 _PLACE = re.compile(r"at (\d+)\(\d+\): ")  # of an error in a Lark grammar: line and column
 # the rule of a tool's parameters, up to the schema, which must not prevent answers that are text
@@ -51,7 +53,7 @@ def check_structure(what: StructuredOutputs) -> None:
     text = _text(what)
     if len(text) > MAX_CHARACTERS:
         raise InvalidArgument("structured_outputs", f"{len(text)} characters", f"at most {MAX_CHARACTERS}")
-    if what.grammar is not None and (rules := sum(map(_begins_rule, text.split("\n")))) > MAX_RULES:
+    if what.grammar is not None and (rules := len(_RULE.findall(text))) > MAX_RULES:
         raise InvalidArgument("structured_outputs", f"{rules} rules", f"at most {MAX_RULES}")
     if (what.grammar is not None or what.json is not None) and (
         refs := len(set(_REF.findall(text)))
@@ -185,16 +187,6 @@ def _readable(what: StructuredOutputs) -> StructuredOutputs:
     return what if what.grammar is None else StructuredOutputs(grammar=_LENIENT.sub(rule, what.grammar))
 
 
-def _begins_rule(line: str) -> bool:
-    """Whether a line of a Lark grammar begins a rule or a terminal: a name, then a colon."""
-    head, colon, _ = line.partition(":")
-    if not colon or '"' in head or "/" in head:
-        return False
-    name = head.lstrip(" \t")
-    name = name[1:] if name[:1] in ("?", "!") else name
-    return name[:1].isascii() and (name[:1].isalpha() or name[:1] == "_")
-
-
 def _text(what: StructuredOutputs) -> str:
     if what.choice is not None:
         return "".join(what.choice)
@@ -215,11 +207,8 @@ def _grammar(what: StructuredOutputs, tokenizer: Tokenizer) -> str:
         return str(matcher.grammar_from_regex(what.regex))
     # a single terminal, since alternatives of a rule would become that many parser items
     if what.choice is not None:
-        return str(
-            matcher.grammar_from_lark(
-                "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(option) for option in what.choice)
-            )
-        )
+        options = " | ".join(map(json.dumps, what.choice))
+        return str(matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {options}"))
     assert what.grammar is not None
     added = tokenizer.backend.get_added_tokens_decoder()
     ids = {token.content: number for number, token in added.items()}

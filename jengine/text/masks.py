@@ -114,9 +114,6 @@ class GivenTokens(TokenMask):
     def __init__(self, tokens: Sequence[int]) -> None:
         self._tokens, self._taken = tokens, 0
 
-    def copy(self) -> GivenTokens:
-        return copy.copy(self)
-
     def fill(self, words: np.ndarray) -> None:
         if self._taken < len(self._tokens):  # behind the end, rows do not count
             token = self._tokens[self._taken]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jengine.models.layers import NormSettings, RMSNorm, exact_matrix, param, unit
+from jengine.models.layers import NormSettings, RMSNorm, param, unit, whole_matrix
 from jengine.models.pieces import Piece
 from jengine.models.rope import Rope
 from jengine.vision.parts import Attention, Linear, within_segments
@@ -98,8 +98,7 @@ class Encoder(nnx.Module):
         features = 3 * int(fields["patch_size"]) ** 2
         embedder = f"{place}.patch_embedder"
         self.embed = Linear(features, size, dtype, f"{embedder}.input_proj", biased=False)
-        piece = Piece(f"{embedder}.position_embedding_table", table)
-        self.positions = exact_matrix(table, dtype, (None, None, None), piece)
+        self.positions = whole_matrix(f"{embedder}.position_embedding_table", dtype, *table, exact=True)
         layers = range(int(fields["num_hidden_layers"]))
         self.blocks = nnx.List([Block(fields, dtype, f"{place}.encoder.layers.{i}") for i in layers])
         self.standard = nnx.List(

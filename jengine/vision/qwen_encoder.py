@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jengine.models.layers import LayerNorm, NormSettings, RMSNorm, exact_matrix
-from jengine.models.pieces import Piece
+from jengine.models.layers import LayerNorm, NormSettings, RMSNorm, whole_matrix
 from jengine.vision.parts import Attention, Linear, axial_rotation, within_runs, within_segments
 from pallas_kernels.elementwise.activations import ACTIVATIONS
 from pallas_kernels.elementwise.rotary import Rotation, rotate_by_xla
@@ -122,7 +121,7 @@ class Encoder(nnx.Module):
         self.taps = tuple(fields.get("deepstack_visual_indexes") or ())
         stored = hidden, *patch
         self.embed = Linear(math.prod(patch), hidden, dtype, "visual.patch_embed.proj", stored=stored)
-        self.positions = exact_matrix(table, dtype, (None, None), Piece("visual.pos_embed.weight", table))
+        self.positions = whole_matrix("visual.pos_embed.weight", dtype, *table, exact=True)
         self.blocks = nnx.List(
             [Block(fields, dtype, f"visual.blocks.{i}", gated=False) for i in range(int(fields["depth"]))]
         )

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jengine.models.layers import LayerNorm, NormSettings, RMSNorm, exact_matrix
-from jengine.models.pieces import Piece
+from jengine.models.layers import LayerNorm, NormSettings, RMSNorm, whole_matrix
 from jengine.vision.parts import Attention, Linear, within_frames
 from pallas_kernels.elementwise.activations import ACTIVATIONS
 
@@ -48,8 +47,7 @@ class Siglip(nnx.Module):
         table, filters = ((fields["image_size"] // patch) ** 2, size), (size, channels, patch, patch)
         self.dtype = jnp.dtype(dtype)
         self.embed = Linear(channels * patch**2, size, dtype, f"{place}.patch_embedding", stored=filters)
-        positions = Piece(f"{place}.position_embedding.weight", table)
-        self.positions = exact_matrix(table, dtype, (None, None), positions)
+        self.positions = whole_matrix(f"{place}.position_embedding.weight", dtype, *table, exact=True)
         layers = (f"{name}.encoder.layers.{i}" for i in range(fields["num_hidden_layers"]))
         self.blocks = nnx.List([Block(fields, dtype, layer) for layer in layers])
         self.norm = LayerNorm(size, NormSettings(fields["layer_norm_eps"]), dtype, f"{name}.post_layernorm")

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 LANCZOS = 1  # Pillow's numbers of filters, as in preprocessor_config.json
 LONGEST = 4096  # pixels; no resized image is longer
 EDGE = "longest_edge"
-FIELDS = (
-    "image_size", "patch_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "num_channels", "layer_norm_eps", "hidden_act",
-)  # fmt: skip
 DEFAULTS = {  # transformers'
     "hidden_size": 1152, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16,
     "num_channels": 3, "image_size": 224, "patch_size": 32, "layer_norm_eps": 1e-6,
@@ -62,7 +58,7 @@ class SmolVlm:
             raise InvalidArgument(f"mm_processor_kwargs.size.{EDGE}", edge, f"at most {LONGEST}")
         processor = {**processor, **options}
         vision = {**DEFAULTS, **config.get("vision_config", {})}
-        self.vision = {name: vision[name] for name in FIELDS}
+        self.vision = {name: vision[name] for name in DEFAULTS}
         self.hidden = int(config["text_config"]["hidden_size"])
         self.scale, self._encode = int(config.get("scale_factor", 2)), encode
         self.row_token = self.token = int(config.get("image_token_id", 128257))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,7 +106,7 @@ def test_an_engine_in_another_process_does_not_score() -> None:
 
 def test_given_tokens_are_the_only_ones_allowed() -> None:
     mask = GivenTokens([3, 40])
-    other = mask.copy()
+    other = copy.copy(mask)
 
     def allowed(mask: GivenTokens) -> list[int]:
         words = np.full(2, 2**32 - 1, np.uint32)

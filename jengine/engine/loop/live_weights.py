@@ -17,13 +17,12 @@ from jengine.checkpoints.converted import is_converted
 from jengine.checkpoints.encoder import encoder_makers
 from jengine.checkpoints.in_memory import PLACE, Tensors, assemble_on_devices, in_memory, own_names, places_of
 from jengine.checkpoints.quantization import fitted, plain
-from jengine.checkpoints.weights import makers
+from jengine.checkpoints.weights import is_source, makers
 from jengine.core.weights import FIRST_VERSION, Version
 from jengine.engine.setup.model_source import ModelSource
 from jengine.execution.device_state import DeviceState
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import Model
-from jengine.models.pieces import Piece
 from pallas_kernels.products.weights import is_weight
 
 
@@ -137,7 +136,7 @@ def warm(spec: ExecutionSpec) -> None:
 
 
 def _warm(targets: Any, sources: Any, dtypes: Iterable[np.dtype]) -> None:
-    sources = jax.tree.leaves(sources, is_leaf=_is_source)
+    sources = jax.tree.leaves(sources, is_leaf=is_source)
     done = set[Any]()
     for target, source in zip(jax.tree.leaves(targets, is_leaf=is_weight), sources, strict=True):
         names, places = places_of(source)
@@ -156,10 +155,6 @@ def _warm(targets: Any, sources: Any, dtypes: Iterable[np.dtype]) -> None:
 def dtypes(model: Model) -> tuple[np.dtype, ...]:
     """The dtypes of tensors that updates take: the model's and float32."""
     return tuple(dict.fromkeys((jnp.dtype(model.dtype), jnp.dtype(jnp.float32))))
-
-
-def _is_source(node: Any) -> bool:
-    return isinstance(node, tuple) and all(isinstance(piece, Piece) for piece in node)
 
 
 def _check_dtypes(model: Model, tensors: Tensors) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import jax
 
@@ -210,15 +211,7 @@ class Bench:
 
     def seconds(self, plan: StepPlan) -> float:
         """Seconds of a step among equal ones."""
-        again = StepPlan(
-            plan.trunk,
-            plan.sampler,
-            plan.spans,
-            plan.samples,
-            work=plan.work,
-            steps=plan.steps,
-            overtakes=plan.overtakes,
-        )
+        again = replace(plan, resets=[], table=[])  # which the slots have then
         return self._typical(self._runner.dispatch(plan), lambda: self._runner.dispatch(again))
 
     def cost(self, plan: StepPlan, costs: StepCosts) -> Cost:

@@ -353,25 +353,17 @@ def _check_experts(config: EngineConfig, model: Model) -> None:
 
 def make_table(config: EngineConfig, chosen: Sizes, platform: str) -> ProgramTable:
     """The programs for an engine of these sizes, before page buckets are chosen."""
-    if config.batch_invariant:
-        tokens = min(PROMPT_TOKENS[platform], chosen.max_num_batched_tokens)
-        return ProgramTable.build_batch_invariant(
-            max_num_seqs=chosen.max_num_seqs,
-            tiles=max(1, tokens // config.tile_size),
-            tile_size=config.tile_size,
-            pooling=bool(config.embeddings),
-            drafts=config.draft_tokens,
-            adapters=config.max_loras if config.enable_lora else 0,
-        )
     shapes: dict[str, Any] = {
         "max_num_seqs": chosen.max_num_seqs,
-        "max_num_batched_tokens": chosen.max_num_batched_tokens,
         "tile_size": config.tile_size,
         "pooling": bool(config.embeddings),
-        "steps": config.burst_steps,
         "drafts": config.draft_tokens,
         "adapters": config.max_loras if config.enable_lora else 0,
     }
+    if config.batch_invariant:
+        tokens = min(PROMPT_TOKENS[platform], chosen.max_num_batched_tokens)
+        return ProgramTable.build_batch_invariant(**shapes, tiles=max(1, tokens // config.tile_size))
+    shapes |= {"max_num_batched_tokens": chosen.max_num_batched_tokens, "steps": config.burst_steps}
     if platform == "cpu":
         return ProgramTable.build(**shapes, by_row=cpu_refused() is None)
     return ProgramTable.build_for_gpu(**shapes)
