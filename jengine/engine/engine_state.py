@@ -14,6 +14,10 @@ from jengine.engine.operations import LoadWeights, Operation, Pause, Resume, Set
 @dataclass(slots=True)
 class EngineState:
     """
+    Args:
+        weight_updates: whether engines take new weights. If not, a new one has those of the start, even
+            if the one before had none.
+
     Attributes:
         strategy: the last one that was set, if any.
         weights: the last ones from a folder, with their version; None: those of the start.
@@ -22,6 +26,7 @@ class EngineState:
         asleep: what Sleep has freed.
     """
 
+    weight_updates: bool = False
     strategy: SetStrategy | None = None
     weights: LoadWeights | None = None
     there: bool = True
@@ -40,7 +45,7 @@ class EngineState:
                 self.paused = isinstance(operation, Pause)
             case Sleep(level=level, tags=tags) if answer:
                 if "weights" in {*tags} - self.asleep:
-                    self.there &= level == 1
+                    self.there &= level == 1 or not self.weight_updates
                 self.asleep |= {*tags}
             case WakeUp(tags=tags):
                 self.asleep -= {*tags}

@@ -15,7 +15,7 @@ from jengine.base.errors import EngineDead, InvalidArgument
 from jengine.core.request import FinishReason, Request
 from jengine.core.updates import Ended, Load, PromptScores, TokenUpdate, Update, combined
 from jengine.engine.limits import Limits
-from jengine.engine.operations import Operation, ResetPrefixCache
+from jengine.engine.operations import LoadWeights, Operation, ResetPrefixCache
 from jengine.fleet.members import Answers, BackOff, Member, PrefixBlocks, Prompt, Rate, Role
 from jengine.insight.recording.records import StepTotals
 
@@ -127,10 +127,11 @@ class Fleet[B: Backend]:
                 member.past, member.past_totals = before.load, before.totals
                 self._members[index] = member
                 self.restarts += 1
+                self._connect(member)
+                for operation in self._under_way():
+                    backend.do(operation, lambda answer, error: None)
         if closing:
             backend.quit(wait=False)
-        else:
-            self._connect(member)
 
     def add(self, *requests: Request) -> None:
         """Queues a prompt's requests; as Backend's."""
@@ -157,11 +158,16 @@ class Fleet[B: Backend]:
             living = [member for member in self._members if member.lives]
             answers = Answers(operation, len(living), done)
             for place, member in enumerate(living):
-                if isinstance(operation, ResetPrefixCache):
+                if isinstance(operation, ResetPrefixCache | LoadWeights):
                     member.blocks = PrefixBlocks()
                 member.unanswered = [each for each in member.unanswered if each[0].waits]
                 member.unanswered.append((answers, place))
                 member.backend.do(operation, partial(answers.enter, place))
+
+    def _under_way(self) -> list[Operation[Any]]:
+        """Operations that engines are doing, which an engine that joins them must do, too."""
+        waits = [answers for member in self._members for answers, _ in member.unanswered if answers.waits]
+        return [each.operation for each in dict.fromkeys(waits) if not each.operation.in_thread]
 
     def quit(self, wait: bool = True) -> None:
         """Ends all engines; as Backend's."""

@@ -205,7 +205,7 @@ class Answers:
     """Calls `done` once, when all engines have answered an operation: with the joined answer, or an error."""
 
     def __init__(self, operation: Operation[Any], count: int, done: Done) -> None:
-        self._joined, self._count, self._done, self._lock = operation.joined, count, done, threading.Lock()
+        self.operation, self._count, self._done, self._lock = operation, count, done, threading.Lock()
         self._answers: dict[int, tuple[Any, Exception | None]] = {}
 
     @property
@@ -225,4 +225,4 @@ class Answers:
         if errors:
             self._done(None, errors[0])
         else:
-            self._done(self._joined([self._answers[i][0] for i in range(self._count)]), None)
+            self._done(self.operation.joined([self._answers[i][0] for i in range(self._count)]), None)

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from jengine import EngineDead, InvalidArgument, Load, SamplingParams
+from jengine import EngineDead, InvalidArgument, Load, ProfileOptions, SamplingParams
 from jengine.core.updates import Ended, TokenUpdate, Update
-from jengine.engine.operations import GetPauseState, PauseState, ResetPrefixCache, Sleep
+from jengine.engine.operations import GetPauseState, PauseState, ResetPrefixCache, Sleep, WakeUp, WriteProfile
 from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.spi import BackOff, Fleet, Limits, Request, StepTotals
 
@@ -32,6 +32,7 @@ class Engine:
         self.limits, self.load, self.totals = limits, LOAD, StepTotals()
         self.requests: dict[str, Request] = {}
         self.asked: list[Callable[[Any, Exception | None], object]] = []
+        self.operations: list[Any] = []
         self.deliver: Callable[[Sequence[Update]], None]
         self.fail: Callable[[BaseException], None]
         self.has_quit = False
@@ -47,6 +48,7 @@ class Engine:
 
     def do(self, operation: Any, done: Any) -> None:
         self.asked.append(done)
+        self.operations.append(operation)
 
     def quit(self, wait: bool = True) -> None:
         self.has_quit = True
@@ -208,6 +210,23 @@ def test_all_replicas_finish_before_a_pause_or_sleep_is_done() -> None:
             one.engines[0].asked.pop()(early, None)
             one.engines[1].asked.pop()(last, None)
             assert answers.pop() == (last, None)
+
+
+def test_an_engine_that_joins_others_does_what_they_are_doing() -> None:
+    one, answers = Connected(3), list[Any]()
+    one.engines[0].fail(EngineDead("killed"))
+    for operation in (WakeUp(), WriteProfile(ProfileOptions(), "folder", 0)):
+        one.fleet.do(operation, lambda *answer: answers.append(answer))
+    one.engines[1].asked[0]("first", None)
+    joining = [Engine(), Engine()]
+    one.fleet.replace(0, joining[0])
+    assert joining[0].operations == [WakeUp()] and not answers
+    one.engines[2].asked[0]("second", None)
+    joining[0].asked[0]("third", None)
+    assert answers == [("first", None)]
+    joining[0].fail(EngineDead("killed"))
+    one.fleet.replace(0, joining[1])
+    assert joining[1].operations == []
 
 
 def test_loads_are_sums() -> None:

@@ -221,7 +221,6 @@ def test_a_process_stays_on_its_cpus() -> None:
     "option",
     [
         {"enable_lora": True},
-        {"weight_updates": True},
         {"kv_events_config": {"enable_kv_cache_events": True}},
     ],
 )
@@ -229,5 +228,7 @@ def test_what_replicas_cannot_have_is_refused(option: dict[str, Any]) -> None:
     [name] = [*option]
     with pytest.raises(InvalidArgument, match=f"data_parallel_size=2: must be 1 with {name}"):
         maker(ServerConfig(), EngineConfig.of("demo", {"data_parallel_size": 2, **option}))
+    with pytest.raises(InvalidArgument, match="prefill_engines=1: must be 0 with weight_updates"):
+        maker(ServerConfig(prefill_engines=1), EngineConfig.of("demo", {"weight_updates": True}))
     with pytest.raises(InvalidArgument, match="data_parallel_size=0: must be a whole number, at least 1"):
         EngineConfig(data_parallel_size=0)

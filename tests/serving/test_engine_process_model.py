@@ -89,8 +89,9 @@ def test_answers_are_those_of_llm(text_model: Path, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_an_engine_in_the_place_of_another_has_its_weights(
-    text_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    replicas: int, text_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If they are gone, requests wait for new ones: they do not get the weights of the start."""
     new = load_file(text_model / "model.safetensors")
@@ -102,7 +103,7 @@ def test_an_engine_in_the_place_of_another_has_its_weights(
         }
         (tmp_path / name).mkdir()
         save_file(new, tmp_path / name / "model.safetensors")
-    config = EngineConfig(model=str(text_model), **OPTIONS, weight_updates=True)
+    config = EngineConfig(model=str(text_model), **OPTIONS, weight_updates=True, data_parallel_size=replicas)
     supervisor = Supervisor("tiny", maker(ServerConfig(), config), back_off=BackOff(first=0.01))
 
     async def ask() -> tuple[list[int], object]:
@@ -124,15 +125,18 @@ def test_an_engine_in_the_place_of_another_has_its_weights(
             first = await ask()
             assert first[0] != before[0] and first[1] == [(0, 5)]
             await replaced()
-            assert await ask() == first
+            assert await asyncio.gather(*(ask() for _ in range(3 * replicas))) == [first] * 3 * replicas
             shutil.rmtree(tmp_path / "first")
             await replaced()
-            waiting = asyncio.create_task(ask())
-            assert await supervisor.llm.is_paused() and not waiting.done()
+            waiting = [asyncio.create_task(ask()) for _ in range(3 * replicas)]
+            assert await supervisor.llm.is_paused(), "the new one"
             assert "requests may wait: LoadWeights(folder=" in caplog.text
             assert await supervisor.llm.update_weights(tmp_path / "second", 6) == 6
-            second = await waiting
+            second = await ask()
             assert second[0] not in (before[0], first[0]) and second[1] == [(0, 6)]
+            answers = await asyncio.gather(*waiting)
+            assert all(answer == second for answer in answers if answer[1] == [(0, 6)])
+            assert replicas > 1 or answers == [second] * 3
         finally:
             await supervisor.close()
 

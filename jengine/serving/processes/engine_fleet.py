@@ -187,14 +187,16 @@ def maker(server: ServerConfig, engine: EngineConfig) -> Callable[[OnEnd | None]
     """
     count = 1 if engine.enable_expert_parallel else engine.data_parallel_size
     prefill = server.prefill_engines
-    state = EngineState()
+    state = EngineState(engine.weight_updates)
     if count == 1 and not prefill:
         return lambda on_end: EngineProcess.of(engine, on_end, server.watchdog_seconds, state=state)
     name, value, alone = ("prefill_engines", prefill, 0) if prefill else ("data_parallel_size", count, 1)
-    for option in ("enable_lora", "weight_updates"):
-        if getattr(engine, option):
-            limit = f"must be {alone} with {option}: a replica that is replaced would lack what was loaded"
-            raise InvalidArgument(name, value, limit)
+    if engine.enable_lora:
+        limit = f"must be {alone} with enable_lora: a replica that is replaced would lack what was loaded"
+        raise InvalidArgument(name, value, limit)
+    if prefill and engine.weight_updates:
+        limit = "must be 0 with weight_updates: pages of new weights serve only the engine that computed them"
+        raise InvalidArgument(name, value, limit)
     if engine.page_events is not None:
         raise InvalidArgument(name, value, f"must be {alone} with kv_events_config")
     if engine.num_processes > 1:

@@ -249,8 +249,6 @@ class EngineProcess:
                 self._ready = True
             for batch in others:
                 self.load = batch.load
-            for operation in self._state.operations():  # before any other order
-                self._send(operation, partial(self._restored, operation))
         except BaseException:
             child.process.kill()
             child.end()
@@ -279,6 +277,8 @@ class EngineProcess:
                 fail(EngineDead("the engine process has been told to quit"))
                 return
             self._connected = True
+        for operation in self._state.operations():  # before any other order
+            self._send(operation, partial(self._restored, operation))
         threading.Thread(
             target=self._live, args=(self._child, deliver, fail), name="engine-reader", daemon=True
         ).start()
