@@ -143,7 +143,7 @@ def line(before: StatusSample, now: StatusSample) -> str | None:
     return "; ".join(parts) or None
 
 
-async def write_status(engine: Supervisor, seconds: float = SECONDS, name: str = "") -> None:
+async def write_status(engine: Supervisor, name: str = "") -> None:
     """Writes lines until it is cancelled; each begins with the model's name, if that is given.
 
     While the engine starts there is a line only without a terminal, which shows progress bars instead.
@@ -160,7 +160,7 @@ async def write_status(engine: Supervisor, seconds: float = SECONDS, name: str =
             before = None
             if not sys.stderr.isatty() and (why := engine.why_not_ready) != NOT_LOADED:
                 log.info("%s%s", begin, why)
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(SECONDS)
 
 
 class Lines(logging.Formatter):

@@ -115,7 +115,7 @@ def trace_requests(path: Path, count: int, seed: int = 0) -> list[BenchRequest]:
     random token ids.
 
     Raises:
-        InvalidArgument: as simulation.formats.read_trace.
+        InvalidArgument: as read_trace.
     """
     trace, rng = read_trace(path), np.random.default_rng(seed)
     rows = list(zip(trace.arrivals.tolist(), trace.prompts.tolist(), trace.outputs.tolist(), strict=True))[

@@ -38,7 +38,7 @@ class Event(NamedTuple):
     """An event that may have delayed the loop.
 
     Attributes:
-        kind: collection, lock, call or interpreter, as in the findings.
+        kind: garbage_collection, lock, system_calls or interpreter_lock, as in the findings.
         text: its description in the report.
     """
 

@@ -22,14 +22,10 @@ class LogprobPositions(Protocol):
 class Portions:
     """Between two portions, of whichever answers, the event loop runs everything that is ready. Belongs to
     one event loop.
-
-    Attributes:
-        turns: number of portions so far that were waited for.
     """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
-        self.turns = 0
 
     def answer(self) -> Portioned:
         """For the values of one answer."""
@@ -37,7 +33,6 @@ class Portions:
 
     async def next_turn(self) -> None:
         async with self._lock:
-            self.turns += 1
             await asyncio.sleep(0)
 
 
