@@ -11,7 +11,6 @@ import dataclasses
 import io
 import json
 import logging
-import math
 import os
 import pickle
 import signal
@@ -20,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -46,8 +44,6 @@ READY = b"ready"
 PATIENCE = 300.0  # seconds until a process is ready, on a busy machine
 NICENESS = 5  # added to this process's, while the engine starts
 GRACE = 1.0  # seconds until a process that has closed its socket ends
-LOOK_SECONDS = 10.0  # between looks at whether a process gets any time
-STARVED = 0.9  # part of its time that it waits for a processor, while others keep all of them
 MEMORY = 1 << 30  # bytes that a process needs
 ENDED = "the processes that compile have ended"
 LINES = 3  # of what a process wrote before it ended, for the log
@@ -359,7 +355,6 @@ class _Child:
                     # divide processors among sessions, whatever the priorities in them.
                     process_group=0,
                 )
-            self._threads = Path(f"/proc/{self._process.pid}/task")
             with contextlib.suppress(OSError):
                 lower = min(os.getpriority(os.PRIO_PROCESS, 0) + NICENESS, 19)
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, lower)  # it has one thread yet
@@ -373,7 +368,7 @@ class _Child:
         self._jobs = set[str]()  # names of those that it knows
         self._why: str | None = None  # it ended
         with contextlib.suppress(OSError, EOFError):
-            if self._answers(PATIENCE) and self._connection.recv_bytes() == READY:
+            if self._connection.poll(PATIENCE) and self._connection.recv_bytes() == READY:
                 return
         raise CannotStart(self.end(GRACE))
 
@@ -386,7 +381,6 @@ class _Child:
         known = job.name in self._jobs
         self._jobs.add(job.name)
         self._connection.send_bytes(pickle.dumps((job.name, None if known else job.data, key)))
-        self._answers()
         error, memory, seconds = pickle.loads(self._connection.recv_bytes())
         if error is not None:
             raise CompileFailed(error)
@@ -396,35 +390,9 @@ class _Child:
         """Gives all its threads, and those and the processes that they start, the lowest priority: any other
         thread that wakes takes the processor at once, which it would not do with a high niceness.
         """
-        self._schedule("SCHED_IDLE")
-
-    def _schedule(self, policy: str) -> None:
         with contextlib.suppress(OSError, AttributeError):  # not on Linux, or it has ended
-            for thread in os.listdir(self._threads):
-                os.sched_setscheduler(int(thread), getattr(os, policy), os.sched_param(0))
-
-    def _answers(self, patience: float = math.inf) -> bool:
-        """Waits for an answer, and returns whether there is one after so many seconds. A process that others
-        keep from all processors gets back its usual priority: with the lowest, it might never answer.
-        """
-        end, before = time.monotonic() + patience, self._times()
-        while not self._connection.poll(min(LOOK_SECONDS, max(end - time.monotonic(), 0.0))):
-            if time.monotonic() >= end:
-                return False
-            now = self._times()
-            if now[1] - before[1] > STARVED * max(sum(now) - sum(before), 1e9):
-                self._schedule("SCHED_OTHER")
-            before = now
-        return True
-
-    def _times(self) -> tuple[int, int]:
-        """Nanoseconds that its threads ran, and waited for a processor; zero if the system does not say."""
-        ran = waited = 0
-        with contextlib.suppress(OSError, ValueError):  # not on Linux, or a thread has ended
-            for file in self._threads.glob("*/schedstat"):
-                thread_ran, thread_waited, _ = map(int, file.read_text().split())
-                ran, waited = ran + thread_ran, waited + thread_waited
-        return ran, waited
+            for thread in os.listdir(f"/proc/{self._process.pid}/task"):
+                os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
 
     def end(self, grace: float = 0.0) -> str:
         """Ends it, if it does not end in `grace` seconds. Returns what is known of its end. Thread-safe."""
