@@ -13,7 +13,8 @@ from jengine.engine.operations import LoadWeights, Operation, Pause, Resume, Set
 
 @dataclass(slots=True)
 class EngineState:
-    """
+    """The state that an engine which takes the place of another must have.
+
     Args:
         weight_updates: whether engines take new weights. If not, a new one has those of the start, even
             if the one before had none.
@@ -21,7 +22,7 @@ class EngineState:
     Attributes:
         strategy: the last one that was set, if any.
         weights: the last ones from a folder, with their version; None: those of the start.
-        there: whether there are weights: sleep at level 2 leaves none.
+        has_weights: False after sleep at level 2.
         paused: by Pause, not only by Sleep.
         asleep: what Sleep has freed.
     """
@@ -29,7 +30,7 @@ class EngineState:
     weight_updates: bool = False
     strategy: SetStrategy | None = None
     weights: LoadWeights | None = None
-    there: bool = True
+    has_weights: bool = True
     paused: bool = False
     asleep: frozenset[Tag] = frozenset()
 
@@ -39,13 +40,13 @@ class EngineState:
             case SetStrategy():
                 self.strategy = operation
             case LoadWeights():
-                self.weights, self.there = replace(operation, version=answer), True
+                self.weights, self.has_weights = replace(operation, version=answer), True
                 self.asleep -= {"weights"}
             case Pause() | Resume():
                 self.paused = isinstance(operation, Pause)
             case Sleep(level=level, tags=tags) if answer:
                 if "weights" in {*tags} - self.asleep:
-                    self.there &= level == 1 or not self.weight_updates
+                    self.has_weights &= level == 1 or not self.weight_updates
                 self.asleep |= {*tags}
             case WakeUp(tags=tags):
                 self.asleep -= {*tags}
@@ -56,9 +57,9 @@ class EngineState:
         if self.paused:
             out.append(Pause("keep"))
         asleep = self.asleep
-        if self.weights is not None or not self.there:
+        if self.weights is not None or not self.has_weights:
             out.append(Sleep(2, "keep", ("weights",)))
-            if self.there and self.weights is not None:
+            if self.has_weights and self.weights is not None:
                 out.append(self.weights)
             elif "weights" not in asleep:
                 out.append(WakeUp(("weights",)))

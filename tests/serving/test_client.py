@@ -368,7 +368,7 @@ def test_a_port_for_http(kind: Any) -> None:
             address = f"127.0.0.1:{server.server_port}"
             with kind(address, retries=Retries(attempts=1)) as client, pytest.raises(ServerError) as refused:
                 client.model()
-            assert "use that for gRPC" in str(refused.value)
+            assert "use its gRPC port" in str(refused.value)
         finally:
             server.shutdown()
             thread.join()

@@ -27,7 +27,7 @@ FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 0.2, 2.0, 5.0  # seconds, if the serv
 POLL_SECONDS = 1.0  # between two looks at a server that starts
 HINTS = {  # by what gRPC says of a server that does not answer
     "Socket closed": "; if the server has TLS, connect with tls (--tls)",
-    "Failed parsing HTTP/2": "; if this is the server's port for HTTP, use that for gRPC, 50051 by default",
+    "Failed parsing HTTP/2": "; this may be the server's HTTP port: use its gRPC port, 50051 by default",
 }
 
 

@@ -309,9 +309,9 @@ class EngineProcess:
 
     def _restored(self, operation: Operation[Any], answer: Any, error: Exception | None) -> None:
         if error is None:
-            log.info("as in the engine before: %s", operation)
+            log.info("restored the state of the engine before: %s", operation)
         else:
-            log.error("not as in the engine before, so requests may wait: %s: %s", operation, error)
+            log.error("cannot restore the engine before, so requests may wait: %s: %s", operation, error)
 
     def _send(self, operation: Operation[Any], done: Done) -> None:
         number = next(self._numbers)
