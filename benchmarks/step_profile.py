@@ -76,8 +76,8 @@ def matrix_rate(name: str) -> float:
     x, weight = jnp.ones((rows, size), dtype), jnp.ones((out, size), dtype)
     given = stored(quantize(weight, "int8", inputs=True) if name.endswith("a8") else weight)
     seconds = []
-    for form in ("kernel", "panels", "xla"):
-        args = x, given.with_forms(((form_key(rows, dtype, given.format), form),))
+    for form in ("kernel", "float32", "panels", "amx", "xla"):
+        args = x, given.with_forms(((form_key(rows, dtype, given.format.name), form),))
         run = partial(jax.jit(product).lower(*args).compile(), *args)
         seconds += [_seconds(run) for _ in range(RUNS)]
     return 2.0 * rows * size * out / min(seconds)

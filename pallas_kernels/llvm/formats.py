@@ -30,6 +30,8 @@ class Processor:
     Attributes:
         lanes: float32 numbers in a vector.
         pairs: products of bfloat16 pairs into float32.
+        fast_pairs: these are faster than products of float32. On Intel's processors they are slower, and
+            save conversions.
         bytes: instructions for eight-bit numbers: vnni (unsigned times signed), sdot, or widening ("madd":
             x86's for 16 bits).
         halves: conversion from float16 to float32 in one instruction.
@@ -43,6 +45,7 @@ class Processor:
     halves: bool
     rows: int
     outs: int
+    fast_pairs: bool = False
     tiles: bool = False
 
     def for_floats(self) -> Processor:
@@ -59,6 +62,7 @@ def processor(target: Target) -> Processor:
         return Processor(
             lanes=16 if wide else 8 if narrow else 4,
             pairs=wide and "avx512bf16" in has,
+            fast_pairs=wide and "avx512bf16" in has and target.cpu.startswith("znver"),
             bytes="vnni" if vnni and (wide or narrow) else "madd" if wide or narrow else "widened",
             halves=wide or narrow,
             rows=6 if wide else 2,
@@ -69,6 +73,7 @@ def processor(target: Target) -> Processor:
         return Processor(
             lanes=4,
             pairs="bf16" in has,
+            fast_pairs="bf16" in has,
             bytes="sdot" if "dotprod" in has else "widened",
             halves=True,
             rows=4,

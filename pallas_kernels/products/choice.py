@@ -16,7 +16,7 @@ from pallas_kernels.llvm.formats import Processor, processor
 from pallas_kernels.llvm.kinds import INPUTS
 from pallas_kernels.llvm.max_isa import limit
 from pallas_kernels.products.cpu import panels
-from pallas_kernels.products.cpu.products import by_row, why_no_tiles
+from pallas_kernels.products.cpu.products import by_float32, by_row, why_no_tiles
 from pallas_kernels.products.cpu.tiles import OUTS
 from pallas_kernels.products.weight import ROW_CLASSES, form_key
 from pallas_kernels.products.weights import abstract, product, stored
@@ -25,6 +25,7 @@ from pallas_kernels.quantization.hadamard import block_of
 
 # numbers of rows above which panels are faster than the kernel for four bits: of floats, and of bytes
 FOUR_BITS = ROW_CLASSES[-1], ROW_CLASSES[-2]
+FLOAT32 = ROW_CLASSES[-2]  # number of rows above which they are converted where pairs are slow
 MANY = 256  # number of rows representing a prompt
 REPEATS = 5
 # required share of the first form's time, so that noise does not change the choice and cause compilations
@@ -48,11 +49,12 @@ def candidates(at: Processor, x: str, weight: WeightFormat, rows: int) -> tuple[
             return ("panels", *by_tiles)
         return ("kernel", *(("panels",) if able and weight.inputs and rows > 1 else ()), *by_tiles)
     as_it_is = weight.numbers in INPUTS or weight.inputs == "int8"  # without conversions of numbers
+    kernel = "float32" if rows > FLOAT32 and by_float32(at, x, weight) else "kernel"
     if rows == 1 or not as_it_is:
-        return ("kernel",)
+        return (kernel,)
     if rows <= ROW_CLASSES[-1]:
-        return ("kernel", *by_tiles, "xla") if by_tiles else ("kernel",)
-    return ("panels" if able else "kernel", *by_tiles, "xla")
+        return (kernel, *by_tiles, "xla") if by_tiles else (kernel,)
+    return ("panels" if able else kernel, *by_tiles, "xla")
 
 
 def forms(

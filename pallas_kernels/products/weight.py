@@ -33,7 +33,7 @@ from pallas_kernels.targets import Impl, Table, choose
 
 ROW_CLASSES = 1, 16, 64  # products have the same form up to each number of rows, and beyond the last
 
-# pairs of a `form_key` and "kernel" (the default), "row", "panels", "amx" or "xla"
+# pairs of a `form_key` and "kernel" (the default), "row", "float32", "panels", "amx" or "xla"
 Forms = tuple[tuple[str, str], ...]
 Axes = tuple[str | None, ...]  # a name per axis
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from pallas_kernels.attention.cpu.kernel import source
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.llvm import calls, native, team
 from pallas_kernels.llvm.code import Code
+from pallas_kernels.llvm.formats import processor
 from pallas_kernels.llvm.math import power_of_two
 from pallas_kernels.llvm.types import F32, I64, LANES, PTR, vector
 from tests.kernels import reference
@@ -149,6 +151,17 @@ def test_decode_meets_the_reference(case: Case) -> None:
 def test_prefill_meets_the_reference(case: Case) -> None:
     """Padding queries are NaN too; their results are zeros."""
     check_prefill(case, 40, [0, case.page_size - 1, 0, 250, 64, 30], [40, 20, 0, 40, 1, 39])
+
+
+def test_prompts_by_pairs_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on AMD's processors; Intel's have the instructions, too."""
+    host = native.host()
+    if not processor(host).pairs:
+        pytest.skip("this processor does not multiply pairs of bfloat16")
+    if host.architecture == "x86":
+        monkeypatch.setattr(native, "host", lambda: replace(host, cpu="znver4"))
+    assert form(native.host(), "bfloat16", "bfloat16", 40, 16, 3, decode=False).pair_values
+    check_prefill(Case(40, 2, 3, 16, "bfloat16", None, BOTH), 40, [0, 70, 0, 1], [40, 21, 0, 9])
 
 
 @pytest.mark.parametrize("case", [one for one in CASES if isinstance(one, Case) and "slopes" not in one.ways])

@@ -17,7 +17,7 @@ from pallas_kernels.llvm import calls, native
 from pallas_kernels.llvm.formats import processor
 from pallas_kernels.llvm.kinds import INPUTS
 from pallas_kernels.products.cpu import products as cpu_products
-from pallas_kernels.products.cpu.int4 import int4_module
+from pallas_kernels.products.cpu.int4 import in_pairs, int4_module
 from pallas_kernels.products.cpu.int4_row import int4_row_module
 from pallas_kernels.products.weight import form_key, forms_of
 from pallas_kernels.products.weights import prepare, product, stored
@@ -87,7 +87,7 @@ def multiplied(wide: np.ndarray[Any, Any], x_dtype: str) -> np.ndarray[Any, Any]
     """Weights as a CPU's kernel multiplies them: rounded to bfloat16 where it multiplies pairs of these, else
     to float32.
     """
-    pairs = processor(native.host()).pairs and processor(native.host()).lanes == 16 and x_dtype == "bfloat16"
+    pairs = in_pairs(processor(native.host()), x_dtype)
     rounded = wide.astype(np.float32).astype(jnp.bfloat16) if pairs else wide
     return rounded.astype(np.float64)
 
@@ -296,9 +296,8 @@ def test_a_row_is_the_same_alone_and_among_others(x_dtype: str) -> None:
 def test_weights_are_unpacked_once_for_all_rows() -> None:
     """What multiplies several rows holds no look-up."""
     triple, features, *_ = SETS["avx512bf16"]
-    functions = int4_module(native.Target(triple, features=features), "bfloat16", 128, True).split("define ")[
-        1:
-    ]
+    target = native.Target(triple, "znver4", features)
+    functions = int4_module(target, "bfloat16", 128, True).split("define ")[1:]
     where = {re.split(r"[@\"(]+", text)[1] for text in functions if "permvar" in text}
     assert where == {"block", "single", "unpack"}
     assert 'call void @"unpack"' in next(text for text in functions if '@"multiply"' in text.splitlines()[0])
@@ -312,17 +311,17 @@ def test_xla_dequantizes_in_the_dtype_of_activations() -> None:
     np.testing.assert_allclose(np.asarray(got, np.float32), np.tile(wide.sum(1), (2, 1)), rtol=2e-2, atol=0.2)
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_no_instruction_is_compiled_that_a_processor_lacks(name: str) -> None:
+@pytest.mark.parametrize(("name", "cpu"), [*((name, "") for name in SETS), ("avx512bf16", "znver4")])
+def test_no_instruction_is_compiled_that_a_processor_lacks(name: str, cpu: str) -> None:
     triple, features, *_, lacking = SETS[name]
-    target = native.Target(triple, features=features)
+    target = native.Target(triple, cpu, features)
     for x_dtype in INPUTS:
         for module in (int4_module, int4_row_module):
             text = native.assembly(module(target, x_dtype, 32, True), target)
             lines = (line for line in text.splitlines() if not line.lstrip().startswith((".", "#", "//")))
             code = "\n".join(lines)
             assert not re.search(lacking, code)
-            pairs = name == "avx512bf16" and x_dtype == "bfloat16" and module is int4_module
+            pairs = cpu == "znver4" and x_dtype == "bfloat16" and module is int4_module
             assert ("vdpbf16ps" in code) == pairs
 
 

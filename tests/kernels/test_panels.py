@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from pallas_kernels.products.cpu import panels, products
 from pallas_kernels.products.cpu.int4 import in_pairs
 from pallas_kernels.products.cpu.int4_panels import int4_bytes_panels_module
 from pallas_kernels.products.weights import stored
-from pallas_kernels.quantization.formats import INT4, INT4_BY_INT8, INT8_BY_INT8, WeightFormat
+from pallas_kernels.quantization.formats import INT4, INT4_BY_INT8, INT8, INT8_BY_INT8, WeightFormat
 from pallas_kernels.quantization.hadamard import block_of
 from pallas_kernels.quantization.int4 import GROUPS, KINDS, Int4, pack
 from pallas_kernels.quantization.quantized import quantize
@@ -30,7 +30,10 @@ from tests.kernels.interpreted import normal
 from tests.kernels.test_int4 import packed, quantizing, wide_values
 from tests.kernels.test_masked import SETS, runs_here
 
-AT = processor(native.host())
+HOST = native.host()
+# Intel's processors have the instructions that only AMD's multiply fast by
+AS_AMD = replace(HOST, cpu="znver4") if processor(HOST).pairs and HOST.architecture == "x86" else HOST
+AT = processor(AS_AMD)
 BFLOAT16 = WeightFormat("bfloat16", 16)
 PAIRS, BYTES = (panels.serves(AT, "bfloat16", weight) for weight in (BFLOAT16, INT8_BY_INT8))
 needs_pairs = pytest.mark.skipif(not PAIRS, reason="needs AVX-512's products of bfloat16 pairs")
@@ -44,6 +47,14 @@ STEP = panels.inputs_at_once(BFLOAT16)
 DEPTH = panels.WORDS * panels.WORD // 2  # inputs that are packed at a time
 FOUR_BITS = INT4, INT4_BY_INT8
 MORE_ROWS = "bfloat16 * bfloat16, more rows"
+
+
+@pytest.fixture(autouse=True)
+def as_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are those of AMD's processors, and have names of their own."""
+    if AS_AMD != HOST:
+        monkeypatch.setattr(native, "host", lambda: AS_AMD)
+        monkeypatch.setattr(products, "register", lambda name, make: calls.register(f"{name}_amd", make))
 
 
 def multiplied(x: jax.Array, weight: Any, dtype: Any, name: str, form: str = "panels") -> Any:
@@ -107,7 +118,7 @@ def test_the_largest_sums_of_bytes_are_exact(number: float) -> None:
 def four_bits(outs: int, size: int, group: int, *, offset: bool, inputs: bool, hadamard: int = 1) -> Int4:
     how: dict[str, Any] = {"group": group, "hadamard": hadamard, "inputs": inputs}
     made = quantizing(normal((outs, size), outs), **how)
-    return dataclasses.replace(made, offset=2 * jnp.abs(made.scale)) if offset else made
+    return replace(made, offset=2 * jnp.abs(made.scale)) if offset else made
 
 
 @needs_bytes
@@ -258,9 +269,9 @@ def test_a_row_is_the_same_among_any_others(kind: str) -> None:
 
 def test_prompts_take_panels_where_the_processor_has_the_instructions() -> None:
     wide = native.Target("x86_64-unknown-linux-gnu", features="+avx512f,+avx512bw,+avx512vl,+avx512dq")
-    pairs, bytes_ = (
-        processor(native.Target(wide.triple, features=f"{wide.features},+{name}"))
-        for name in ("avx512bf16", "avx512vnni")
+    pairs, slow_pairs, bytes_ = (
+        processor(native.Target(wide.triple, cpu, f"{wide.features},+{name}"))
+        for cpu, name in (("znver4", "avx512bf16"), ("sapphirerapids", "avx512bf16"), ("", "avx512vnni"))
     )
     narrow = processor(native.Target(wide.triple, features="+avx2,+fma,+f16c"))
     for at, weight, first in (
@@ -272,6 +283,9 @@ def test_prompts_take_panels_where_the_processor_has_the_instructions() -> None:
         (pairs, INT4, "panels"),
         (pairs, INT8_BY_INT8, "panels"),
         (pairs, INT4_BY_INT8, "panels"),
+        (slow_pairs, BFLOAT16, "float32"),
+        (slow_pairs, INT8, "float32"),
+        (slow_pairs, INT4, "kernel"),
         (bytes_, BFLOAT16, "kernel"),
         (bytes_, INT4, "kernel"),
         (bytes_, INT8_BY_INT8, "panels"),
@@ -279,7 +293,7 @@ def test_prompts_take_panels_where_the_processor_has_the_instructions() -> None:
     ):
         assert choice.candidates(at, "bfloat16", weight, 256)[0] == first
         assert choice.candidates(at, "bfloat16", weight, 64) == (
-            first if weight == INT4_BY_INT8 else "kernel",
+            first if weight == INT4_BY_INT8 or first == "float32" else "kernel",
         )
         measured = weight == INT4_BY_INT8 and first == "panels"
         assert choice.candidates(at, "bfloat16", weight, 16) == ("kernel", *(["panels"] if measured else []))

@@ -77,7 +77,7 @@ def has_kernel(lowered: Any) -> bool:
 def in_form(form: str, x: jax.Array, weight: Any, dtype: str) -> np.ndarray[Any, Any]:
     forms = forms_of({form_key(x.shape[0], str(x.dtype), kind): form for kind in KINDS})
     lowered = jax.jit(lambda x, weight: stored(weight).with_forms(forms).product(x, dtype)).lower(x, weight)
-    assert has_kernel(lowered) == (form == "kernel")
+    assert has_kernel(lowered) == (form != "xla")
     got = lowered.compile()(x, weight)
     assert got.dtype == dtype
     return np.asarray(got, np.float64)
@@ -88,6 +88,8 @@ def in_form(form: str, x: jax.Array, weight: Any, dtype: str) -> np.ndarray[Any,
     [
         *(("kernel", x, kind) for x in INPUTS for kind in KINDS),
         *(("xla", *both) for both in zip([*INPUTS] * 3, KINDS, strict=True)),
+        ("float32", "bfloat16", "bfloat16"),
+        ("float32", "bfloat16", "int8"),
     ],
 )
 @few

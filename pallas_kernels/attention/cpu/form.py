@@ -122,8 +122,8 @@ def form(
     pairs = at.pairs and target.architecture == "x86" and inputs == "bfloat16" and stored != "float32"
     tiles = pairs and not decode and amx.permitted() and at.tiles
     strip = -(-group // -(-group // max_rows)) if decode else amx.SIDE if tiles else max_rows
-    # Intel's processors, those with tiles, multiply pairs more slowly than float32 without them
-    pairs = pairs and (decode or not at.tiles or tiles)
+    # decoding waits for memory, and pairs save conversions
+    pairs = pairs and (decode or at.fast_pairs or tiles)
     rows = group if decode else max(group, TILE_ROWS if head_dim <= SHORT else ROWS)
     key = rows, max_rows, strip, columns, decode, pairs, pairs and not decode, tiles, ahead
     return Form(stored, inputs, head_dim, page_size, group, *key)

@@ -1,7 +1,7 @@
 """Products with four-bit weights: x [rows, in] @ weight [out, in].T, for any number of rows.
 
 Weights are unpacked to the dtype in which they are multiplied: bfloat16 if x is bfloat16 and the processor
-has bfloat16 pair instructions, otherwise float32. For a single row, they are unpacked in registers. For
+multiplies pairs of bfloat16 faster, otherwise float32. For a single row, they are unpacked in registers. For
 several rows, a panel of outputs is unpacked once and stays in the processor's cache while all rows are
 multiplied by it. Both ways give the same weights and add in the same order.
 """
@@ -99,7 +99,7 @@ class Int4Format:
 
 def in_pairs(at: Processor, x: str) -> bool:
     """Whether weights are multiplied as pairs of bfloat16."""
-    return at.pairs and at.lanes == LANES and x == "bfloat16"
+    return at.fast_pairs and at.lanes == LANES and x == "bfloat16"
 
 
 def int4_module(target: native.Target, x: str, group: int, offset: bool, kind: str = "int4") -> str:

@@ -1,4 +1,4 @@
-"""A single row times four-bit weights, where a processor cannot multiply pairs of bfloat16 numbers.
+"""A single row times four-bit weights, where a processor does not multiply pairs of bfloat16 fast.
 
 Converting and scaling each weight would take most of the time. So the row is rounded to integers of 16 bits,
 with one scale for each tile of 128 inputs. They are multiplied by the codes of weights, and a group's sum,

@@ -70,7 +70,7 @@ def shape_of(at: Processor, sums: int = 1) -> Shape:
 def serves(at: Processor, x: str, weight: WeightFormat) -> bool:
     """Whether a processor multiplies x by weights of this format in vectors of words."""
     if weight.inputs is None:  # pairs of bfloat16
-        pairs = at.pairs and at.lanes == LANES
+        pairs = at.fast_pairs and at.lanes == LANES
         return x == "bfloat16" and (weight.bits == 4 or weight.numbers == x) and pairs
     return x in INPUTS and weight.inputs == "int8" and at.bytes in ("vnni", "madd")
 
@@ -79,8 +79,8 @@ def why_no_panels(x: str, weight: WeightFormat, outs: int, size: int) -> str | N
     """Why the kernel cannot multiply rows of x by weights [outs, size] of this format, or None."""
     if not serves(processor(native.host()), x, weight):
         return (
-            f"{x} by {weight.name}: panels need AVX-512's products of bfloat16 pairs, for bfloat16 and int4, "
-            "and AVX2 for w8a8 and w4a8"
+            f"{x} by {weight.name}: panels need AMD's AVX-512 products of bfloat16 pairs, for bfloat16 and "
+            "int4, and AVX2 for w8a8 and w4a8"
         )
     if outs < OUTS:
         return f"outputs={outs}: at least {OUTS}"

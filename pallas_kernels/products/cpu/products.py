@@ -45,17 +45,19 @@ def in_form(
     if form == "amx":
         return product_by_tiles(x, values, scale, dtype, hadamard)
     by_panels = form == "panels"
+    x = x.astype(jnp.float32) if form == "float32" else x
     if weight.inputs is not None and scale is not None:
         return product_of_bytes(x, values, scale, dtype, hadamard, by_panels=by_panels)
     return _call(register_panels(), dtype, x, values) if by_panels else product(x, values, scale, dtype)
 
 
 def supported(form: str, x: str, weight: WeightFormat, outs: int, size: int) -> str:
-    """A form of products: "amx", "panels" or "row"; for sizes and formats that these do not support and
-    without permission to use tiles, "kernel".
+    """A form of products: "amx", "panels", "row" or "float32"; for sizes and formats that these do not
+    support and without permission to use tiles, "kernel".
     """
-    if form == "row":
-        return form if by_row(processor(native.host()), x, weight) else "kernel"
+    serves = {"row": by_row, "float32": by_float32}.get(form)
+    if serves is not None:
+        return form if serves(processor(native.host()), x, weight) else "kernel"
     if form == "amx":
         return form if amx.permitted() and why_no_tiles(x, weight, outs) is None else "kernel"
     return form if form == "panels" and why_no_panels(x, weight, outs, size) is None else "kernel"
@@ -64,6 +66,13 @@ def supported(form: str, x: str, weight: WeightFormat, outs: int, size: int) -> 
 def by_row(at: Processor, x: str, weight: WeightFormat) -> bool:
     """Whether the form "row", a kernel for a single row, serves; see `int4_row.py`."""
     return weight.bits == 4 and weight.inputs is None and x in INPUTS and not in_pairs(at, x)
+
+
+def by_float32(at: Processor, x: str, weight: WeightFormat) -> bool:
+    """Whether the form "float32", the kernel for x converted to it, serves: where pairs of bfloat16 are
+    slower.
+    """
+    return x == "bfloat16" and at.pairs and not at.fast_pairs and weight.bits > 4 and weight.inputs is None
 
 
 def product(
@@ -76,7 +85,7 @@ def product(
         weight: [out, in], one of WEIGHTS; of eight bits with a scale, float32 [out].
         dtype: of the result; bfloat16 and float32 cost no pass of their own.
     """
-    x = _as_multiplied(x)
+    x = _as_multiplied(x, processor(native.host()).pairs)
     name = register_product(str(x.dtype), str(weight.dtype))
     return _call(name, dtype, x, weight, *([] if scale is None else [scale]))
 
@@ -133,22 +142,26 @@ def product_of_int4(x: jax.Array, weight: Int4, dtype: jax.typing.DTypeLike, for
     kind = weight.group, bool(offset), weight.kind
     if by_tiles:
         return _call(register_int4_tiles(*kind), dtype, x, *arrays, scratch=[_packed(x, "bfloat16")])
-    x = x if by_panels else _as_multiplied(x)
+    x = x if by_panels else _as_multiplied(x, in_pairs(processor(native.host()), "bfloat16"))
     by_row = form == "row" and len(x) == 1
     name = register_int4_panels(*kind) if by_panels else register_int4(str(x.dtype), *kind, by_row=by_row)
     return _call(name, dtype, x, *arrays)
 
 
-def _as_multiplied(x: jax.Array) -> jax.Array:
+def _as_multiplied(x: jax.Array, pairs: bool) -> jax.Array:
     """x in the dtype in which the kernel multiplies it. It converts a single row itself; of several rows, it
     would convert each for every four outputs.
     """
-    return x if len(x) == 1 else x.astype(_dtypes(str(x.dtype))[-1])
+    return x if len(x) == 1 else x.astype(_dtypes(str(x.dtype), pairs)[-1])
 
 
-def _dtypes(x: str) -> list[str]:
-    """The dtypes in which the kernel takes x: for a single row, and for several."""
-    return ["bfloat16", "float32"] if x == "bfloat16" and not processor(native.host()).pairs else [x]
+def _dtypes(x: str, pairs: bool) -> list[str]:
+    """The dtypes in which the kernel takes x: for a single row, and for several.
+
+    Args:
+        pairs: the kernel multiplies pairs of bfloat16.
+    """
+    return ["bfloat16", "float32"] if x == "bfloat16" and not pairs else [x]
 
 
 def _call(
@@ -271,7 +284,7 @@ def prepare_int4(x: str, parameter: Int4, weight: WeightFormat) -> None:
     """Compile the kernels for a weight in four bits; see `prepare`."""
     by_panels = why_no_panels(x, weight, parameter.shape[-2], parameter.size) is None
     by_tiles = amx.permitted() and why_no_tiles(x, weight, parameter.shape[-2]) is None
-    kind = parameter.group, weight.offset, parameter.kind
+    at, kind = processor(native.host()), (parameter.group, weight.offset, parameter.kind)
     if by_tiles:
         register_int4_tiles(*kind)
     if x in INPUTS and parameter.hadamard > 1 and (by_tiles or not parameter.inputs):
@@ -285,9 +298,9 @@ def prepare_int4(x: str, parameter: Int4, weight: WeightFormat) -> None:
     if by_panels:
         register_int4_panels(*kind)
     if x in INPUTS:
-        for dtype in _dtypes(x):
+        for dtype in _dtypes(x, in_pairs(at, x)):
             register_int4(dtype, *kind)
-    if by_row(processor(native.host()), x, weight):
+    if by_row(at, x, weight):
         register_int4(x, *kind, by_row=True)
 
 
@@ -309,5 +322,6 @@ def prepare(x: str, weight: WeightFormat, hadamard: int = 1) -> None:
         if of_bytes:
             register_bytes(x, hadamard)
         else:
-            for dtype in _dtypes(x):
+            at = processor(native.host())
+            for dtype in _dtypes(x, at.pairs and not by_float32(at, x, weight)):
                 register_product(dtype, weight.numbers)
