@@ -195,7 +195,8 @@ def test_which_files_a_model_needs() -> None:
     assert model_files(HubName("a/b"), bins) == [*config[:2], "pytorch_model.bin", config[2]]
     both = [*bins, "model.safetensors", "consolidated.safetensors"]
     assert model_files(HubName("a/b"), both) == [*config[:2], "model.safetensors", config[2]]
-    assert model_files(HubName("a/b"), ["m-Q8_0.gguf", "m-q4_k_m.gguf"]) == ["m-q4_k_m.gguf"]
+    for config in [], ["config.json"]:
+        assert model_files(HubName("a/b"), [*config, "m-Q8_0.gguf", "m-q4_k_m.gguf"]) == ["m-q4_k_m.gguf"]
     parts = ["m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf", "m-F16.gguf", "n-F16.gguf"]
     for quantization, message in (
         ("Q8_0", "in 2 files"),

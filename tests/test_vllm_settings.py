@@ -435,6 +435,8 @@ def test_a_script_has_the_options_as_flags() -> None:
     parser = FlexibleArgumentParser(description="A script.")
     assert jengine.EngineArgs.add_cli_args(parser) is parser
     parser.add_argument("--prompts", type=int, default=3)
+    parser.add_argument("text", nargs="?")
+    assert parser.parse_args(["--", "--my_option.x"]).text == "--my_option.x"
     parser.set_defaults(model="other", runner="pooling")
     args = parser.parse_args(["--max_num_seqs", "8", "--block-size=32", "-tp", "1", "--seed", "5"])
     assert args.prompts == 3 and not hasattr(args, "dtype"), "only what is given"

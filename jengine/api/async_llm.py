@@ -158,13 +158,13 @@ class AsyncLLM(VllmMethods):
                 Nothing has been queued.
             ModelError: the adapter cannot be loaded.
         """
-        await self.loras.require(lora_request)
         work: Prompt | PreparedPrompt = prompt
         grammar = (
             not self.backend.makes_masks and getattr(sampling_params, "structured_outputs", None) is not None
         )
         if grammar or is_slow(prompt):  # compiling a grammar may take a second
             work = await asyncio.to_thread(self.prepare, prompt, sampling_params)
+        await self.loras.require(lora_request)  # last, since others may take its place
         handle = self.submit(
             work, sampling_params, request_id=request_id, lora_request=lora_request, **options
         )
@@ -231,11 +231,11 @@ class AsyncLLM(VllmMethods):
                 queued.
             JengineError: the request was aborted.
         """
-        await self.loras.require(lora_request)
         prepare = partial(
             self.prepare_embedding, prompt, pooling=pooling, normalize=normalize, dimensions=dimensions
         )
         prepared = await asyncio.to_thread(prepare) if is_slow(prompt) else prepare()
+        await self.loras.require(lora_request)
         handle = self.submit(
             prepared,
             request_id=request_id,

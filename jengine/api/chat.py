@@ -12,17 +12,16 @@ from jengine.base.errors import InvalidArgument, ModelError
 from jengine.core.images import CutImage
 from jengine.core.request import check_cache_salt
 from jengine.text.template_adapter import joined
+from jengine.text.template_traits import THOUGHTS
 from jengine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jengine.text.chat_template import ChatTemplate
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Names of an answer's reasoning, the first of which jengine uses.
-REASONING = ("reasoning_content", "reasoning", "thinking")
 # Fields that are only for messages of one role.
-ROLES_OF = {**dict.fromkeys(("tool_calls", "refusal", *REASONING), "assistant"), "tool_call_id": "tool"}
-SHOWN = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", REASONING[0]))
+ROLES_OF = {**dict.fromkeys(("tool_calls", "refusal", *THOUGHTS), "assistant"), "tool_call_id": "tool"}
+SHOWN = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", THOUGHTS[0]))
 # Fields of answers that clients send back, which say nothing to a model.
 METADATA = frozenset((
     "annotations", "cache_control", "id", "index", "parsed", "phase", "provider_specific_fields",
@@ -224,7 +223,7 @@ def _checked(where: str, message: object) -> Message:
     for name, role in ROLES_OF.items():
         if plain.get(name) and plain["role"] != role:
             raise InvalidArgument(f"{where}.{name}", plain[name], f"is only for messages of the role {role}")
-    for name in ("name", "refusal", *REASONING):
+    for name in ("name", "refusal", *THOUGHTS):
         if not isinstance(plain.get(name, ""), str):
             raise InvalidArgument(f"{where}.{name}", plain[name], "must be text")
     if refusal := plain.pop("refusal", ""):
@@ -239,11 +238,11 @@ def _checked(where: str, message: object) -> Message:
 
 def _read_reasoning(where: str, message: Message) -> None:
     """Servers and clients have several names for the same field."""
-    texts = {name: text for name in REASONING if (text := message.pop(name, ""))}
+    texts = {name: text for name in THOUGHTS if (text := message.pop(name, ""))}
     if len(set(texts.values())) > 1:
         raise InvalidArgument(where, [*texts], "only one of these may be in a message")
     for text in texts.values():
-        message[REASONING[0]] = text
+        message[THOUGHTS[0]] = text
 
 
 def _tool_calls(where: str, calls: object) -> list[Message]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jengine.base.errors import InvalidArgument
 from jengine.core.image_options import PROCESSING
 from jengine.core.images import CutImage, PromptImages
+from jengine.text.template_traits import Conversation
 from jengine.text.tokenizer import Tokenizer
 from jengine.vision.reader import ImageReader
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 IMAGE = {"type": "image"}  # a part of a message, without the image
 FIELD = "multi_modal_data"  # of a prompt, as in vLLM
 PARTS = ("image_url", "image", "image_pil")  # types of a message's parts, and the fields that have the image
-Conversation = list[dict[str, Any]]
 
 
 class GivenImage(NamedTuple):

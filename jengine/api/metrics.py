@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from jengine.api.backend import Steps
+if TYPE_CHECKING:
+    from jengine.api.llm import LLM
 
 PREFIX = "vllm:"  # scripts look for vLLM's names
 # names, fields of Load, and what they are
@@ -96,17 +97,7 @@ class Histogram(Metric):
     buckets: dict[str, int] = field(default_factory=dict)
 
 
-class Model(Protocol):
-    """What an LLM has."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def engine(self) -> Steps: ...
-
-
-def get_metrics(llm: Model) -> list[Metric]:
+def get_metrics(llm: LLM) -> list[Metric]:
     """The engine's metrics since its start, as in vLLM. `jengine serve --metrics-port` has more.
 
     Returns:

@@ -30,6 +30,7 @@ from jengine.hub.files import (
     WITHOUT_WEIGHTS,
     HubName,
     hub_name,
+    local_path,
 )
 from jengine.hub.repository import download, find_gguf
 from jengine.models.config import ModelConfig
@@ -58,17 +59,17 @@ CONFIG_FILES = [
 def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILES) -> Path:
     """Locates a model: `demo`, a local folder, or a hub id, whose files are downloaded unless they are
     cached. `owner/name:Q4_K_M` is the GGUF file of this quantization; so is `owner/name` if the repository
-    has GGUF files only.
+    has no other weights.
 
-    For a GGUF file, or a folder with one and without config.json, returns the file's path; for a config.json,
-    its folder.
+    For a GGUF file, or a folder with one and without other weights, returns the file's path; for a
+    config.json, its folder.
 
     Raises:
         ModelError: the model does not exist, or cannot be downloaded.
     """
     if model == "demo":
         return DEMO
-    path = Path(model).expanduser()
+    path = local_path(model)
     if path.is_dir():
         return _only_gguf(path) or path
     if is_gguf(path):
@@ -82,20 +83,28 @@ def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILE
         return find_gguf(name, revision, weights=files is HUB_FILES)
     folder = _download(model, revision, files)
     tokenizer = ["tokenizer.json", "tokenizer_config.json"] if files is TOKENIZER_FILES else []
-    if any((folder / name).exists() for name in ("config.json", converted.MARK, *tokenizer)):
+    there = any((folder / name).exists() for name in ("config.json", converted.MARK, *tokenizer))
+    if there and (files is not HUB_FILES or _has_weights(folder)):
         return folder
     return find_gguf(HubName(model, DEFAULT_QUANTIZATION), revision, weights=files is HUB_FILES)
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    """The GGUF file of a folder that has exactly one and no configuration."""
-    if (folder / "config.json").exists() or converted.is_converted(folder):
+    """The GGUF file of a folder that has exactly one and no other weights."""
+    if _has_weights(folder):
         return None
     files = list(folder.glob(f"*{SUFFIX}"))
     if len(files) > 1:
         names = ", ".join(sorted(file.name for file in files))
         raise ModelError(f"has several GGUF files; name one of them: {names}", file=folder)
     return files[0] if files else None
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether a folder has weights in Hugging Face's layout, or converted ones."""
+    return converted.is_converted(folder) or any(
+        any(folder.glob(pattern)) for pattern in ("*.safetensors", "*.bin")
+    )
 
 
 def _download(model: str, revision: str | None, files: list[str]) -> Path:

@@ -80,11 +80,6 @@ class StoredTensor:
     read: Callable[[], GroupedValues | np.ndarray]
     rows: Callable[[slice], np.ndarray] | None = None
 
-    def groups(self) -> GroupedValues:
-        values = self.read()
-        assert isinstance(values, GroupedValues)
-        return values
-
     def dense(self) -> np.ndarray:
         """The unquantized array, as float32 or in the file's dtype."""
         values = self.read()

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jengine import InvalidArgument, JengineError
+from jengine import InvalidArgument
 from jengine.base.progress import progress_bar
 from jengine.commands.connection import add_connection, client_options
 from jengine.commands.flags import add_engine, add_flags, engine_fields
@@ -301,11 +301,13 @@ async def _driven(options: argparse.Namespace) -> Any:
 
 async def _reached(endpoint: ServerUnderTest, options: argparse.Namespace) -> None:
     """Raises InvalidArgument if there is no server, before thousands of requests fail."""
+    from jengine.capacity.bench.endpoints import ERRORS
+
     try:
         await endpoint.reach()
-    except (JengineError, OSError) as error:
+    except ERRORS as error:
         where = f"{options.host}:{options.port}" if options.base_url is None else options.base_url
-        raise InvalidArgument("base_url", where, f"nothing answers there: {error}") from None
+        raise InvalidArgument("base_url", where, f"no server of this kind answers there: {error}") from None
 
 
 def _endpoint(options: argparse.Namespace) -> ServerUnderTest:

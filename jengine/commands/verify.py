@@ -90,7 +90,10 @@ def _of_transformers(folder: Path, dtype: str) -> Reference:
 
     from jengine import ReferenceOutput
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    except (OSError, ValueError, KeyError) as error:  # no configuration, an unknown architecture
+        raise InvalidArgument("against", TRANSFORMERS, f"it cannot load {folder}: {error}") from None
 
     def reference(tokens: np.ndarray) -> ReferenceOutput:
         with torch.no_grad():

@@ -59,8 +59,18 @@ def hub_name(model: str) -> HubName:
 
 def check_model(model: str) -> None:
     """Raises ModelError if there is no such file or folder, and the text is no hub id. Reads no model."""
-    if model != "demo" and not Path(model).expanduser().exists():
+    if model != "demo" and not local_path(model).exists():
         hub_name(model)
+
+
+def local_path(text: str) -> Path:
+    """What a text names, whether it is there or not. Raises ModelError if it can name nothing."""
+    try:
+        path = Path(text).expanduser()
+        path.exists()
+    except (OSError, ValueError, RuntimeError) as wrong:  # a long name, a NUL, an unknown user
+        raise ModelError(f"cannot be read: {wrong}", file=text) from None
+    return path
 
 
 def is_within(file: str) -> bool:
@@ -112,14 +122,17 @@ def model_files(name: HubName, files: Sequence[str]) -> list[str]:
     Raises:
         ModelError: it has no such model.
     """
-    if name.quantization is None and "config.json" in files:
+    ggufs = any(file.endswith(SUFFIX) for file in files)
+    # repositories of GGUF files may have a config.json, but no weights for it
+    weights = any("/" not in file and file.endswith((".safetensors", ".bin")) for file in files)
+    if name.quantization is None and "config.json" in files and (weights or not ggufs):
         needed = [
             file for file in files if "/" not in file and _any(file, HUB_FILES) and not _any(file, OTHERS)
         ]
         if not any(file.endswith(".safetensors") for file in needed):
             needed += [file for file in files if "/" not in file and _any(file, BIN_FILES)]
         return needed + [file for file in files if _any(file, IN_FOLDERS)]
-    if name.quantization is None and not any(file.endswith(SUFFIX) for file in files):
+    if name.quantization is None and not ggufs:
         raise ModelError("has neither config.json nor GGUF files", file=name.repo)
     return [choose_gguf(name.repo, files, name.quantization or DEFAULT_QUANTIZATION)]
 

@@ -110,7 +110,6 @@ class ChatTemplate:
         tool_choice: str | None = None,
         tools_as_text: bool = False,
         variables: Mapping[str, Any] | None = None,
-        adapts: bool = True,
     ) -> str:
         """Renders a conversation in the form that the model was trained on, with special tokens.
 
@@ -124,23 +123,19 @@ class ChatTemplate:
             tools_as_text: whether tools become text in any case.
             variables: further variables. Those that the template does not mention are ignored, as in vLLM,
                 since clients send the same ones to all models.
-            adapts: whether messages are adapted to what the template shows, see `adapt_messages`.
 
         Raises:
             InvalidArgument: the template rejects or cannot render this conversation.
         """
         original = messages
         if tools and (tools_as_text or "tools" not in self.names):
-            if not adapts:
-                raise InvalidArgument("tools", tools, "the model's chat template does not support tools")
             messages, tools = with_tools_as_text(messages, tools, tool_choice), None
         if continue_final_message:
             messages = [*messages[:-1], _with_mark(messages[-1])]
         values = {"tools": tools, "add_generation_prompt": add_generation_prompt, **(variables or {})}
 
         def rendered(part: Conversation) -> tuple[str, Conversation]:
-            if adapts:
-                part = self._in_parts(adapt_messages(part, self.traits))
+            part = self._in_parts(adapt_messages(part, self.traits))
             return self._rendered(part, values), part
 
         try:

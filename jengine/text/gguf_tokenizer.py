@@ -32,9 +32,8 @@ QWEN2 = _CONTRACTED + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _ENDS
 TEKKEN = "|".join(_CASED) + r"|\p{N}" + _SLASHED
 GPT4O = "|".join(f"{cased}{_CONTRACTED}?" for cased in _CASED) + r"|\p{N}{1,3}" + _SLASHED
 KNOWN = frozenset((LLAMA3, QWEN2, TEKKEN, GPT4O))
-# texts begin with BOS, unless the file says otherwise
-BEGINNING = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2")
-WHOLE = (*BEGINNING, "tekken")  # a piece that is in the vocabulary is not split into merges
+# texts begin with BOS, unless the file says otherwise; pieces that are in the vocabulary are not split
+BEGINNING = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "tekken")
 SPLITS: dict[str, str] = {  # by tokenizer.ggml.pre: the rules that split text before merging
     **dict.fromkeys((*BEGINNING, "smaug-bpe", "dbrx"), LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), QWEN2),
@@ -134,7 +133,7 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
         raise ModelError(f"tokenizer.ggml.pre={pre!r} is not supported; {known} are", file=file.path)
     merges = [_pair(merge) for merge in file["tokenizer.ggml.merges"]]
     backend = tokenizers.Tokenizer(
-        models.BPE(vocab=_vocabulary(tokens), merges=merges, ignore_merges=pre in WHOLE)
+        models.BPE(vocab=_vocabulary(tokens), merges=merges, ignore_merges=pre in BEGINNING)
     )
     backend.pre_tokenizer = split
     backend.decoder = decoders.ByteLevel()

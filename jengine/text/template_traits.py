@@ -28,6 +28,7 @@ TAGS = "<think>\n{}\n</think>\n\n"  # around reasoning in a text
 NO_CONTENT: tuple[NoContent, ...] = ("null", "empty", "absent")
 ARGUMENTS: tuple[Arguments, ...] = ("object", "text")
 IDS: tuple[Ids, ...] = ("any", "nine", "named")
+# names of an answer's reasoning, the first of which jengine uses
 THOUGHTS: tuple[Thoughts, ...] = ("reasoning_content", "reasoning", "thinking")
 SPEAKERS = ("system", "developer", "user", "assistant")  # roles whose messages may have a name
 

@@ -248,7 +248,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, path: Path) -> None:
         ModelError: a token's id is taken, or leaves a gap.
     """
     file, older = path / "tokenizer_config.json", path / "added_tokens.json"
-    fields = read_object(file) if file.is_file() else {}
+    fields = _fields(path)
+    named = [*special_tokens_of(path).values(), *_further_special_tokens(fields)]
     if fields.get("added_tokens_decoder"):
         with malformed(file):
             listed = [
@@ -259,11 +260,12 @@ def _add_tokens(backend: tokenizers.Tokenizer, path: Path) -> None:
     elif older.is_file():
         with malformed(older):
             listed = [
-                (int(number), tokenizers.AddedToken(token)) for token, number in read_object(older).items()
+                (int(number), tokenizers.AddedToken(token, special=special, normalized=not special))
+                for token, number in read_object(older).items()
+                for special in [token in named]
             ]
         _add_listed(backend, sorted(listed, key=itemgetter(0)), older)
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    named = [*special_tokens_of(path).values(), *_further_special_tokens(fields)]
     for token in dict.fromkeys(named):
         if token not in known and backend.token_to_id(token) is not None:
             backend.add_special_tokens([tokenizers.AddedToken(token, normalized=False)])
@@ -306,18 +308,23 @@ def _token_fields(token: dict[str, Any]) -> dict[str, Any]:
 
 
 def special_tokens_of(path: Path) -> dict[str, str]:
-    """From tokenizer_config.json or special_tokens_map.json: strings, or descriptions of added tokens."""
+    """By role. Files have strings, or descriptions of added tokens."""
     tokens: dict[str, str] = {}
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        file = path / name
-        if not file.is_file():
-            continue
-        content = read_object(file)
-        for kind, token in ((kind, content.get(kind)) for kind in SPECIAL_TOKENS):
-            text = token.get("content") if isinstance(token, dict) else token
-            if isinstance(text, str):
-                tokens.setdefault(kind, text)
+    fields = _fields(path)
+    for kind, token in ((kind, fields.get(kind)) for kind in SPECIAL_TOKENS):
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            tokens[kind] = text
     return tokens
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    """tokenizer_config.json and special_tokens_map.json together. As in transformers, the second one decides
+    in folders from before `added_tokens_decoder`.
+    """
+    files = path / "tokenizer_config.json", path / "special_tokens_map.json"
+    newer, older = (read_object(file) if file.is_file() else {} for file in files)
+    return {**older, **newer} if "added_tokens_decoder" in newer else {**newer, **older}
 
 
 def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:

@@ -151,9 +151,10 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         known = self._option_string_actions
-        words = [_dashed(word, known) for word in (sys.argv[1:] if args is None else args)]
+        words = [*(sys.argv[1:] if args is None else args)]
+        end = words.index("--") if "--" in words else len(words)  # what follows is no option
         try:
-            words = _without_dots(words, known)
+            words[:end] = _without_dots([_dashed(word, known) for word in words[:end]], known)
         except ValueError as error:
             self.error(str(error))
         parsed, others = super().parse_known_args(words, namespace)
@@ -220,8 +221,6 @@ class VllmFlag(argparse.Action):
     ) -> None:
         if self._setting.switch:
             values = not (option or "").startswith("--no-")
-        elif isinstance(values, list):
-            values = values[0] if len(values) == 1 else values
         shown = f"{option} has no effect: {self._setting.why}"
         try:
             options, note = self._setting.take(values)

@@ -186,11 +186,16 @@ def test_configuration(tmp_path: Path) -> None:
 def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", "llama_tied")
     assert resolve(str(tmp_path)) == resolve(str(tmp_path / "m.gguf")) == tmp_path / "m.gguf"
+    (tmp_path / "config.json").write_text("{}")  # many repositories of GGUF files have one
+    assert resolve(str(tmp_path)) == tmp_path / "m.gguf"
     write_gguf(tmp_path / "n.gguf", "llama_tied")
     with pytest.raises(ModelError, match=r"has several GGUF files; name one of them: m\.gguf, n\.gguf"):
         resolve(str(tmp_path))
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
     assert resolve(str(tmp_path)) == tmp_path
+    for name in ("x" * 300, "~no-such-user/x"):
+        with pytest.raises(ModelError, match="cannot be read"):
+            resolve(name)
 
 
 @pytest.mark.parametrize(

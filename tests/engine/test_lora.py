@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jengine import LLM, AsyncLLM, InvalidArgument, LoRARequest
+from jengine.api import async_llm
 from jengine.api.shared_engine import ThreadCall
 from jengine.capacity.simulation.trace import read_trace
 from jengine.checkpoints.folder import DEMO
@@ -250,7 +251,7 @@ def test_llm_loads_an_adapter_at_its_first_use(tmp_path: Path) -> None:
     assert base is None and first == second != memory is not None
 
 
-def test_async_llm_and_adapters(tmp_path: Path) -> None:
+def test_async_llm_and_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads at the first use, and an adapter that is unloaded meanwhile ends its request alone."""
     arrays = lora("llama_gqa", "plain", config=json.loads((DEMO / "config.json").read_text()))
     paths = [str(write_lora(tmp_path / str(i), arrays)) for i in range(3)]
@@ -294,6 +295,16 @@ def test_async_llm_and_adapters(tmp_path: Path) -> None:
             await llm.loras.unload("a2")
             await asyncio.gather(*(llm.loras.require(request) for request in requests))
             assert [*llm.loras.by_name] == ["a1", "a2"], "those that come together make room, too"
+
+            loop, prepare = asyncio.get_running_loop(), llm.prepare
+
+            def while_another_is_loaded(*args: Any) -> Any:
+                asyncio.run_coroutine_threadsafe(llm.loras.require(requests[0]), loop).result()
+                return prepare(*args)
+
+            monkeypatch.setattr(async_llm, "is_slow", lambda prompt: True)
+            monkeypatch.setattr(llm, "prepare", while_another_is_loaded)
+            assert (await outputs(llm, requests[1])).outputs[0].token_ids == first.outputs[0].token_ids
 
     asyncio.run(check())
 

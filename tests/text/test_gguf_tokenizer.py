@@ -65,6 +65,9 @@ def test_byte_level(tmp_path: Path) -> None:
     assert found.eos_token_id == wanted.token_to_id("</s>") and found.special_tokens["bos_token"] == "<s>"
     assert found.encode("x", add_special_tokens=False) == wanted.encode("x", add_special_tokens=False).ids
     assert found.max_token_bytes is not None
+    for pre in "llama-bpe", "tekken":  # texts begin with BOS although the file does not say so
+        found = loaded(tmp_path / f"{pre}.gguf", described(wanted, "gpt2", **{"ggml.pre": pre}))
+        assert found.encode("x")[0] == wanted.token_to_id("<s>")
 
 
 def test_sentence_piece(tmp_path: Path) -> None:

@@ -75,6 +75,9 @@ def test_end_of_sequence_is_read_from_either_file(
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": eos}))
     assert Tokenizer.load(tmp_path).eos_token_id == 1
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<s>"}))
+    assert Tokenizer.load(tmp_path).eos_token_id == 1
+    newer = {"eos_token": "<s>", "added_tokens_decoder": {"0": {"content": "<s>", "special": True}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(newer))
     assert Tokenizer.load(tmp_path).eos_token_id == 0
 
 
@@ -205,6 +208,11 @@ def test_tokens_that_other_files_name(tmp_path: Path) -> None:
     found = {text: tokenizer.encode(text) for text in ("a<|end|>b", "a<|more|>b", "<extra>")}
     assert found == {"a<|end|>b": [64, 256, 65], "a<|more|>b": [64, 257, 65], "<extra>": [258]}
     assert tokenizer.eos_token_id == 256 and tokenizer.special_ids == {256, 257}
+    named = {"eos_token": "<extra>", "additional_special_tokens": ["<|more|>", "<|end|>"]}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    tokenizer = Tokenizer.load(tmp_path)  # this file decides
+    assert tokenizer.eos_token_id == 258 and tokenizer.special_ids == {256, 257, 258}
+    assert not tokenizer.backend.get_added_tokens_decoder()[258].normalized
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<extra>": 300}))
     with pytest.raises(ModelError, match=r"has '<extra>' at id 300, but in tokenizer.json ids end"):
         Tokenizer.load(tmp_path)

@@ -63,10 +63,15 @@ class OpenAIEndpoint:
         api_key: str | None = None,
         ignore_eos: bool = True,
     ) -> None:
+        form = InvalidArgument("base_url", base_url, "must be http://HOST:PORT or https://HOST:PORT")
         url = urlsplit(base_url)
+        try:
+            port = url.port
+        except ValueError:  # not a number
+            raise form from None
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise InvalidArgument("base_url", base_url, "must be http://HOST:PORT or https://HOST:PORT")
-        self._host, self._port = url.hostname, url.port or (443 if url.scheme == "https" else 80)
+            raise form
+        self._host, self._port = url.hostname, port or (443 if url.scheme == "https" else 80)
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
         self._path, self._model, self._key, self._ignore_eos = endpoint, model, api_key, ignore_eos
         self._chat = endpoint.endswith("/chat/completions")

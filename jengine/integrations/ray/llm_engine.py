@@ -20,7 +20,7 @@ from typing import Any
 
 from ray.llm._internal.serve.core.engine.protocol import LLMEngine
 
-from jengine import AsyncLLM, EngineConfig, InvalidArgument, SamplingParams
+from jengine import AsyncLLM, EngineConfig, InvalidArgument
 from jengine.serving.http.embedded import EmbeddedApi, embedded_config
 
 MODELS = (
@@ -76,8 +76,7 @@ class JengineEngine(LLMEngine):  # type: ignore[misc]  # ray ships no types
 
     async def check_health(self) -> None:
         """Raises EngineDead if the engine has failed. Ray then replaces the replica."""
-        async with self.llm.submit({"prompt_token_ids": [1]}, SamplingParams(max_tokens=1)):
-            pass  # leaving the block aborts the request
+        await self.llm.is_paused()  # the engine's loop answers
 
     def routing_stats(self) -> dict[str, Any]:
         """Where a router that knows caches finds page events, if they are published."""
