@@ -18,11 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jengine.checkpoints.quantization import fitted
 from pallas_kernels.products.groups import Groups
 from pallas_kernels.products.rows import Rows, array_of
 from pallas_kernels.products.weight import Weight
-from pallas_kernels.products.weights import product, weight_of
+from pallas_kernels.products.weights import product, stored, weight_of
 from pallas_kernels.quantization.gptq import gptq
 from pallas_kernels.quantization.hadamard import gain, transform
 from pallas_kernels.quantization.int4 import Int4, pack
@@ -118,7 +117,7 @@ class Calibrated:
     def result(self) -> Int4:
         """The quantized weight."""
         if self.made is None:
-            self.made = fitted(self.weight, self.target)
+            self.made = stored(self.target).fit(self.weight)
         assert self.made is not None
         return self.made
 

@@ -21,7 +21,6 @@ from jengine.base.errors import InvalidArgument
 from jengine.base.progress import Progress, progress_bar
 from jengine.checkpoints.calibrated import Calibrated, twice
 from jengine.checkpoints.in_memory import Tensors
-from jengine.checkpoints.quantization import fitted
 from jengine.checkpoints.weights import load
 from jengine.models import Model, Params, build
 from jengine.models.config import ModelConfig
@@ -106,7 +105,7 @@ def calibrate(
     def prepared(array: jax.Array, target: Any, axes: tuple[str | None, ...]) -> Any:
         stacked = len(axes) > 2 and axes[0] is None
         if stored(target).format.numbers != "int4" or stacked:
-            return fitted(array, target)
+            return stored(target).fit(array)
         return Calibrated(array, target, bar.update)
 
     total = sum(stored(leaf).format.numbers == "int4" for leaf in jax.tree.leaves(targets, is_leaf=is_weight))

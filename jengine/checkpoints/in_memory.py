@@ -19,11 +19,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.checkpoints.layouts import LeafTensor
 from jengine.checkpoints.orbax import by_name
-from jengine.checkpoints.quantization import Parameter, Target, fitted, placed, plain
+from jengine.checkpoints.quantization import Parameter, Target, placed
 from jengine.checkpoints.safetensors import DTYPES, READABLE
 from jengine.checkpoints.stored import Tensor
 from jengine.models import Model, Params
 from jengine.models.pieces import Piece, pieces_of
+from pallas_kernels.products.weights import stored
 
 PLACE = Path("params")  # in errors, the place of the file
 Tensors = Mapping[str, Tensor]
@@ -153,7 +154,7 @@ def own_makers(targets: Params, tensors: Tensors) -> list[Callable[[], Parameter
     for name, target in parameters.items():
         if name not in tensors:
             raise ModelError("is missing", file=PLACE, tensor=name)
-        array, wanted = tensors[name].array, plain(target)
+        array, wanted = tensors[name].array, stored(target).plain
         if array.shape != wanted.shape:
             reason = f"has shape {list(array.shape)}; the model needs {list(wanted.shape)}"
             raise ModelError(reason, file=PLACE, tensor=name)
@@ -168,8 +169,8 @@ def own_makers(targets: Params, tensors: Tensors) -> list[Callable[[], Parameter
 
 
 def _made(target: Target, tensor: Tensor) -> Parameter:
-    array, wanted = tensor.array, plain(target)
+    array, wanted = tensor.array, stored(target).plain
     if isinstance(array, jax.Array) and array.sharding.is_equivalent_to(wanted.sharding, array.ndim):
-        return fitted(jax.device_put(array, wanted.sharding), target)
+        return stored(target).fit(jax.device_put(array, wanted.sharding))
     # Between devices, JAX would compile slices of each shape. A copy: a CPU device may take over its memory.
-    return fitted(placed(np.array(array), wanted), target)
+    return stored(target).fit(placed(np.array(array), wanted))

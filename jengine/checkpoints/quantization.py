@@ -10,20 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.products.weights import stored
-
 Parameter = Any  # as programs take it: an array, or the numbers and scales of a quantized one
 Target = Any  # its abstract form, with shardings
-
-
-def plain(target: Target) -> jax.ShapeDtypeStruct:
-    """The array to read for a parameter: its shape and sharding, in the dtype of its unquantized values."""
-    return stored(target).plain
-
-
-def fitted(array: jax.Array, target: Target) -> Parameter:
-    """Converts a parameter from its plain form to the form of programs."""
-    return stored(target).fit(array)
 
 
 def placed(array: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:

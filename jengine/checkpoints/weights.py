@@ -23,7 +23,7 @@ from jengine.checkpoints.files import found_tensors
 from jengine.checkpoints.in_memory import PLACE, Tensors, assemble_on_devices, own_makers, own_names
 from jengine.checkpoints.layouts import LeafTensor
 from jengine.checkpoints.output_head import OUTPUT_HEADS, check_tied
-from jengine.checkpoints.quantization import Parameter, Target, fitted, placed, plain
+from jengine.checkpoints.quantization import Parameter, Target, placed
 from jengine.checkpoints.quantized_formats import quantization_config, read_fields, read_quantized
 from jengine.checkpoints.safetensors import DTYPES, NUMBERS
 from jengine.checkpoints.stored import GroupedValues, StoredTensor, Tensor, dense
@@ -31,7 +31,7 @@ from jengine.models import DRAFT_HEADS, Model, Params, build
 from jengine.models.family import TextPart
 from jengine.models.pieces import Piece, pieces_of
 from pallas_kernels.products.weight import QuantizedWeight
-from pallas_kernels.products.weights import is_weight, quantized
+from pallas_kernels.products.weights import is_weight, quantized, stored
 from pallas_kernels.quantization.host_memory import zeros
 
 log = logging.getLogger("jengine")
@@ -87,19 +87,19 @@ def _from_orbax(path: Path, model: Model, targets: Params, count: Callable[[int]
     sources, parameters = orbax.by_name(model.sources, is_leaf=is_source), orbax.by_name(targets)
     taken_apart = orbax.by_name(undivided.sources, is_leaf=is_source)
 
-    def where(stored: jax.ShapeDtypeStruct, target: Target) -> jax.ShapeDtypeStruct:
-        sharding = plain(target).sharding
+    def where(saved: jax.ShapeDtypeStruct, target: Target) -> jax.ShapeDtypeStruct:
+        sharding = stored(target).plain.sharding
         whole = NamedSharding(sharding.mesh, PartitionSpec())
         return jax.ShapeDtypeStruct(
-            stored.shape, stored.dtype, sharding=sharding if stored.shape == target.shape else whole
+            saved.shape, saved.dtype, sharding=sharding if saved.shape == target.shape else whole
         )
 
     def finish(name: str, array: jax.Array) -> Parameter:
         target = parameters[name]
         if array.shape != target.shape:
             tensors = disassemble(np.asarray(array), taken_apart[name])
-            array = place_whole(plain(target), sources[name], tensors)
-        return fitted(array, target)
+            array = place_whole(stored(target).plain, sources[name], tensors)
+        return stored(target).fit(array)
 
     return orbax.restore(path / PARAMS, jax.tree.map(where, undivided.params, targets), finish, count)
 
@@ -150,7 +150,7 @@ def makers(
             if model.config.stored is not None and is_weight(target):
                 parameter = _kept(quantized(target), source, tensors)
             else:
-                parameter = fitted(place_whole(plain(target), source, tensors), target)
+                parameter = stored(target).fit(place_whole(stored(target).plain, source, tensors))
         gc.collect(0)  # JAX frees the host's copy in Python's garbage collection
         return parameter
 

@@ -16,14 +16,13 @@ from jengine.base.gguf_file import is_gguf
 from jengine.checkpoints.converted import is_converted
 from jengine.checkpoints.encoder import encoder_makers
 from jengine.checkpoints.in_memory import PLACE, Tensors, assemble_on_devices, in_memory, own_names, places_of
-from jengine.checkpoints.quantization import fitted, plain
 from jengine.checkpoints.weights import is_source, makers
 from jengine.core.weights import FIRST_VERSION, Version
 from jengine.engine.setup.model_source import ModelSource
 from jengine.execution.device_state import DeviceState
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import Model
-from pallas_kernels.products.weights import is_weight
+from pallas_kernels.products.weights import is_weight, stored
 
 
 class NewWeights(NamedTuple):
@@ -146,10 +145,10 @@ def _warm(targets: Any, sources: Any, dtypes: Iterable[np.dtype]) -> None:
             continue
         done.add(form)
         shapes = {piece.name: piece.shape for piece in source}
-        everywhere = NamedSharding(plain(target).sharding.mesh, PartitionSpec())
+        everywhere = NamedSharding(stored(target).plain.sharding.mesh, PartitionSpec())
         for dtype in dtypes:
             zeros = {name: jax.device_put(np.zeros(shapes[name], dtype), everywhere) for name in names}
-            fitted(assemble_on_devices(plain(target), source, zeros), target)
+            stored(target).fit(assemble_on_devices(stored(target).plain, source, zeros))
 
 
 def dtypes(model: Model) -> tuple[np.dtype, ...]:
