@@ -108,6 +108,11 @@ def test_the_kind_of_outputs_is_kept_in_copies() -> None:
         SamplingParams(output_kind="some")
 
 
+def test_no_name_of_a_field_is_special() -> None:
+    with pytest.raises(InvalidArgument, match="self=1: there is no such"):
+        SamplingParams(**{"self": 1})  # type: ignore[arg-type]
+
+
 def test_errors_can_be_copied_and_pickled() -> None:
     with pytest.raises(InvalidArgument) as caught:
         SamplingParams(temperature=lambda: 1)  # type: ignore[arg-type]

@@ -103,7 +103,7 @@ def takes[T: type](settings: Settings, what: str = "option") -> Callable[[T], T]
         fields = frozenset(inspect.signature(create).parameters) - {"self"}
 
         @functools.wraps(create)
-        def init(self: object, *values: object, **options: object) -> None:
+        def init(self: object, /, *values: object, **options: object) -> None:
             if not fields.issuperset(options):
                 options, notes = translated(options, fields, settings, what)
                 warn(notes)

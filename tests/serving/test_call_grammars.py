@@ -12,7 +12,7 @@ import pytest
 from tokenizers import AddedToken
 
 from jengine import InvalidArgument, StructuredOutputs, Tokenizer
-from jengine.serving.http.blocks import blocks_of
+from jengine.serving.http.blocks import Blocks
 from jengine.serving.http.parameters import ToolChoice
 from jengine.serving.parsers.events import OutputParser, joined
 from jengine.serving.parsers.formats import TOOL_PARSERS, AnswerFormat
@@ -71,7 +71,7 @@ def written(form: str, calls: Calls) -> str:
 def read(form: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
     """The answer's text and its calls."""
     parser: OutputParser = LlamaJson(TOOLS) if form == "plain" else TOOL_PARSERS[form](TOOLS)
-    blocks = blocks_of(joined([*parser.push(text), *parser.finish()]))
+    blocks = Blocks(joined([*parser.push(text), *parser.finish()]))
     calls = [(block.name, json.loads(block.text)) for block in blocks.all if block.kind == "call"]
     return blocks.text("text"), calls
 

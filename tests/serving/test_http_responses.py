@@ -16,6 +16,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from pydantic import TypeAdapter
 
+from jengine import InvalidArgument, Tokenizer
+from jengine.serving.calls.errors import Busy
 from jengine.serving.http import policy
 from tests.serving.conftest import MockServer, serve_mock
 from tests.serving.echo import serve_echo
@@ -113,6 +115,27 @@ def test_reasoning_and_a_call(client: OpenAI) -> None:
     answer = streamed(client, **body)
     assert [item["type"] for item in plain(answer)] == ["reasoning", "message", "function_call"]
     assert plain(answer)[0] == plain(response)[0] and plain(answer)[2] == plain(response)[2]
+
+
+@pytest.mark.parametrize("error", [Busy("full", 1.0), InvalidArgument("prompt", "", "is too long")])
+def test_tokens_that_cannot_be_counted(
+    client: OpenAI, server: MockServer, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished answer counts more."""
+    encode = Tokenizer.encode
+
+    def failing(tokenizer: Tokenizer, text: str, *options: Any) -> list[int]:
+        if text == "Hm, the weather.":
+            raise error
+        return encode(tokenizer, text, *options)
+
+    monkeypatch.setattr(Tokenizer, "encode", failing)
+    for answer in (client.responses.create(**asked(THOUGHT + "x")), streamed(client, **asked(THOUGHT + "x"))):
+        assert answer.output_text == "x" and answer.usage.output_tokens_details.reasoning_tokens == 0
+    body: Any = {"model": "mock", "max_tokens": 200, "stop_sequences": [END]}
+    body["messages"] = [{"role": "user", "content": f"{THOUGHT}x{END}"}]
+    whole = httpx.post(f"{server.http}/messages", json=body, timeout=60).json()
+    assert whole["usage"]["output_tokens_details"] == {"thinking_tokens": 0}
 
 
 def test_an_agent(client: OpenAI) -> None:

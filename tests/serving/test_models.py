@@ -177,6 +177,31 @@ def test_a_busy_model_leaves_when_its_requests_have_ended() -> None:
     asyncio.run(main())
 
 
+def test_no_model_leaves_for_a_client_that_has_gone() -> None:
+    async def main() -> None:
+        models = pool("a", "b", max_loaded=1)
+        await models.start()
+        users = [Request() for _ in range(3)]
+        await models.use("a", users[0])
+        waiting = asyncio.create_task(models.use("b", users[1]))
+        while not models.default.leaving:
+            await asyncio.sleep(0.001)
+        late = asyncio.create_task(models.use("a", users[2]))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        users[1].done()
+        assert await asyncio.wait_for(late, 10) is models.default.supervisor, "while the first request runs"
+        users[0].done()
+        users[2].done()
+        await asyncio.sleep(0.01)
+        assert loaded(models) == ["a"] and models.listed()[1].why is None
+        await used(models, "b")
+        assert loaded(models) == ["b"]
+        await models.close()
+
+    asyncio.run(main())
+
+
 def test_memory_makes_models_leave() -> None:
     assert fits_on("2 NVIDIA H200") is fits_gpu
     needs = [MemoryNeed(share=share) for share in (0.4, 0.5, 0.3)]

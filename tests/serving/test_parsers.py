@@ -44,7 +44,7 @@ PARSERS: dict[str, Callable[[], OutputParser]] = {
     "mistral odd": lambda: Mistral({ODD}),
     "deepseek odd": lambda: MarkedCalls(DEEPSEEK, {ODD}),
     "kimi odd": lambda: MarkedCalls(KIMI, {ODD, "ns"}),
-    "pythonic odd": lambda: Pythonic({ODD, "ns"}),
+    "pythonic odd": lambda: Pythonic({ODD, "ns", "h(x"}),
     "named": lambda: NamedCall("f"),
     "required": CallArray,
 }
@@ -252,7 +252,7 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ),
     (
         "llama3_json",
-        '{"why": "x", "name": "f", "n": 1, "parameters": {"x": 1}}; {"function": {"name": "g"}} so',
+        '{"id": "x", "name": "f", "n": 1, "parameters": {"x": 1}}; {"function": {"why": 1, "name": "g"}} so',
         [
             ToolCallStart(0, "f"),
             Arguments(0, '{"x": 1}'),
@@ -262,6 +262,11 @@ CASES: list[tuple[str, str, list[Event]]] = [
         ],
     ),
     ("llama3_json", '{"answer": {"name": "f"}} x', [Content('{"answer": {"name": "f"}} x')]),
+    (
+        "llama3_json",
+        '{"name": "f"}; {"answer": 4} x',
+        [ToolCallStart(0, "f"), Arguments(0, "{}"), Content('{"answer": 4} x')],
+    ),
     (
         "mistral",
         '[TOOL_CALLS] [{"index": 0, "name": "f", "type": "x", "arguments": {"a": 1}}]',
@@ -340,6 +345,7 @@ y"), g ()]""",
             *(ToolCallStart(1, "g"), Arguments(1, "{}")),
         ],
     ),
+    ("pythonic odd", "[h(a=1)]", [Content("[h(a=1)]")]),
     ("pythonic", "[f(a=1e999)]", [Content("[f(a=1e999)]")]),
     ("pythonic", "[f(a=b)]", [Content("[f(a=b)]")]),
     ("named", '{"a": 1}', [ToolCallStart(0, "f"), Arguments(0, '{"a": 1}')]),
@@ -411,6 +417,15 @@ def test_arguments_come_before_their_end() -> None:
     parser = Hermes()
     parser.push('<tool_call>{"name": "f", "arguments": ')
     assert parser.push('{"city": "Bo') == [Arguments(0, '{"city": "Bo')]
+
+
+@pytest.mark.parametrize(
+    "name, before", [("hermes names", "\n"), ("llama3_json", ""), ("mistral names", "[")]
+)
+def test_an_answer_in_json_comes_before_its_end(name: str, before: str) -> None:
+    parser, text = PARSERS[name](), before + '{"type": "x", "answer": "It'
+    assert joined([event for piece in text for event in parser.push(piece)]) == [Content(text)]
+    assert parser.push(" ra") == [Content(" ra")] and parser.push("in") == [Content("in")]
 
 
 def test_long_arguments_take_linear_time() -> None:

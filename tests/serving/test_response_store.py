@@ -158,6 +158,8 @@ def test_references_to_items(server: MockServer) -> None:
     wrong = post(server, **{**raw(asked("")), "input": items})
     assert wrong.status_code == 404 and wrong.json()["error"]["param"] == "input"
     assert "store=false" in wrong.json()["error"]["message"]
+    wrong = post(server, input=[references[1], {"type": "item_reference", "id": []}])
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "input[1].id", wrong.text
 
 
 def test_what_is_kept_can_be_read_and_deleted(client: OpenAI, server: MockServer) -> None:

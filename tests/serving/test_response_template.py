@@ -72,11 +72,19 @@ def test_a_response_template_that_is_none(tmp_path: Path) -> None:
     assert format_of(folder, "", tool_parser="hermes").tools
 
 
-def test_what_a_response_template_cannot_read_is_content() -> None:
+BROKEN = ("{broken", '["x"]', '"x"', '{"name": null}', '{"function": "f"}', '{"name": 1}', '{"a": 1}')
+
+
+@pytest.mark.parametrize("call", BROKEN)
+def test_what_a_response_template_cannot_read_is_content(call: str) -> None:
     json_calls = {
         **TEMPLATE,
         "fields": {**TEMPLATE["fields"], "tool_calls": {"open": "<c>", "close": "</c>", "content": "json"}},
     }  # type: ignore[dict-item]
-    for pieces in (["<c>{broken</c>"], ["<c>", "{broken", "</c>"]):
+    whole = f"<c>{call}</c>"
+    for pieces in ([whole], ["<c>", call, "</c>"], ["<c>", call[:3], call[3:] + "</c>"]):
         [content] = parsed(ResponseTemplate(json_calls, "<|assistant|>", TOOLS), *pieces)
-        assert isinstance(content, Content) and "{broken" in content.text
+        assert isinstance(content, Content) and content.text == whole[len(whole) - len(content.text) :]
+        assert content.text.count(call) == 1
+    begun = ResponseTemplate(json_calls, "<|assistant|><c>{broken</c>", TOOLS)
+    assert parsed(begun, whole) == [Content(whole)], "after a beginning that cannot be read either"

@@ -16,11 +16,12 @@ from jengine.serving.http import policy
 from jengine.serving.http.parameters import ToolChoice
 from jengine.serving.http.responses.body import COMPACTED, INPUT, conversation, read_tools
 from jengine.serving.http.responses.types import ITEMS
-from tests.serving.conftest import MockServer
-from tests.serving.echo import serve_echo
+from tests.serving.conftest import MockServer, serve_mock
+from tests.serving.echo import ECHO, serve_echo
 from tests.serving.test_call_grammars import accepts
 from tests.serving.test_http_responses import EVENT, WEATHER, asked, events, post, raw
 from tests.serving.test_http_tools import END
+from tests.text.conftest import byte_level, write
 
 READ = {"type": "function", "name": "read", "parameters": {"type": "object", "properties": {}}}
 PATCH = {"type": "custom", "name": "patch", "description": "Edits files."}
@@ -157,6 +158,19 @@ def test_forced_custom_tools(server: MockServer) -> None:
         tool_choice=choice,
     )
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "tools", wrong.text
+
+
+@pytest.mark.parametrize("text", ['say "a\n\tb"\n', ""])
+def test_a_forced_input_in_channels_is_no_json(text: str, tmp_path: Path) -> None:
+    folder = write(byte_level(), tmp_path)
+    (folder / "chat_template.jinja").write_text(
+        f"{{# <|channel|>analysis #}}{{% if tools %}}{{% endif %}}{ECHO}"
+    )
+    said = f"<|channel|>commentary to=functions.patch<|message|>{text}<|call|>"
+    with serve_mock(folder, server={"port": 0}) as server:
+        options = {"tools": [{**PATCH, "format": LARK}], "tool_choice": {"type": "custom", "name": "patch"}}
+        [item] = output(server, said, **options)
+    assert (item["name"], item["input"]) == ("patch", text)
 
 
 def test_a_lark_grammar_is_the_whole_input(tokenizer_folder: Path) -> None:

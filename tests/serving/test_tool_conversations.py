@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from jengine import InvalidArgument, Tokenizer, chat_prompt
-from jengine.serving.http.blocks import blocks_of
+from jengine.serving.http.blocks import Blocks
 from jengine.serving.http.chat_service import call_id
 from jengine.serving.http.messages.body import conversation as from_messages
 from jengine.serving.http.responses.body import conversation as from_responses
@@ -107,7 +107,7 @@ WRITTEN: dict[str, Callable[[str, Calls], str]] = {
 def answer(form: str, text: str, calls: Calls) -> dict[str, Any]:
     """What a client gets, and sends back, for what a model has written."""
     parser = TOOL_PARSERS[form](TOOLS)
-    blocks = blocks_of(joined([*parser.push(WRITTEN[form](text, calls)), *parser.finish()]))
+    blocks = Blocks(joined([*parser.push(WRITTEN[form](text, calls)), *parser.finish()]))
     read = [(block.name, json.loads(block.text)) for block in blocks.all if block.kind == "call"]
     assert read == calls, "the parser does not read the format"
     return {

@@ -196,3 +196,15 @@ def test_a_conversation_with_tools_in_every_interface(
     )
     assert "weather" in rest and shown in rest
     assert "TEXT" in grammar and "weather" in grammar
+
+
+def test_a_template_by_its_name(tmp_path: Path) -> None:
+    folder = write(byte_level(), tmp_path)
+    (folder / "chat_template.jinja").write_text(PLAIN)
+    (folder / "additional_chat_templates").mkdir()
+    for name, source in (("shows", PLAIN + "{# <tool_call> #}{{ tools }}"), ("tools_hidden", PLAIN)):
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(source)
+    with serve_mock(folder, server={"port": 0, "client_chat_templates": True}) as server:
+        for name, text in (("shows", False), ("tools_hidden", True)):
+            status, prompt = prompted(server, "Rain?", chat_template=name)
+            assert status == 200 and ("You can call these functions" in prompt) == text, prompt

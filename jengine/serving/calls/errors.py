@@ -74,7 +74,7 @@ class Busy(Refusal):
 
     retry_seconds: float
 
-    def __init__(self, message: str, retry_seconds: float, cause: str = "") -> None:
+    def __init__(self, message: str, retry_seconds: float = 1.0, cause: str = "") -> None:
         code = grpc.StatusCode.RESOURCE_EXHAUSTED
         super().__init__(code, message, cause=cause, retry_seconds=retry_seconds)
 

@@ -126,7 +126,6 @@ ROUNDING = 1e-6  # tokens; a request that arrives exactly at its retry time must
 SHORTEST_RETRY, LONGEST_RETRY = 0.1, 30.0  # seconds
 # tokens charged for a second of a key's work outside the engine's steps: the compilation of a grammar
 WORK_TOKENS = 1000
-RETRY_SECONDS = 1.0
 
 
 class TokenBucket:
@@ -188,10 +187,6 @@ class ServerAdmission:
         self._buckets: dict[str, TokenBucket] = {}  # of keys with a token limit
         self._seconds = SHORTEST_RETRY  # recent duration of a completion
 
-    @property
-    def _running(self) -> int:
-        return self._models.max_num_seqs
-
     def stream(self, call: Call) -> None:
         """Counts one more stream of this client until its last message has been sent.
 
@@ -200,15 +195,14 @@ class ServerAdmission:
         """
         client, limit = client_of(call), self._client_limit()
         if self._streams.get(client, 0) >= limit:
-            raise Busy(
-                f"this client has {limit} streams, the maximum", self._retry_seconds(), "client_streams"
-            )
+            has = f"this client has {limit} streams, the maximum"
+            raise Busy(has, self._retry_seconds(), "client_streams")
         self._streams[client] += 1
         call.add_done_callback(lambda _: take(self._streams, client, 1))
 
     def portion(self, prompts: int) -> int:
         """How many of a request's prompts are answered at once, if the others may wait for them."""
-        limit = min(self._client_limit(), self._running + self._waiting)
+        limit = min(self._client_limit(), self._models.max_num_seqs + self._waiting)
         return prompts if prompts <= limit else max(limit // 2, 1)
 
     def place(self, n: int, call: Call) -> Place:
@@ -227,14 +221,15 @@ class ServerAdmission:
             InvalidArgument: so many completions are never possible; names the field that requests them.
         """
         count, requesting = prompts * n, "n" if prompts == 1 else field
-        places, client, limit = self._running + self._waiting, client_of(call), self._client_limit()
+        running, client, limit = self._models.max_num_seqs, client_of(call), self._client_limit()
+        places = running + self._waiting
         if count > limit:
             why = (
                 f"at most {limit}, the maximum of concurrent completions per client (max_streams_per_client)"
             )
             raise InvalidArgument(requesting, count, why)
         if count > places:
-            why = f"at most {places}: {self._running} running and {self._waiting} waiting"
+            why = f"at most {places}: {running} running and {self._waiting} waiting"
             raise InvalidArgument(requesting, count, why)
         bucket = self._bucket(client)
         _check_tokens(bucket)
@@ -242,11 +237,8 @@ class ServerAdmission:
             has = f"this client has {self._completions[client]} completions; the maximum is {limit}"
             raise Busy(has, self._retry_seconds(), "client_streams")
         if self.taken + count > places:
-            raise Busy(
-                f"{self._waiting} requests are waiting; the queue is full",
-                self._retry_seconds(),
-                "queue_full",
-            )
+            full = f"{self._waiting} requests are waiting; the queue is full"
+            raise Busy(full, self._retry_seconds(), "queue_full")
         self.taken += count
         self._completions[client] += count
         request = _Request()
@@ -303,7 +295,8 @@ class ServerAdmission:
         """Seconds until about half of the queue has started, so that not all rejected clients find it full
         again.
         """
-        rounds = max(self.taken - self._running, 0) / self._running
+        running = self._models.max_num_seqs
+        rounds = max(self.taken - running, 0) / running
         return min(max(self._seconds * rounds / 2, SHORTEST_RETRY), LONGEST_RETRY)
 
 
@@ -427,7 +420,7 @@ class ClientCalls:
         limit = self.limit if key is None or key.max_streams is None else max(self.limit, key.max_streams)
         if self._calls.get(client, 0) >= limit:
             self._metrics.rejected("client_calls")
-            raise Busy(f"this client has {limit} calls, the maximum", RETRY_SECONDS)
+            raise Busy(f"this client has {limit} calls, the maximum")
         return self._counting(client)
 
     @contextmanager

@@ -23,7 +23,6 @@ WORKERS = 2  # maximum number of processes; each starts when a job finds no idle
 # wall-clock limits; a limit on processor time usually ends a job earlier, unless its process is stopped
 START_SECONDS, JOB_SECONDS = 120.0, 30.0
 MOST_WAITING = 256  # jobs
-RETRY_SECONDS = 1.0
 ATTEMPTS = 3  # processes that may be killed from outside before a job is given up
 # signals that no job causes
 FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -96,7 +95,7 @@ class Workers:
             Refusal: too many jobs are waiting, or processes are killed.
         """
         if len(self._turns) + len(self._served) >= self._most_waiting:
-            raise Busy(f"{self._most_waiting} {self._what} are waiting", RETRY_SECONDS)
+            raise Busy(f"{self._most_waiting} {self._what} are waiting")
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         self._turns.put(client, turn)
@@ -169,7 +168,7 @@ class Workers:
                     self._running.discard(worker)
                     self._idle.append(worker)
                 return result
-        raise Busy(f"the processes for {self._what} are stopped or killed; try again", RETRY_SECONDS)
+        raise Busy(f"the processes for {self._what} are stopped or killed; try again")
 
     def _take(self, arguments: tuple[str, ...]) -> _Worker:
         with self._lock:

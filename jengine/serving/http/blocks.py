@@ -54,15 +54,19 @@ class Step(NamedTuple):
 class Blocks:
     """Turns the events of a completion into blocks.
 
+    Args:
+        events: the first ones, or those of a whole answer.
+
     Attributes:
         all: the blocks so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, events: Sequence[Event] = ()) -> None:
         self.all: list[Block] = []
         self._open: Block | None = None
+        self.add(events)
 
-    def add(self, events: list[Event]) -> list[Step]:
+    def add(self, events: Sequence[Event]) -> list[Step]:
         steps: list[Step] = []
         for event in events:
             if isinstance(event, ToolCallStart):
@@ -95,13 +99,6 @@ class Blocks:
         self._open = Block(len(self.all), kind, new_id(), name)
         self.all.append(self._open)
         return Step("opens", self._open)
-
-
-def blocks_of(events: list[Event]) -> Blocks:
-    """The blocks of a whole answer."""
-    blocks = Blocks()
-    blocks.add(events)
-    return blocks
 
 
 class BlockReader:

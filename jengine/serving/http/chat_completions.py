@@ -8,7 +8,7 @@ from jengine import CompletionOutput, RequestOutput
 from jengine.serving.calls import portions
 from jengine.serving.calls.portions import Parts, Portioned, array, with_members
 from jengine.serving.http import policy, replies
-from jengine.serving.http.blocks import blocks_of
+from jengine.serving.http.blocks import Blocks
 from jengine.serving.http.bodies import CHAT, NEUTRAL
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.chat_service import Chat, ChatApi, ChatInput, call_id, reason
@@ -45,7 +45,7 @@ class ChatCompletions(ChatApi):
         return with_members(portions.encoded(reply), {"choices": array(choices), **facts})
 
     async def _choice(self, chat: Chat, completion: CompletionOutput, portioned: Portioned) -> Parts:
-        blocks = blocks_of(chat.read(completion.text))
+        blocks = Blocks(chat.read(completion.text))
         content, reasoning = blocks.text("text"), blocks.text("reasoning")
         calls = [
             {"id": call_id(), "type": "function", "function": {"name": block.name, "arguments": block.text}}

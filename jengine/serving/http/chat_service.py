@@ -4,6 +4,7 @@ and the service that answers.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -14,6 +15,7 @@ import msgspec
 from jengine import (
     AsyncLLM,
     CompletionOutput,
+    InvalidArgument,
     PromptTooLong,
     RequestHandle,
     RequestOutput,
@@ -22,6 +24,7 @@ from jengine import (
     TokensPrompt,
 )
 from jengine.serving.calls import portions
+from jengine.serving.calls.errors import Busy
 from jengine.serving.calls.named_model import NamedModel
 from jengine.serving.calls.portions import Parts, Portioned
 from jengine.serving.guards.admission import Place, client_of
@@ -52,7 +55,7 @@ class Chat(NamedTuple):
 
     Attributes:
         request: the fields in the form of its API.
-        count_tokens: counts a text's tokens.
+        count_tokens: counts a text's tokens; 0 if that is not possible now.
         prompt: the prompt's text, once it has been rendered.
         thinks: whether the model may reason before it answers; False if a grammar applies from the first
             token on.
@@ -98,9 +101,9 @@ class Chat(NamedTuple):
 
     def parser(self) -> OutputParser:
         """A parser for one completion."""
-        tools = self.tools
+        tools, forced = self.tools, self.tools.forced_parser()
         return self.form.parser(
-            self.prompt, tools.callable, self.thinks, tools.forced_parser(), self.continues, tools.plain
+            self.prompt, tools.callable, self.thinks, forced, self.continues, tools.plain, tools.grammars
         )
 
     def read(self, text: str) -> list[Event]:
@@ -289,7 +292,9 @@ class ChatService(HttpService):
             params = params.clone(skip_special_tokens=False)
 
         async def count(text: str) -> int:
-            return len(await work(len(text), lambda: tokenizer.encode(text, False))) if text else 0
+            with contextlib.suppress(Busy, InvalidArgument):  # which must not take a finished answer
+                return len(await work(len(text), lambda: tokenizer.encode(text, False)))
+            return 0
 
         return Chat(body, params, tools, form, llm, int(time.time()), model, chat_input.request, count)
 

@@ -131,11 +131,6 @@ def http_error(error: Exception, retry_seconds: float, names: Mapping[str, str] 
     return HttpError(status, kind, refused.message, param, code, headers)
 
 
-def error_with_status(status: int, message: str) -> HttpError:
-    """A response with one of the statuses in STATUSES."""
-    return HttpError(status, dict(STATUSES.values())[status], message)
-
-
 def _code(refused: Refusal) -> tuple[str | None, str | None]:
     """OpenAI's code, and the field at fault."""
     if refused.resource is not None and refused.resource[0] in RESOURCES:

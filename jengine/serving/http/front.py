@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jengine import InvalidArgument
 from jengine.serving.config import ServerConfig
-from jengine.serving.http.errors import OPENAI, error_with_status
+from jengine.serving.http.errors import OPENAI, STATUSES, HttpError
 from jengine.serving.metrics.server_metrics import MakePage, Pages
 
 PortOption = Literal["port", "grpc_port", "metrics_port"]
@@ -161,7 +161,7 @@ class Connection(H11Protocol):
         """
         if self.transport.is_closing():
             return
-        body = b"".join(OPENAI.body(error_with_status(status, why)))
+        body = b"".join(OPENAI.body(HttpError(status, dict(STATUSES.values())[status], why)))
         head = (
             f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: application/json\r\nContent-Length:"
             f" {len(body)}\r\n"

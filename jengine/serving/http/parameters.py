@@ -269,13 +269,13 @@ def shows_tools(tokenizer: Tokenizer, template: str | None) -> bool:
     """Whether the chat template shows tools.
 
     Args:
-        template: the client's own; None: the model's. A client's is only searched for the word: it is parsed
-            later, in a sandbox.
+        template: the client's, or the name of one of the model's; None: the model's. A client's is only
+            searched for the word: it is parsed later, in a sandbox.
     """
-    if template is not None:
-        return "tools" in template
     templates = tokenizer.chat_templates
-    used = templates.get("tool_use") or templates.get("default")
+    if template is not None and template not in templates:
+        return "tools" in template
+    used = templates.get(template or "tool_use") or templates.get("default")
     return used is None or "tools" in used.names  # without a template, the request fails later
 
 

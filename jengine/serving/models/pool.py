@@ -270,7 +270,9 @@ class ModelPool:
     # --- loading ------------------------------------------------------------------------------------
 
     async def _load(self, model: PooledModel) -> None:
-        """Loads a model. Requests that name it together wait for one load, which goes on without them."""
+        """Loads a model. Requests that name it together wait for one load, which goes on without them once
+        there is room.
+        """
         if self._closed:
             raise NotReady("the server is stopping")
         if model.failure is not None and time.monotonic() < model.again:
@@ -323,8 +325,13 @@ class ModelPool:
     async def _make_room(self, wanted: PooledModel) -> None:
         """Unloads models until the wanted one may be loaded. If requests run in all of them, the one that is
         expected to be used least takes no new ones, so that it becomes idle.
+
+        Raises:
+            NotReady: no request waits for the wanted one any more.
         """
         while (why := self._why_not(wanted)) is not None:
+            if not wanted.users:
+                raise NotReady(f"no request waits for {wanted.name}")
             self._released.clear()
             if await self._unload_least(why):
                 continue

@@ -8,6 +8,7 @@ certain. The joined events do not depend on the pieces, so complete answers are 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,6 +64,8 @@ class OutputParser(Protocol):
 class Stepwise:
     """Base class that buffers text and reads it step by step, as far as it is certain."""
 
+    _state: Callable[[list[Event]], bool]  # does the next step
+
     def __init__(self) -> None:
         self._buffer = ""
 
@@ -75,7 +78,7 @@ class Stepwise:
 
     def _step(self, events: list[Event]) -> bool:
         """Reads from the buffer and adds events. Returns whether there may be more to do."""
-        raise NotImplementedError
+        return self._state(events)
 
 
 class PlainText(OutputParser):

@@ -4,8 +4,9 @@ template.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from jengine import ModelError, Tokenizer
@@ -30,6 +31,7 @@ from jengine.serving.parsers.json_formats import Hermes, LlamaJson, Mistral
 from jengine.serving.parsers.pythonic import Pythonic
 from jengine.serving.parsers.tagged import DEEPSEEK, GLM, KIMI, MINIMAX, QWEN_CODER, MarkedCalls, TaggedCalls
 
+UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # for a response_template
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 Tools = Mapping[str, Mapping[str, frozenset[str]]]  # types of parameters, by the names of tools and theirs
 
@@ -46,9 +48,10 @@ class ResponseTemplate:
     def __init__(self, template: dict[str, Any], prompt: str, tools: list[dict[str, Any]]) -> None:
         from transformers.utils.chat_parsing import ResponseParser  # takes a second to import
 
-        self._parser = ResponseParser(template, prefix=prompt, tools=[*tools])
         self._count, self._open = 0, ""  # for the open region, text that was not emitted
-        self._failed = False
+        self._failed = True  # if the prompt's part of the answer cannot be read
+        with contextlib.suppress(*UNREADABLE):
+            self._parser, self._failed = ResponseParser(template, prefix=prompt, tools=[*tools]), False
 
     def push(self, text: str) -> list[Event]:
         if self._failed:
@@ -60,11 +63,11 @@ class ResponseTemplate:
 
     def _guarded(self, work: Any, text: str) -> list[Event]:
         """Treats text that the template cannot parse as content."""
+        rest = self._open + text
         try:
             return joined([event for region in work() for event in self._events(region)])
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except UNREADABLE:
             self._failed = True
-            rest = self._open + text
             return [Content(rest)] if rest else []
 
     def _events(self, region: dict[str, Any]) -> list[Event]:
@@ -86,7 +89,7 @@ class ResponseTemplate:
 
 
 def call_events(value: Any, first: int) -> list[Event]:
-    """Two events for each call. Raises KeyError or TypeError if it is not a call."""
+    """Two events for each call. Raises one of UNREADABLE if it is not a call."""
     events: list[Event] = []
     for index, call in enumerate(value if isinstance(value, list) else [value], first):
         function = call.get("function", call)
@@ -152,10 +155,11 @@ class AnswerFormat:
         self._template = (
             _response_template(tokenizer) if (tool_parser, reasoning_parser) == ("auto", "auto") else None
         )
-        parser_name = _tool_parser(sources) if tool_parser == "auto" else tool_parser
+        marked = next((name for mark, name in MARKS if mark in sources), None)
+        parser_name = marked if tool_parser == "auto" else tool_parser
         self.calls = parser_name if self._template is None and parser_name in TOOL_PARSERS else None
         self._tool_parser = TOOL_PARSERS.get(parser_name or "none")
-        self._reasoning = _reasoning_parser(sources) if reasoning_parser == "auto" else reasoning_parser
+        self._reasons = END in sources if reasoning_parser == "auto" else reasoning_parser != "none"
         self._assumes_open = reasoning_parser == "deepseek_r1"  # many templates only remove earlier thoughts
         self._turns = Turns(tokenizer)
         self.tools = self._template is not None or self._tool_parser is not None
@@ -166,7 +170,7 @@ class AnswerFormat:
             "mistral",
         )
         self.channels = self._template is None and parser_name == "harmony"
-        self.marks_thoughts = self.channels or self._template is not None or self._reasoning != "none"
+        self.marks_thoughts = self.channels or self._template is not None or self._reasons
 
     def reasoning(self, prompt: str, continues: bool = True) -> bool | None:
         """Whether the answer to this prompt begins within reasoning; None if there is no reasoning, or it is
@@ -176,7 +180,7 @@ class AnswerFormat:
             continues: whether the answer continues a message, which may have a thought. Otherwise the prompt
                 may only end with a tag.
         """
-        if self._template is not None or self._reasoning == "none":
+        if self._template is not None or not self._reasons:
             return None
         is_open = open_thought(self._turns.last(prompt) if continues else prompt.rstrip()[-len(END) :])
         if is_open is None:  # the model begins one, if it thinks
@@ -191,6 +195,7 @@ class AnswerFormat:
         forced: OutputParser | None = None,
         continues: bool = True,
         plain: bool = False,
+        raw: Container[str] = (),
     ) -> OutputParser:
         """A parser for one completion.
 
@@ -202,6 +207,7 @@ class AnswerFormat:
                 have the model's format, unless the model may not reason.
             continues: see `reasoning`.
             plain: whether calls may also be a JSON array, since the chat template has no tools.
+            raw: tools whose input is text, not JSON, if a call of them is forced.
         """
         plain = plain and bool(tools)
         if self._template is not None and thinks and forced is None and not plain:
@@ -210,23 +216,13 @@ class AnswerFormat:
             tool["function"]["name"]: parameter_types(tool["function"].get("parameters")) for tool in tools
         }
         if self.channels and (forced is None or thinks):
-            return Harmony(types)
+            return Harmony(types, raw)
         calls = self._tool_parser(types) if self._tool_parser is not None and types else PlainText()
         calls = LlamaJson(types, calls) if plain else calls
         rest = calls if forced is None else forced
         inside = self.reasoning(prompt, continues) if thinks else None
         call = CALL_MARKS.get(self.calls or "", "") if types and forced is None else ""
         return rest if inside is None else ThinkParser(rest, inside, call)
-
-
-def _tool_parser(source: str) -> str | None:
-    return next((name for mark, name in MARKS if mark in source), None)
-
-
-def _reasoning_parser(source: str) -> str:
-    if END not in source:
-        return "none"
-    return "qwen3" if "enable_thinking" in source else "deepseek_r1"
 
 
 def _response_template(tokenizer: Tokenizer) -> dict[str, Any] | None:

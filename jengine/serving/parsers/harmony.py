@@ -7,7 +7,7 @@ as its text.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Container
 
 from jengine.serving.parsers.events import (
     Arguments,
@@ -31,33 +31,34 @@ class Harmony(Stepwise):
 
     Args:
         names: functions that may be called; messages to other recipients are reasoning.
+        raw: those of them whose input is text, not JSON.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], raw: Container[str] = ()) -> None:
         super().__init__()
-        self._names = names
-        self._state, self._kind = "opening", "content"
+        self._names, self._raw = names, raw
+        self._part, self._kind = "opening", "content"
         self._calls, self._arguments = 0, JsonValue()
         self._empty = True  # nothing of the message's text has been emitted
 
     def _step(self, events: list[Event]) -> bool:
-        if self._state == "opening":
+        if self._part == "opening":
             body = self._buffer.lstrip()
             if any(opening.startswith(body) for opening in OPENINGS if len(body) < len(opening)):
                 return False
-            self._state = "header" if body.startswith(OPENINGS) else "text"
+            self._part = "header" if body.startswith(OPENINGS) else "text"
             return True
-        if self._state == "header":
+        if self._part == "header":
             header, marker, rest = self._buffer.partition(MESSAGE)
             if marker:
-                self._buffer, self._state = rest, "text"
+                self._buffer, self._part = rest, "text"
                 self._begin(header, events)
             return bool(marker)
         text, end, self._buffer = split_at(self._buffer, *ENDS)
         self._emit(text, events)
         if end:
             self._finish_message(events)
-            self._state = "header"
+            self._part = "header"
         return bool(end)
 
     def _begin(self, header: str, events: list[Event]) -> None:
@@ -65,7 +66,7 @@ class Harmony(Stepwise):
         name = self._name(header[recipient.start(1) :]) if recipient else ""
         self._empty = True
         if name in self._names:
-            self._kind, self._arguments = "call", JsonValue()
+            self._kind, self._arguments = "input" if name in self._raw else "call", JsonValue()
             events.append(ToolCallStart(self._calls, name))
         else:
             self._kind = "reasoning" if name or (channel and channel[1] == "analysis") else "content"
@@ -85,20 +86,18 @@ class Harmony(Stepwise):
             kinds: dict[str, Event] = {
                 "content": Content(text),
                 "reasoning": Reasoning(text),
-                "call": Arguments(self._calls, text),
             }
-            events.append(kinds[self._kind])
+            events.append(kinds.get(self._kind) or Arguments(self._calls, text))
 
     def _finish_message(self, events: list[Event]) -> None:
-        if self._kind == "call":
-            if self._empty:
-                events.append(Arguments(self._calls, "{}"))
-            self._calls += 1
+        if self._kind == "call" and self._empty:
+            events.append(Arguments(self._calls, "{}"))
+        self._calls += self._kind in ("call", "input")
         self._kind = "content"
 
     def finish(self) -> list[Event]:
         events: list[Event] = []
-        if self._state != "header":  # headers are not shown
+        if self._part != "header":  # headers are not shown
             self._emit(self._buffer, events)
             self._finish_message(events)
         self._buffer = ""

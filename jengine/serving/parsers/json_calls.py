@@ -17,6 +17,7 @@ PLAIN = frozenset(" \t\r\n,:+-.0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLM
 SCALAR = PLAIN - frozenset(" \t\r\n,:")
 FUNCTION = "function"  # its value is a name, or an object with the call's other keys
 NAMES, ARGUMENTS = ("name", FUNCTION), ("arguments", "parameters")
+BEFORE_NAME = (*NAMES, *ARGUMENTS, "type", "id", "index")  # keys before a call's name
 
 
 class JsonValue:
@@ -79,7 +80,8 @@ class JsonCall:
 
     Args:
         index: the call's index.
-        names: known names; an object with another name is not a call. None: all names.
+        names: known names; an object with another name, or that begins with another key than those of calls,
+            is not a call. None: all names.
         bare: whether an object without arguments is not a call either.
 
     Attributes:
@@ -154,6 +156,8 @@ class JsonCall:
         if (key in NAMES and self._name) or (key in ARGUMENTS and self._had):
             self._key = ""  # only the first one counts
         self._had = self._had or key in ARGUMENTS
+        if self._names is not None and not (self._name or self._nested or key in BEFORE_NAME):
+            self.failed = True  # an answer in JSON, which must not wait for its end
 
     def _before_key(self, character: str) -> bool:
         if character == '"':

@@ -106,9 +106,9 @@ class Pythonic:
     def _call(self, events: list[Event]) -> None:
         call = self._start(self._buffer[: self._at])
         head = call.partition("(")[0].rstrip()
-        name = head if head in self._names else max(filter(call.startswith, self._names), key=len)
+        name = head if head in self._names else max(filter(call.startswith, self._names), key=len, default="")
         arguments = _arguments(call[len(name) :].lstrip()[1:-1])
-        if arguments is None:
+        if not name or arguments is None:
             events += self._as_content()
             return
         self._content.call()

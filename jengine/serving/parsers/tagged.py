@@ -88,11 +88,8 @@ class MarkedCalls(Stepwise):
     def __init__(self, marks: Marks, names: Container[str] = ()) -> None:
         super().__init__()
         self._marks, self._names, self._content, self._count = marks, names, ContentTrimmer(), 0
-        self._state: Callable[[list[Event]], bool] = self._outside
+        self._state = self._outside
         self._arguments = JsonValue()
-
-    def _step(self, events: list[Event]) -> bool:
-        return self._state(events)
 
     def _outside(self, events: list[Event]) -> bool:
         text, mark, self._buffer = split_at(self._buffer, self._marks.begin, self._marks.call)
@@ -243,7 +240,7 @@ class TaggedCalls(Stepwise):
     def __init__(self, tags: Tags, tools: Mapping[str, Mapping[str, frozenset[str]]]) -> None:
         super().__init__()
         self._tags, self._tools, self._content = tags, tools, ContentTrimmer()
-        self._state: Callable[[list[Event]], bool] = self._outside
+        self._state = self._outside
         self._read = ""  # tags that are content unless a call follows
         self._bare = False  # the section's tag is missing
         self._count, self._name, self._key = 0, "", ""
@@ -259,9 +256,6 @@ class TaggedCalls(Stepwise):
         self._within = re.compile("|".join(map(re.escape, self._value_tags)))
         self._after_value = tuple(tag for tag in ends if tag)
         self._after_call = tuple(tag for tag in (tags.section_end, tags.call, tags.section) if tag)
-
-    def _step(self, events: list[Event]) -> bool:
-        return self._state(events)
 
     def _outside(self, events: list[Event]) -> bool:
         section, call = self._tags.section, self._tags.call

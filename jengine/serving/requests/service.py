@@ -45,7 +45,6 @@ LONG_TEXT = 10_000
 THREADS = 2  # for all clients; they compete with the event loop and the engine for CPU time
 MAX_BYTES = 2**28  # maximum total size of waiting and running requests
 MAX_CLIENT_BYTES = 2**26  # the same per client
-RETRY_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -82,11 +81,8 @@ class TextWork:
             return work()
         mine = self._clients.get(client) or _Client()
         if mine.bytes + size > MAX_CLIENT_BYTES or self._bytes + size > MAX_BYTES:
-            raise Busy(
-                f"{mine.bytes} bytes of this client's text wait to be processed, {self._bytes} in all",
-                RETRY_SECONDS,
-                "text_work",
-            )
+            waiting = f"{mine.bytes} bytes of this client's text wait to be processed, {self._bytes} in all"
+            raise Busy(waiting, cause="text_work")
         self._clients[client] = mine
         mine.requests += 1
         mine.bytes += size

@@ -10,7 +10,7 @@ import msgspec
 from jengine import CompletionOutput, RequestOutput
 from jengine.serving.calls import portions
 from jengine.serving.calls.portions import Parts, Portioned
-from jengine.serving.http.blocks import Block, BlockReader, Blocks, Step, blocks_of
+from jengine.serving.http.blocks import Block, BlockReader, Blocks, Step
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.chat_service import Chat, ChatApi, ChatInput
 from jengine.serving.http.messages.body import read
@@ -35,7 +35,7 @@ class Messages(ChatApi):
 
     async def whole(self, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned) -> Parts:
         [completion] = output.outputs
-        blocks, tokens = blocks_of(chat.read(completion.text)), len(completion.token_ids)
+        blocks, tokens = Blocks(chat.read(completion.text)), len(completion.token_ids)
         cut = blocks.all[-1:] if completion.finish_reason == "length" else []
         content = [shown for block in blocks.all if (shown := _whole(block, block in cut)) is not None]
         called = any(shown["type"] == "tool_use" for shown in content)

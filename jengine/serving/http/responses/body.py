@@ -269,14 +269,10 @@ def _chat_input(request: dict[str, Any], sampling: dict[str, Any]) -> ChatInput:
         fields["tool_choice"] = tools.choice
         if forces_calls(tools.choice):
             names["structured_outputs"] = "tools"
-    stored = {STORED_INPUT: _as_json(request["input"])} if request.get("store") else {}
+    items = request["input"]
+    items = [{"role": "user", "content": items}] if isinstance(items, str) else items
+    stored = {STORED_INPUT: msgspec.json.encode(items)} if request.get("store") else {}
     return ChatInput(Body(fields, sampling), names, {**request, **stored, "tools": tools})
-
-
-def _as_json(items: str | list[Any]) -> bytes:
-    if isinstance(items, str):
-        items = [{"role": "user", "content": items}]
-    return msgspec.json.encode(items)
 
 
 def _logprobs(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class EarlierResponses:
         before = self._earlier(previous) if isinstance(previous, str) else None
         named: dict[str, bytes] = {}
         for item in items if isinstance(items, list) else ():
-            if isinstance(item_id := _reference(item), str):
+            if (item_id := _reference(item)) is not None:
                 named[item_id] = self._with_item(item_id)
         if before is None and not named:
             return body, size
@@ -229,10 +229,11 @@ async def no_websocket(call: HttpCall) -> None:
 # --- items ----------------------------------------------------------------------------------------
 
 
-def _reference(item: Any) -> Any:
+def _reference(item: Any) -> str | None:
     """The id of the item to which an item refers; None if it is no reference. Its type may be missing."""
     alone = isinstance(item, dict) and item.keys() - {"type"} == {"id"} and item.get("type") is None
-    return item.get("id") if alone or type_of(item) == "item_reference" else None
+    name = item.get("id") if alone or type_of(item) == "item_reference" else None
+    return name if isinstance(name, str) else None
 
 
 def _items_of(response: StoredResponse | None) -> list[Item]:

@@ -12,7 +12,7 @@ import msgspec
 
 from jengine import CompletionOutput, RequestOutput
 from jengine.serving.calls.portions import Parts, Portioned
-from jengine.serving.http.blocks import Block, BlockReader, Blocks, Step, blocks_of
+from jengine.serving.http.blocks import Block, BlockReader, Blocks, Step
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.chat_service import Chat, ChatApi, ChatInput
 from jengine.serving.http.errors import HttpError
@@ -185,21 +185,25 @@ def response(chat: Chat, request_id: str, **more: Any) -> dict[str, Any]:
     }
 
 
-async def ended(
-    chat: Chat,
-    request_id: str,
-    output: RequestOutput,
-    completion: CompletionOutput,
-    blocks: Blocks,
-    tokens: int,
-) -> dict[str, Any]:
+def reader_of(chat: Chat) -> BlockReader:
+    return BlockReader(chat) if chat.params.logprobs is None else LogprobReader(chat)
+
+
+async def take(reader: BlockReader, output: RequestOutput, portioned: Portioned) -> list[Step]:
+    """What an output changes."""
+    if isinstance(reader, LogprobReader):
+        await reader.expect(output, portioned)
+    return reader.take(output)
+
+
+async def ended(chat: Chat, request_id: str, reader: BlockReader) -> dict[str, Any]:
     """A response that has ended."""
-    reason = completion.finish_reason
+    assert reader.completion is not None
+    reason = reader.completion.finish_reason
     state: dict[str, Any] = {"status": "completed", "completed_at": int(time.time())}
     if reason == "length":
         state = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-    items = _items(chat, blocks, cut=reason != "stop")
-    usage = await _usage(chat, output, blocks, tokens)
+    items, usage = _items(chat, reader.blocks, cut=reason != "stop"), await _usage(chat, reader)
     return response(chat, request_id, **state, output=items, usage=usage)
 
 
@@ -208,8 +212,7 @@ async def failed(chat: Chat, request_id: str, reader: BlockReader, error: HttpEr
     shown = {"code": error.code or "server_error", "message": error.message}
     usage = None
     with contextlib.suppress(Exception):  # another error must not hide this one
-        if reader.last is not None:
-            usage = await _usage(chat, reader.last, reader.blocks, reader.tokens)
+        usage = await _usage(chat, reader)
     items = _items(chat, reader.blocks, cut=True)
     return response(chat, request_id, status="failed", error=shown, output=items, usage=usage)
 
@@ -221,8 +224,10 @@ def _items(chat: Chat, blocks: Blocks, cut: bool) -> list[dict[str, Any]]:
     return items
 
 
-async def _usage(chat: Chat, output: RequestOutput, blocks: Blocks, tokens: int) -> dict[str, Any]:
-    prompt, reasoning = len(output.prompt_token_ids), await chat.count_tokens(blocks.text("reasoning"))
+async def _usage(chat: Chat, reader: BlockReader) -> dict[str, Any]:
+    output, tokens = reader.last, reader.tokens
+    assert output is not None
+    prompt, reasoning = len(output.prompt_token_ids), await chat.count_tokens(reader.blocks.text("reasoning"))
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": output.num_cached_tokens or 0, "cache_write_tokens": 0},
@@ -254,17 +259,9 @@ class Responses(ChatApi):
         await ResponseStream(call, chat, request_id, portioned, self._store).start()
 
     async def whole(self, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned) -> Parts:
-        [completion] = output.outputs
-        if completion.logprobs is None:
-            blocks = blocks_of(chat.read(completion.text))
-        else:
-            reader = LogprobReader(chat)
-            await reader.expect(output, portioned)
-            reader.take(output)
-            blocks = reader.blocks
-        tokens = len(completion.token_ids)
-        answer = await ended(chat, request_id, output, completion, blocks, tokens)
-        return [keep(self._store, chat, answer)]
+        reader = reader_of(chat)
+        await take(reader, output, portioned)
+        return [keep(self._store, chat, await ended(chat, request_id, reader))]
 
     def stream(
         self, call: HttpCall, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned
@@ -279,9 +276,7 @@ class ResponseStream:
         self, call: HttpCall, chat: Chat, request_id: str, portioned: Portioned, store: ResponseStore
     ) -> None:
         self._call, self._chat, self._id, self._store = call, chat, request_id, store
-        self._reader = BlockReader(chat) if chat.params.logprobs is None else LogprobReader(chat)
-        self._portioned = portioned
-        self.finished = False
+        self._reader, self._portioned, self.finished = reader_of(chat), portioned, False
         call.end_failed = self._fail
 
     async def start(self) -> None:
@@ -289,9 +284,7 @@ class ResponseStream:
             await self._send(f"response.{kind}", response=response(self._chat, self._id))
 
     async def show(self, output: RequestOutput) -> None:
-        if isinstance(self._reader, LogprobReader):
-            await self._reader.expect(output, self._portioned)
-        steps = self._reader.take(output)
+        steps = await take(self._reader, output, self._portioned)
         self.finished = output.finished
         for step in steps:
             await self._show(step)
@@ -339,9 +332,7 @@ class ResponseStream:
         await self._call.end_events(b"")
 
     async def end(self) -> None:
-        reader = self._reader
-        assert reader.last is not None and reader.completion is not None
-        last = await ended(self._chat, self._id, reader.last, reader.completion, reader.blocks, reader.tokens)
+        last = await ended(self._chat, self._id, self._reader)
         text = keep(self._store, self._chat, last)
         await self._send(f"response.{last['status']}", response=msgspec.Raw(text))
         await self._call.end_events(b"")
