@@ -84,7 +84,7 @@ def _row(case: str, load: Load, weight: Any, tokens: int, most: Ceilings, small:
 
     def run(x: jax.Array, chosen: jax.Array, weight: Any) -> jax.Array:
         groups = grouped(chosen, load.experts)
-        return product_dispatch.grouped_product(x[groups.row], weight, groups, impl=impl)[groups.place]
+        return stored(weight).grouped_product(x[groups.row], groups, impl=impl)[groups.place]
 
     error = _error(jax.jit(run)(x, jnp.asarray(chosen[0]), weight), x, chosen[0], weight)
     seconds = chained(run, x, jnp.asarray(chosen), weight)

@@ -86,7 +86,12 @@ def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILE
     there = any((folder / name).exists() for name in ("config.json", converted.MARK, *tokenizer))
     if there and (files is not HUB_FILES or _has_weights(folder)):
         return folder
-    return find_gguf(HubName(model, DEFAULT_QUANTIZATION), revision, weights=files is HUB_FILES)
+    try:
+        return find_gguf(HubName(model, DEFAULT_QUANTIZATION), revision, weights=files is HUB_FILES)
+    except ModelError:
+        if there:  # its files are named in the error when weights are read
+            return folder
+        raise
 
 
 def _only_gguf(folder: Path) -> Path | None:

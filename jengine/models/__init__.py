@@ -175,7 +175,8 @@ class Model:
 
     def batch_dependence(self, device: jax.Device) -> str | None:
         """What makes a row's result depend on other rows on this device, or None."""
-        declared = facts.declared(self.module, "batch_dependent")
+        bound = self.bind(self.params)  # to weights as they are stored
+        declared = facts.declared(bound, "batch_dependent")
         return next(filter(None, (depends(device) for depends in declared)), None)
 
     def bind(self, params: Params) -> Decoder:

@@ -58,14 +58,6 @@ class Elements:
     head: int
     tables: int
 
-    @property
-    def total(self) -> int:
-        return self.layers + self.experts * self.expert + self.head + self.tables
-
-    def used(self, experts: float) -> float:
-        """Elements that a step uses with so many experts in each layer, without the head."""
-        return self.layers + experts * self.expert
-
 
 def elements(module: Any, parameters: Iterable[tuple[Any, Any]]) -> Elements:
     """Counts the matrices among declared parameters, given with their paths."""

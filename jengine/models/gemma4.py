@@ -5,7 +5,6 @@ layer, experts beside an MLP. What Gemma 3n has of it, too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +41,7 @@ from jengine.models.layers import (
 )
 from jengine.models.llama import Llama
 from jengine.models.moe import Experts, MixtureOfExperts, has_experts
-from jengine.models.pieces import Part, Piece, apart, qkv_parts
+from jengine.models.pieces import Part, Piece, qkv_parts
 from jengine.models.rope import local_rope, rope
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.cache.qkv import Qkv, QueriesOnly
@@ -137,9 +136,6 @@ class Gemma4Attention(Attention):
 
     def layout(self, config: ModelConfig) -> tuple[int, tuple[Part, ...]]:
         return config.head_dim * (config.group_size_padded + self.own), qkv_parts(config)[: 1 + self.own]
-
-    def qkv_source(self, name: str, kind: str, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
-        return apart([f"{name}.{p}_proj.{kind}" for p in "qkv"[: len(parts)]], parts, *inputs)
 
     def __call__(self, layer: int, x: Rows, rotation: Rotation | None, attend: Attend) -> jax.Array:
         config, weight = self.config, self.qkv[...]

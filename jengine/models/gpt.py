@@ -36,7 +36,6 @@ from jengine.models.layers import (
     Mlp,
     dense,
     exact_matrix,
-    lookup,
     whole_matrix,
 )
 from jengine.models.llama import Llama
@@ -126,7 +125,7 @@ class Gpt2(Llama):
 
     def enter(self, tokens: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
         x = super().enter(tokens, positions, attend)
-        return x + lookup(self.positions[...], positions + self.offset if self.offset else positions)
+        return x + self.positions[...].take(positions + self.offset if self.offset else positions)
 
     def rotations(self, positions: jax.Array) -> Callable[[int], Rotation | None]:
         return lambda layer: None

@@ -92,7 +92,7 @@ def param(
 
 
 class Matrix(nnx.Param[Any]):
-    """A parameter that is read as a `Weight`: `self.down[...]`. Only `dense`, `lookup` and experts use it."""
+    """A parameter that is read as a `Weight`: `self.down[...]`. Only `dense`, lookups and experts use it."""
 
     def __getitem__(self, index: Any) -> Weight:  # type: ignore[override]
         weight = weight_of(self.get_value())
@@ -146,11 +146,6 @@ def row_parallel_dense(x: jax.Array, weight: Weight, bias: jax.Array | None = No
     return y if bias is None else y + bias.astype(y.dtype)
 
 
-def lookup(table: Weight, rows: jax.Array) -> jax.Array:
-    """Rows int32[N] of table [n, size] -> [N, size]. For padding, rows may be out of bounds."""
-    return table.take(rows)
-
-
 def vocabulary(config: ModelConfig, size: int, dtype: jax.typing.DTypeLike, name: str) -> Matrix:
     """Declares a vector per token, for `embed` or an output head, sharded by tokens."""
     table, place = (config.vocab_size, size), (slice(0, config.vocab_size),)
@@ -162,9 +157,9 @@ def embed(table: Weight, tokens: jax.Array) -> jax.Array:
     are summed.
     """
     if shards() == 1:
-        return lookup(table, tokens)
+        return table.take(tokens)
     local = tokens - shard_index() * table.shape[0]
-    return all_reduce(jnp.where(((local >= 0) & (local < table.shape[0]))[:, None], lookup(table, local), 0))
+    return all_reduce(jnp.where(((local >= 0) & (local < table.shape[0]))[:, None], table.take(local), 0))
 
 
 def with_images(x: jax.Array, attend: Attend) -> jax.Array:
@@ -272,7 +267,7 @@ class Attention(nnx.Module):
 
     def qkv_source(self, name: str, kind: str, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
         """The checkpoint tensors of the weight or bias of queries, keys and values."""
-        return apart([f"{name}.{p}_proj.{kind}" for p in "qkv"], parts, *inputs)
+        return apart([f"{name}.{p}_proj.{kind}" for p in "qkv"[: len(parts)]], parts, *inputs)
 
     def output_source(self, name: str, kind: str, *shape: int) -> Piece:
         """The checkpoint tensor of the weight or bias of the output."""

@@ -23,9 +23,7 @@ from jengine.models.hf_config import check_kinds, partly_rotated
 from jengine.models.layers import (
     Attend,
     Attention,
-    Block,
     Layer,
-    Mixer,
     Recur,
     RMSNorm,
     dense,
@@ -104,16 +102,7 @@ class LightningAttention(nnx.Module):
 class MiniMaxLayer(Layer):
     """Norms the residual stream, not only what attention and MLP read."""
 
-    def __init__(
-        self,
-        attention_norm: Block,
-        attention: Mixer,
-        mlp_norm: Block,
-        mlp: Block,
-        factors: tuple[tuple[float, float], tuple[float, float]],
-    ) -> None:
-        super().__init__(attention_norm, attention, mlp_norm, mlp)
-        self.factors = factors
+    factors: tuple[tuple[float, float], tuple[float, float]]
 
     def __call__(
         self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend
@@ -129,13 +118,14 @@ class MiniMax(Llama):
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
         linear, factors = index in config.part(LinearAttention).layers, config.part(ResidualFactors)
         prefix = f"{name}.self_attn"
-        return MiniMaxLayer(
+        layer = MiniMaxLayer(
             RMSNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm"),
             LightningAttention(config, dtype, prefix, index) if linear else Attention(config, dtype, prefix),
             RMSNorm(config.hidden_size, config, dtype, f"{name}.post_attention_layernorm"),
             Experts(config, dtype, f"{name}.block_sparse_moe", W),
-            (factors.linear if linear else factors.full, factors.mlp),
         )
+        layer.factors = factors.linear if linear else factors.full, factors.mlp
+        return layer
 
 
 def read_converted(hf: Fields) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from jengine.models.pieces import EVERY, Piece
 from jengine.parallel.collectives import DATA, TENSOR, all_reduce, gather_rows, reduce_scatter, shard_index
 from pallas_kernels.devices import traced_for, traced_for_cpu
 from pallas_kernels.elementwise.activations import gated
-from pallas_kernels.products.dispatch import grouped_product, why_product_unsupported
+from pallas_kernels.products.dispatch import why_product_unsupported
 from pallas_kernels.products.groups import counted, grouped
 from pallas_kernels.products.support import why_sizes_unsupported
 from pallas_kernels.products.weight import Weight
@@ -248,9 +248,9 @@ class Experts(nnx.Module):
         k, device = chosen.shape[1], traced_for()
         among = self.sizes.count if self.config.expert_shards > 1 else None
         groups = grouped(chosen.reshape(-1), gate_up.shape[0], among)
-        y = grouped_product(x[groups.row // k], gate_up, groups, device=device)
+        y = gate_up.grouped_product(x[groups.row // k], groups, device=device)
         inner = self.gate(y if bias is None else y + bias[groups.owner].astype(y.dtype))
-        out = grouped_product(inner, down, groups, device=device)
+        out = down.grouped_product(inner, groups, device=device)
         return self._placed(out, groups.place).reshape(*chosen.shape, -1)
 
     def by_block(

@@ -155,9 +155,6 @@ class _Arrays:
     def result(self, index: int) -> tuple[Value, Value]:
         return self.code.result(self._frame, index)
 
-    def extent(self, shape: Value, axis: int) -> Value:
-        return self.code.word(shape, axis)
-
     def share(self, count: Value) -> tuple[Value, Value]:
         """First and end of this part's share of `count`."""
         return share(count, self.part, self.parts)
@@ -182,7 +179,7 @@ class _Arrays:
 
 def _rotate(arrays: _Arrays, _: str) -> None:
     code, (x, shape) = arrays.code, arrays.argument(0)
-    tokens, heads, dim = (arrays.extent(shape, axis) for axis in range(3))
+    tokens, heads, dim = (code.word(shape, axis) for axis in range(3))
     with code.loop(*arrays.share(tokens)) as token, code.loop(0, heads) as head:
         base = (token * heads + head) * dim * arrays.size
         _rotate_head(arrays, token, dim, x + base, arrays.out + base)
@@ -191,8 +188,8 @@ def _rotate(arrays: _Arrays, _: str) -> None:
 def _rotate_qkv(arrays: _Arrays, _: str) -> None:
     code, size = arrays.code, arrays.size
     (x, shape), (q, q_shape), (k, _shape) = arrays.argument(0), arrays.result(0), arrays.result(1)
-    tokens, kv_heads, each, dim = (arrays.extent(shape, axis) for axis in range(4))
-    group = arrays.extent(q_shape, 1) // kv_heads
+    tokens, kv_heads, each, dim = (code.word(shape, axis) for axis in range(4))
+    group = code.word(q_shape, 1) // kv_heads
     with (
         code.loop(*arrays.share(tokens)) as token,
         code.loop(0, kv_heads) as kv_head,
@@ -205,7 +202,7 @@ def _rotate_qkv(arrays: _Arrays, _: str) -> None:
 
 def _rotate_head(arrays: _Arrays, token: Value, dim: Value, source: Value, target: Value) -> None:
     code, size, (cos, angles), (sin, _) = arrays.code, arrays.size, arrays.argument(1), arrays.argument(2)
-    pairs = arrays.extent(angles, 1)
+    pairs = code.word(angles, 1)
     with code.loop(0, pairs, LANES) as lane:
         at = lane.least(pairs - LANES)  # the last vector starts earlier instead of ending later
         c, s = (code.load(vector(F32), angle + (token * pairs + at) * 4) for angle in (cos, sin))
@@ -221,7 +218,7 @@ def _rotate_head(arrays: _Arrays, token: Value, dim: Value, source: Value, targe
 def _norm(arrays: _Arrays, _: str) -> None:
     code, size = arrays.code, arrays.size
     (x, shape), (weight, _shape), (options, _length) = (arrays.argument(n) for n in range(3))
-    rows, count = (arrays.extent(shape, axis) for axis in range(2))
+    rows, count = (code.word(shape, axis) for axis in range(2))
     eps, offset = (code.load(F32, options + 4 * n) for n in range(2))
     whole = count // LANES * LANES
     with code.loop(*arrays.share(rows)) as row:
@@ -246,7 +243,7 @@ def _norm(arrays: _Arrays, _: str) -> None:
 
 def _gate(arrays: _Arrays, activation: str) -> None:
     code, size, (x, shape) = arrays.code, arrays.size, arrays.argument(0)
-    count = arrays.extent(shape, 0) * arrays.extent(shape, 1)
+    count = code.word(shape, 0) * code.word(shape, 1)
     with code.loop(*arrays.share((count + (LANES - 1)) // LANES)) as n:
         at = (n * LANES).least(count - LANES)
         place = x + at * (2 * size)

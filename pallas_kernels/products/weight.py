@@ -65,7 +65,15 @@ class Weight(Protocol):
     def grouped_product(
         self, x: jax.Array, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None
     ) -> jax.Array:
-        """Multiplies each row of x by the matrix of its group; see `products.dispatch.grouped_product`."""
+        """Multiplies each row of x by the matrix of its group -> [places, *out], in x's dtype; undefined in
+        places without a row.
+
+        Args:
+            x: [places, in], rows in the order of `groups.grouped`.
+
+        Raises:
+            ValueError: impl is "mosaic" or "llvm", and this kernel does not support the call.
+        """
 
     def take(self, rows: jax.Array) -> jax.Array:
         """Rows int32[N] of a table [n, size] -> [N, size]. Rows out of bounds give the last row."""

@@ -27,6 +27,8 @@ def weight_of(parameter: Any) -> Weight:
 
 def stored(parameter: Any) -> StoredWeight[Any]:
     """The weight of a parameter as programs take it. Its arrays may be any objects with shapes and dtypes."""
+    if isinstance(parameter, StoredWeight):
+        return parameter
     weight: StoredWeight[Any] = PARAMETERS.get(type(parameter), Plain)(parameter)
     return weight
 

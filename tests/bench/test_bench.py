@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -265,6 +266,21 @@ def test_a_server_by_each_protocol(
 
         assert len({*asyncio.run(tokens())}) == 1
         server.wait_until_idle()
+
+
+def test_hosts_of_ipv6_have_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def opened(host: str, port: int, **options: object) -> tuple[asyncio.StreamReader, Any]:
+        reader = asyncio.StreamReader()
+        reader.feed_data(b"HTTP/1.1 200 OK\r\n\r\n{}")
+        reader.feed_eof()
+        return reader, SimpleNamespace(write=sent.append, close=lambda: None)
+
+    sent: list[bytes] = []
+    monkeypatch.setattr(asyncio, "open_connection", opened)
+    for url in ("http://[::1]:8000", "http://localhost:8000"):
+        with pytest.raises(KeyError):
+            asyncio.run(OpenAIEndpoint(url, "/v1/completions", "m").tokens("x"))
+    assert b"\r\nHost: [::1]:8000\r\n" in sent[0] and b"\r\nHost: localhost:8000\r\n" in sent[1]
 
 
 @pytest.mark.parametrize(

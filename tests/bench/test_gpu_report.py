@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -49,6 +50,14 @@ def test_folders_users_and_hosts_are_left_out(monkeypatch: pytest.MonkeyPatch) -
     assert gpu.without_names({"why": [text, None, 1.5]}) == {
         "why": ["at y.py:3, z.bin, by NAME on NAME: annotated, 3/4 of 2 GB/s, a/b", None, 1.5]
     }
+
+
+def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 1 << 30)
+    monkeypatch.setattr(socket, "gethostname", lambda: "box-7")
+    assert gpu.without_names("/root/a.bin on box-7") == "a.bin on NAME"
 
 
 def test_a_checkout_has_the_parts() -> None:

@@ -25,7 +25,6 @@ from pallas_kernels.attention import dispatch
 from pallas_kernels.attention import latent as latent_dispatch
 from pallas_kernels.attention.options import PLAIN
 from pallas_kernels.cache import dispatch as cache_dispatch
-from pallas_kernels.products import dispatch as product_dispatch
 from pallas_kernels.products.weights import stored
 from pallas_kernels.targets import why_none
 
@@ -351,9 +350,13 @@ def test_products_of_experts_are_checked_before_they_are_timed(monkeypatch: pyte
     monkeypatch.setattr(experts, "chained", lambda *args: 1.0)
     monkeypatch.setattr(experts, "ceilings", lambda small: Ceilings(1e9, 1e9))
     assert [row.outcome for row in experts.measure(small=True)] == 8 * ["ok"]
-    product = product_dispatch.grouped_product
     monkeypatch.setattr(
-        product_dispatch, "grouped_product", lambda *args, **how: product(*args, **how) * 1.05
+        experts,
+        "stored",
+        lambda weight: SimpleNamespace(
+            dequantized=stored(weight).dequantized,
+            grouped_product=lambda *args, **how: stored(weight).grouped_product(*args, **how) * 1.05,
+        ),
     )
     assert [row.outcome for row in experts.measure(small=True)] == 8 * ["failed"]
 

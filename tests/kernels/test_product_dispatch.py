@@ -49,7 +49,7 @@ def test_what_the_grouped_product_takes_and_why_not() -> None:
     for arrays, device, reason in refusals:
         assert product_dispatch.why_product_unsupported(*arrays, grouped=True, device=device) == reason
     with pytest.raises(ValueError, match=r"impl='mosaic': device=.*compute capability 9\.0"):
-        product_dispatch.grouped_product(x, weight, grouped(jnp.zeros(1, jnp.int32), 2), impl="mosaic")
+        stored(weight).grouped_product(x, grouped(jnp.zeros(1, jnp.int32), 2), impl="mosaic")
 
 
 def four_bits(*shape: int, group: int = 32, **how: Any) -> Int4:

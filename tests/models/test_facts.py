@@ -99,6 +99,11 @@ def test_what_depends_on_other_rows() -> None:
     for shards, allowed in ((1, True), (2, True), (4, False)):
         of_experts = build(model_config(sizes), "bfloat16", 64, shards=shards).batch_dependence(gpu)
         assert (of_experts is None) is allowed, of_experts
+    ampere = cast(jax.Device, TargetDevice(0, "GPU", "8.0"))
+    for quantization, size, allowed in (("int8", 128, True), ("int4", 192, True), (None, 192, False)):
+        sizes |= {"hidden_size": size, "intermediate_size": size}
+        model = build(model_config(sizes), "bfloat16", 64, quantization, group_size=32)
+        assert (model.batch_dependence(ampere) is None) is allowed, (quantization, size)
 
 
 def test_layers_that_compute_attention_and_mlp_at_once() -> None:

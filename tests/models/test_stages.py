@@ -34,7 +34,7 @@ def test_layers_cost_what_a_token_uses_of_them() -> None:
     model = build(model_config(VARIANTS["deepseek_v3"]), "float32", 64)
     layers, head = layer_costs(model)
     assert len(layers) == 3 and layers[1] == layers[2] != layers[0]
-    used = model.elements.used(model.elements.experts_per_token)
+    used = model.elements.layers + model.elements.experts_per_token * model.elements.expert
     assert sum(layers) == pytest.approx(used) and head == model.elements.head
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
+from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from jengine.insight.recording import step_recorder
 from jengine.insight.recording.machine import GarbagePauses, garbage_pauses, memory
-from jengine.insight.recording.records import STAGES, TOKENS, Memory, StepTotals
+from jengine.insight.recording.records import STAGES, TOKENS, Memory, StepRecord, StepTotals
 from jengine.insight.recording.step_recorder import StepRecorder
 from tests.observe.virtual import MS, TILE, Load, Virtual, make_virtual
 
@@ -102,6 +104,7 @@ def test_rings_are_bounded(virtual: Virtual) -> None:
         virtual.ask(TILE, 50)
     trace = virtual.run()
     assert len(trace.steps) == 16 and len(trace.requests) == 3 and trace.steps[-1].number == 49
+    assert sum(virtual.engine.records.totals().steps.values()) == 50, "also those that the ring has lost"
     last = virtual.engine.trace(seconds=0.045)
     assert 3 <= len(last.steps) <= 5 and last.steps[-1].number == trace.steps[-1].number
 
@@ -121,6 +124,25 @@ def test_totals(virtual: Virtual) -> None:
     assert totals.tokens == again.tokens and sum(totals.tokens) == len(trace.steps)
     assert totals.device_seconds == pytest.approx(totals.predicted_seconds)
     assert totals.resident == 1 << 30 and len(totals.pauses) == 3
+
+
+def test_totals_wait_for_a_step_that_is_read_meanwhile(virtual: Virtual) -> None:
+    virtual.ask(TILE, 3)
+    first, second, *_ = virtual.run().steps
+    records = StepRecorder(virtual.engine.scheduler, overlap=True)
+
+    class Ring(deque[StepRecord]):
+        def __iter__(self) -> Iterator[StepRecord]:
+            if len(self) == 1:
+                records.read(second, 0.0, 0.0, 0.0, waited=False, device=0.0)
+            return super().__iter__()
+
+    records.steps = Ring()
+    records.read(first, 0.0, 0.0, 0.0, waited=False, device=0.0)
+    records.turn(1.0)
+    assert sum(records.totals().steps.values()) == 1
+    records.turn(2.0)
+    assert sum(records.totals().steps.values()) == 2
 
 
 counts = st.integers(0, 1000)

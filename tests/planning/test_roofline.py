@@ -49,8 +49,9 @@ def llama(size: str, devices: int = 1) -> Model:
 def test_llamas_parameters(size: str, parameters: int, layers: int, head: int, norms: int) -> None:
     model = llama(size)
     assert sum(math.prod(x.shape) for x in jax.tree.leaves(model.params)) == parameters
-    assert (model.elements.layers, model.elements.head) == (layers, head)
-    assert model.elements.total + norms == layers + 2 * head + norms == parameters
+    elements = model.elements
+    assert (elements.layers, elements.experts, elements.head, elements.tables) == (layers, 0, head, head)
+    assert layers + 2 * head + norms == parameters
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -71,8 +72,10 @@ def test_every_familys_matrices_are_counted(variant: str) -> None:
         for name, shape in tensors.items()
         if len(shape) > 1 and not any(other in name for other in others)
     ]
-    assert one.elements.total == sum(map(math.prod, matrices))
-    assert one.elements == two.elements
+    counts = one.elements
+    total = counts.layers + counts.experts * counts.expert + counts.head + counts.tables
+    assert total == sum(map(math.prod, matrices))
+    assert counts == two.elements
 
 
 def is_source(leaf: object) -> bool:

@@ -142,10 +142,11 @@ class OpenAIEndpoint:
         """Lines of a response body."""
         reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=HEAD)
         try:
+            host = f"[{self._host}]" if ":" in self._host else self._host  # IPv6
             data = b"" if body is None else json.dumps(body).encode()
             lines = [
                 f"{method} {path} HTTP/1.1",
-                f"Host: {self._host}:{self._port}",
+                f"Host: {host}:{self._port}",
                 "Connection: close",
                 f"Content-Length: {len(data)}",
             ]

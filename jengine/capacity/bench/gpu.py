@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ def without_names(value: Any) -> Any:
         return [without_names(each) for each in value]
     if not isinstance(value, str):
         return value
-    names = {getpass.getuser(), socket.gethostname(), os.path.basename(Path.home())} - {""}
+    names = {socket.gethostname(), os.path.basename(os.path.expanduser("~"))} - {"", "~"}
+    with suppress(KeyError, OSError):  # containers may know no name of their user
+        names.add(getpass.getuser())
     text = re.sub(r"(?<![\w.])[~/](?:[^\s/:'\"]+/|/)*(?=[^\s/:'\"]*)", "", value)
     return re.sub(rf"\b(?:{'|'.join(map(re.escape, names))})\b", "NAME", text)

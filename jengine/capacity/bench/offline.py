@@ -19,10 +19,7 @@ def throughput(
     llm: LLM, requests: list[BenchRequest], *, n: int = 1, progress: bool = True
 ) -> dict[str, Any]:
     """Runs all requests at the same time. Names as in `vllm bench throughput --output-json`."""
-    params = [
-        SamplingParams(n=n, temperature=1.0, max_tokens=request.output, ignore_eos=True)
-        for request in requests
-    ]
+    params = _params(requests, n)
     start = time.perf_counter()
     outputs = llm.generate([request.prompt for request in requests], params, use_tqdm=progress)
     seconds = time.perf_counter() - start
@@ -50,10 +47,7 @@ def latency(
         rounds: one item for each measured run; may be a progress bar.
         warm_up: number of runs before them.
     """
-    params = [
-        SamplingParams(n=n, temperature=1.0, max_tokens=request.output, ignore_eos=True)
-        for request in requests
-    ]
+    params = _params(requests, n)
 
     def once() -> float:
         llm.reset_prefix_cache()
@@ -69,3 +63,7 @@ def latency(
         "latencies": latencies,
         "percentiles": {str(rank): float(np.percentile(latencies, rank)) for rank in RANKS},
     }
+
+
+def _params(requests: list[BenchRequest], n: int) -> list[SamplingParams]:
+    return [SamplingParams(n=n, temperature=1.0, max_tokens=r.output, ignore_eos=True) for r in requests]

@@ -253,18 +253,17 @@ def _only(layout: Layout, cluster: Cluster) -> list[Deployment]:
 
 def _candidate(groups: _Groups, deployment: Deployment, cluster: Cluster, traffic: Traffic) -> Candidate:
     layout = deployment.layout
-    group = groups.of(layout.tensor)
-    stage = groups.of(layout.stage_devices) if layout.expert_parallel else group
+    whole, group = groups.of(1), groups.of(layout.tensor, layout.expert_parallel)
     spec, layers = group.spec, groups.layers(layout.stages)
     rows = groups.rows or max(ROWS // layout.data, FEWEST_ROWS)
-    memory = layout_memory(group, layout, layers, stage, rows)
+    memory = layout_memory(group, layout, layers, whole, rows)
     roofline = Roofline.of(spec.model, group.formats, cluster, layout, layers)
     held = layout.data * (
         max(memory.pages - 1, 0) // spec.most_pages(traffic.tokens)
     )  # without the null page
     fits = min(rows * layout.data * layout.stages, held)
     budget = spec.table.max_tiles * spec.table.tile_size
-    copies = layout.tensor * group.formats.kv_bytes / groups.of(1).formats.kv_bytes
+    copies = layout.tensor * group.formats.kv_bytes / whole.formats.kv_bytes
     return Candidate(
         deployment,
         memory,
@@ -287,7 +286,7 @@ def _ranked(candidates: list[Candidate]) -> list[Candidate]:
 
 
 class _Groups:
-    """Tensor groups by their number of devices; each is described once.
+    """Tensor groups by their number of devices and whether experts are whole; each is described once.
 
     Attributes:
         rows: max_num_seqs, if it is given.
@@ -296,16 +295,18 @@ class _Groups:
     def __init__(self, config: EngineConfig, device: DeviceSpec) -> None:
         self.rows, self._device = config.max_num_seqs, device
         self._config = dataclasses.replace(config, max_num_seqs=self.rows or ROWS)
-        self._known: dict[int, TensorGroup] = {}
+        self._known: dict[tuple[int, bool], TensorGroup] = {}
         self._layers: dict[int, tuple[int, ...]] = {}
 
-    def of(self, tensor: int) -> TensorGroup:
-        if tensor not in self._known:
+    def of(self, tensor: int, expert_parallel: bool = False) -> TensorGroup:
+        key = tensor, expert_parallel and tensor > 1
+        if key not in self._known:
             with warnings.catch_warnings():
                 if self._known:
                     warnings.simplefilter("ignore")  # the first has shown them
-                self._known[tensor] = TensorGroup.of(self._config, tensor, self._device)
-        return self._known[tensor]
+                config = dataclasses.replace(self._config, enable_expert_parallel=key[1])
+                self._known[key] = TensorGroup.of(config, tensor, self._device)
+        return self._known[key]
 
     def layers(self, stages: int) -> tuple[int, ...]:
         """Numbers of layers by stage.

@@ -196,27 +196,28 @@ class TensorGroup:
 
 
 def layout_memory(
-    group: TensorGroup, layout: Layout, layers: tuple[int, ...], stage: TensorGroup, rows: int
+    group: TensorGroup, layout: Layout, layers: tuple[int, ...], whole: TensorGroup, rows: int
 ) -> DeviceMemory:
     """The memory of a layout, on the device that needs most.
 
     Args:
         group: of `layout.tensor` devices.
         layers: of each stage.
-        stage: of all devices of a stage, among which whole experts are divided; otherwise `group`.
+        whole: of one device. Whole experts have these bytes; parts of experts may be stored in another way.
         rows: the most decoding sequences of a data rank in a step.
     """
     memory, share = group.memory, max(layers) / sum(layers)
-    experts = float(group.experts)
-    if layout.expert_parallel:
-        count, shards = group.spec.model.elements.experts, layout.expert_shards
-        experts = stage.experts * (-(-count // shards) * shards / count)  # with padding
+    experts, converted, shards = float(group.experts), group.converted, layout.expert_shards
+    if shards > 1:
+        count = group.spec.model.elements.experts
+        experts = whole.experts * -(-count // shards) / count  # with padding
+        converted //= layout.data
     ends = sum(group.vocabulary) if layout.stages == 1 else max(group.vocabulary, default=0)
     return dataclasses.replace(
         memory,
         weights=math.ceil(share * group.others) + ends + math.ceil(share * experts),
         adapters=math.ceil(share * memory.adapters),
-        working=memory.working - max(0, group.converted - stage.converted) + _gathered(group, layout, rows),
+        working=memory.working - group.converted + converted + _gathered(group, layout, rows),
         states=math.ceil(share * memory.states),
         page=math.ceil(share * memory.page),
     )

@@ -187,12 +187,12 @@ def _mooncake(path: str, lines: Iterator[str]) -> RequestTrace:
     rows, prefixes = [], []
     for line, fields in _json_lines(path, lines):
         row = (
-            _value(path, line, float, fields["timestamp"]) / 1e3,
+            _value(path, line, float, fields.get("timestamp")) / 1e3,
             *_lengths(path, line, fields, "input_length", "output_length"),
         )
         if min(row[1:]) > 0:
             rows.append(row)
-            prefixes.append(tuple(fields.get("hash_ids", ())))
+            prefixes.append(_value(path, line, _ids, fields.get("hash_ids", ())))
     return make_trace(rows, prefixes=_numbered(prefixes), block=MOONCAKE_BLOCK)
 
 
@@ -209,6 +209,8 @@ def _jengine(path: str, lines: Iterator[str]) -> RequestTrace:
     for line, fields in _json_lines(path, lines, first=2):
         if unknown := fields.keys() - FIELDS:
             raise InvalidArgument("trace", min(unknown), f"there is no such field ({path}, line {line})")
+        for name in fields.keys() & {"prompt_token_ids", "prefix"}:
+            fields[name] = _value(path, line, _ids, fields[name])
         if "prompt_token_ids" in fields:
             fields["prompt_tokens"] = len(fields["prompt_token_ids"])
         row = (
@@ -240,6 +242,13 @@ def _jengine(path: str, lines: Iterator[str]) -> RequestTrace:
         ttft_ms=None if ttft is None else np.array(ttft, np.float64),
         tpot_ms=None if tpot is None else np.array(tpot, np.float64),
     )
+
+
+def _ids(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, list | tuple):
+        raise TypeError("it is not a list")
+    hash(ids := tuple(value))
+    return ids
 
 
 def _numbered(prefixes: list[Any]) -> list[tuple[int, ...]]:

@@ -80,9 +80,9 @@ class StepRecorder:
 
     def turn(self, now: float) -> None:
         """The loop begins with the next step."""
-        last, self._last = self._last, None
-        if last is not None and not self._paused:
-            last.away = now - self._passed_on
+        if self._last is not None and not self._paused:
+            self._last.away = now - self._passed_on
+        self._last = None
         if now >= self._next_sample:
             self._native = threading.get_native_id()
             self.memories.append(memory(now))
@@ -190,6 +190,8 @@ class StepRecorder:
         record.wait, record.waited, record.ended = now - begun, waited, now
         record.collect, record.device, record.accepted = collected - now, device, accepted
         self._reading += collected - begun
+        if len(self.steps) == self.steps.maxlen and self.steps[0].number >= self._totalled:
+            self.totals()  # before the ring loses it
         self._last, self._passed_on = record, collected
         self.steps.append(record)
 
@@ -231,9 +233,8 @@ class StepRecorder:
     def totals(self) -> StepTotals:
         """Totals over all steps since the start that were read and delivered."""
         with self._lock:
-            last = self._last
             records = [*self.steps]
-            if records and records[-1] is last:
+            if records and records[-1] is self._last:  # read after the ring, which has it last
                 records.pop()
             # numbers are consecutive
             new = records[max(self._totalled - records[0].number, 0) :] if records else []

@@ -152,8 +152,8 @@ class JengineEngine(LLMEngine):  # type: ignore[misc]  # Dynamo's types are not 
             self._llm = None
 
     async def is_quiescent(self) -> bool | None:
-        """Whether nothing runs."""
-        return self._llm is None or not self._llm.load.running
+        """Whether nothing runs or waits."""
+        return self._llm is None or not ((load := self._llm.load).running or load.waiting)
 
     async def kv_event_sources(self) -> list[KvEventSource]:
         """Where page events are published; none with enable_prefix_caching=False."""

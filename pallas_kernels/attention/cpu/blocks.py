@@ -91,23 +91,20 @@ class Product:
             assert isinstance(right, Value)
             return self._write_tiles(code, left, right, out, factors)
 
-        def column(base: Value, n: int) -> Value:
-            return base + n * BYTES
-
         sums: list[Variable] = []
         for row in range(self.rows):
             factor = None if factors is None else code.load(F32, factors + row * 4).splat()
             for n in range(self.columns):
                 first = code.constant(vector(F32), 0.0)
                 if factor is not None:
-                    first = code.load(vector(F32), column(out + row * self.out, n)) * factor
+                    first = code.load(vector(F32), out + row * self.out + n * BYTES) * factor
                 sums.append(code.variable(first))
         with code.loop(0, self.depth) as k:
             if meanwhile is not None:
                 meanwhile(k)
             if isinstance(right, Value):
                 ours = [
-                    code.load(vector(F32), column(right + k * self.right, n)) for n in range(self.columns)
+                    code.load(vector(F32), right + k * self.right + n * BYTES) for n in range(self.columns)
                 ]
             else:
                 ours = [right(k, n) for n in range(self.columns)]
@@ -118,7 +115,7 @@ class Product:
                     total.set((code.pairs if self.pairs else code.fma)(mine, other, total.get()))
         for row in range(self.rows):
             for n in range(self.columns):
-                code.store(sums[row * self.columns + n].get(), column(out + row * self.out, n))
+                code.store(sums[row * self.columns + n].get(), out + row * self.out + n * BYTES)
 
     def _write_tiles(self, code: Code, left: Value, right: Value, out: Value, factors: Value | None) -> None:
         columns, instruction = range(self.columns), partial(amx.instruction, code)

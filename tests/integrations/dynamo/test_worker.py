@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -154,6 +155,8 @@ def test_an_engine_of_dynamo(expected: list[int], monkeypatch: pytest.MonkeyPatc
         assert (await engine.engine_control("nonsense", {}))["status"] == "error"
         while not await engine.is_quiescent():
             await asyncio.sleep(0.01)
+        queued: Any = SimpleNamespace(_llm=SimpleNamespace(load=SimpleNamespace(running=0, waiting=1)))
+        assert not await JengineEngine.is_quiescent(queued)
         payload = await engine.health_check_payload()
         assert payload is not None and payload["token_ids"]
         kinds: list[str] = []
