@@ -15,6 +15,7 @@ from jengine.engine.limits import Limits
 from jengine.engine.operations import Operation
 from jengine.insight.recording.records import StepTotals
 
+IDLE_SECONDS = 1.0  # after which an idle engine looks for programs that have become ready
 Updates = Sequence[Update]
 Done = Callable[[Any, Exception | None], object]  # takes an operation's answer, or its error
 
@@ -31,6 +32,10 @@ class Steps(Protocol):
     @property
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step has not been read."""
+
+    @property
+    def has_unused_programs(self) -> bool:
+        """Whether programs have arrived that the next steps will run for the first time, with padding."""
 
     @property
     def has_requests(self) -> bool:
@@ -107,7 +112,7 @@ def run_engine(
 
     take_orders(wait) executes pending orders. With `wait`, the engine has no work, and it waits for an order.
     """
-    while take_orders(not engine.has_work):
+    while take_orders(not (engine.has_work or engine.has_unused_programs)):
         updates = engine.step()
         if updates:
             deliver(updates)
@@ -194,10 +199,12 @@ class EngineThread:
     def _take_orders(self, wait: bool) -> bool:
         while True:
             try:
-                order = self._inbox.get(block=wait)
+                order = self._inbox.get(wait, IDLE_SECONDS)
             except queue.Empty:
-                return True
+                if not wait or self.engine.has_unused_programs:
+                    return True
+                continue
             if order is None:
                 return False
             order()
-            wait = not self.engine.has_work
+            wait = not (self.engine.has_work or self.engine.has_unused_programs)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from jengine.api.llm import LLM
+from jengine.api.backend import Steps
 
 PREFIX = "vllm:"  # scripts look for vLLM's names
 # names, fields of Load, and what they are
@@ -97,7 +96,17 @@ class Histogram(Metric):
     buckets: dict[str, int] = field(default_factory=dict)
 
 
-def get_metrics(llm: LLM) -> list[Metric]:
+class Model(Protocol):
+    """What an LLM has."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def engine(self) -> Steps: ...
+
+
+def get_metrics(llm: Model) -> list[Metric]:
     """The engine's metrics since its start, as in vLLM. `jengine serve --metrics-port` has more.
 
     Returns:

@@ -213,12 +213,11 @@ class SharedEngine:
             return
         with uninterrupted():
             with self._change():
-                if self._engine is not None:
-                    self._engine.close()
-                self._engine = None
+                engine, self._engine = self._engine, None
                 self._wake(*self._asleep)
-            with self._step_lock:
-                pass
+            with self._step_lock:  # no other thread steps while it is closed, or afterwards
+                if engine is not None:
+                    engine.close()
             with self._change():
                 self._orders.clear()
                 self._live.ended.clear()
@@ -262,12 +261,11 @@ class SharedEngine:
 
     def _step(self) -> None:
         """Runs a step, and delivers its updates."""
-        engine = self._engine
         updates: list[Update] = []
         failure: BaseException | None = None
         try:
             with self._step_lock:
-                if engine is not None:
+                if (engine := self._engine) is not None:
                     updates = engine.step()
         except BaseException as error:
             failure = error

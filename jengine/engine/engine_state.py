@@ -15,10 +15,6 @@ from jengine.engine.operations import LoadWeights, Operation, Pause, Resume, Set
 class EngineState:
     """The state that an engine which takes the place of another must have.
 
-    Args:
-        weight_updates: whether engines take new weights. If not, a new one has those of the start, even
-            if the one before had none.
-
     Attributes:
         strategy: the last one that was set, if any.
         weights: the last ones from a folder, with their version; None: those of the start.
@@ -27,7 +23,6 @@ class EngineState:
         asleep: what Sleep has freed.
     """
 
-    weight_updates: bool = False
     strategy: SetStrategy | None = None
     weights: LoadWeights | None = None
     has_weights: bool = True
@@ -46,7 +41,7 @@ class EngineState:
                 self.paused = isinstance(operation, Pause)
             case Sleep(level=level, tags=tags) if answer:
                 if "weights" in {*tags} - self.asleep:
-                    self.has_weights &= level == 1 or not self.weight_updates
+                    self.has_weights &= level == 1
                 self.asleep |= {*tags}
             case WakeUp(tags=tags):
                 self.asleep -= {*tags}

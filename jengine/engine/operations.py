@@ -192,7 +192,9 @@ class GetPauseState(Operation[PauseState], frozen=True):
 
 
 class Sleep(Operation[bool], frozen=True):
-    """Frees memory; see LLM.sleep. Answers whether it was done; if not, running requests end: ask again."""
+    """Frees memory; see LLM.sleep. Answers whether it was done; if not, running requests end: ask again.
+    Raises InvalidArgument at level 2 if nothing can replace the weights.
+    """
 
     level: int = 1
     mode: PauseMode = "abort"
@@ -206,13 +208,15 @@ class Sleep(Operation[bool], frozen=True):
 
     def run(self, engine: Engine) -> bool:
         gate = engine.gate
+        freed = {*self.tags} - gate.asleep
+        if self.level == 2 and "weights" in freed and not engine.weights.updatable:
+            raise InvalidArgument("level", 2, "must be 1 without weight_updates: it drops the weights")
         if gate.mode is None:
             pause(engine, self.mode)
             gate.by_sleep = True
         if not idle(engine):
             return False
         engine.settle()
-        freed = {*self.tags} - gate.asleep
         if "kv_cache" in freed:
             engine.scheduler.preempt_all()
             engine.scheduler.blocks.reset()

@@ -183,6 +183,7 @@ class PageTransfer:
             self._tier.give = self._give
             if isinstance(stores.keep, MemoryStore):
                 stores.keep.coming = self.coming
+                self._tier.gives_again = True  # which renews leases
             self._keeper = threading.Thread(target=self._keep, name="page-keeper", daemon=True)
             self._keeper.start()
 
@@ -393,7 +394,7 @@ class PageTransfer:
             return
         name = page_name(space, digest_of(block), group)
         known = store.find([name])[0]
-        if known and not isinstance(store, MemoryStore):  # which renews its lease
+        if known and not self._tier.gives_again:
             return
         parts = parts_of(page)
         if not store.keep(name, parts):

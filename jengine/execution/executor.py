@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from itertools import batched, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -306,29 +306,13 @@ class Worker:
 TYPES: tuple[type, ...] = (Sampled, SampledLogprobs)
 
 
-class Executor(Protocol):
-    """What runs calls: a worker, or the stages of a pipeline."""
-
-    spec: ExecutionSpec
-    programs: Any
-
-    def execute(self, call: DeviceCall) -> Any: ...
-
-    def await_samples(self, overtakes: int) -> None: ...
-
-    @property
-    def caches(self) -> list[Any]: ...
-
-    def memory_parts(self) -> dict[str, int]: ...
-
-
 def make_worker(
     spec: ExecutionSpec,
     programs: Programs | StagePrograms,
     params: Sequence[Params],
     draft: Params = None,
     encoder: Params = None,
-) -> Executor:
+) -> Worker | Pipeline:
     """Args:
     params: of each stage.
     """

@@ -67,9 +67,10 @@ class DeviceMemory:
     def of(cls, limit: int, spec: ExecutionSpec, programs: Iterable[ProgramMemory]) -> DeviceMemory:
         state = device_bytes((spec.slots, spec.counts))
         working = max(program.working for program in programs)
+        images = None if spec.images is None else (spec.images.leaves, spec.images.pool)
         return cls(
             limit,
-            device_bytes((spec.weights, spec.of_images)),
+            device_bytes((spec.weights, images)),
             state,
             working,
             spec.page_bytes,

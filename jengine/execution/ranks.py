@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from jengine.execution.device_state import ByKey, DeviceState
-from jengine.execution.executor import Executor, StagePrograms, Worker, as_one, by_stage
+from jengine.execution.executor import Pipeline, StagePrograms, Worker, as_one, by_stage
 from jengine.execution.kinds import TRUNK, DeviceCall, Kind, call_kind
 from jengine.execution.memory import device_bytes
 from jengine.execution.programs import Programs
@@ -165,7 +165,7 @@ class RanksRunner(Runner):
         joint: runs the trunks.
     """
 
-    def __init__(self, joint: Executor, ranks: Sequence[Executor]) -> None:
+    def __init__(self, joint: Worker | Pipeline, ranks: Sequence[Worker | Pipeline]) -> None:
         super().__init__(joint)
         self.runners = [Runner(rank) for rank in ranks]
 

@@ -17,7 +17,7 @@ from jengine.base.progress import Progress, progress_bar
 from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import ALLOCATE, HostStore
 from jengine.execution.draft import pack_drafts
-from jengine.execution.executor import Executor, Pipeline, Remote, Worker, answers, encode, on_host
+from jengine.execution.executor import Pipeline, Remote, Worker, answers, encode, on_host
 from jengine.execution.kinds import (
     AFTER,
     BEFORE,
@@ -104,7 +104,7 @@ class UnderWay(NamedTuple):
 class Runner:
     """Turns plans into calls of a worker, here and in the other processes of the link."""
 
-    def __init__(self, worker: Executor, link: Link | None = None) -> None:
+    def __init__(self, worker: Worker | Pipeline, link: Link | None = None) -> None:
         self.worker, self._link = worker, SingleProcess() if link is None else link
         self.spec, self.programs = worker.spec, worker.programs
         self._spilling, self._staging = deque[UnderWay](), deque[UnderWay]()

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jengine.base.errors import InvalidArgument
 from jengine.core.lora import LoraLimits
 from jengine.devices.device_defaults import cpu_threads
 from jengine.execution.batch import BatchLayout
@@ -278,11 +277,6 @@ class ExecutionSpec:
             return self.leaves
         return (*self.leaves, *jax.tree.leaves(self.draft.alone.placed(self.mesh)))
 
-    @property
-    def of_images(self) -> tuple[Any, ...]:
-        """Abstract arrays of the encoder's weights and of the pool of embeddings, if there are images."""
-        return () if self.images is None else (self.images.leaves, self.images.pool)
-
     @functools.cached_property
     def cache(self) -> Cache:
         return self.of_ranks(
@@ -431,20 +425,8 @@ DETERMINISTIC: dict[str, str | bool] = {
 }  # XLA's compiler options: no sums with atomic operations
 
 
-def check_batch_invariant(spec: ExecutionSpec) -> None:
-    """Checks that `batch_invariant=True` is possible.
-
-    Raises:
-        InvalidArgument: this model, these options or this device do not allow it; the message gives the
-            reason.
-    """
-    reason = why_not_batch_invariant(spec)
-    if reason is not None:
-        raise InvalidArgument("batch_invariant", True, reason)
-
-
 def why_not_batch_invariant(spec: ExecutionSpec) -> str | None:
-    """The reason, or None.
+    """Why this model, these options or this device do not allow batch_invariant=True, or None.
 
     Each program has one shape, and sums over devices have one order. So results can only depend on a row's
     place.

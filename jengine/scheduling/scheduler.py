@@ -245,10 +245,15 @@ class Scheduler:
         return sequence
 
     def preempt_all(self) -> None:
-        """Preempts all running sequences: they compute their tokens again. No step may be in flight."""
+        """Preempts all running sequences: they compute their tokens again. No step may be in flight.
+
+        The registry counts only preemptions for lack of pages.
+        """
+        counted = self.registry.num_preemptions
         for sequence in [*self.registry.by_id.values()]:
             if sequence.state is not State.WAITING:
                 self.registry.preempt(sequence)
+        self.registry.num_preemptions = counted
 
     # --- steps ----------------------------------------------------------------------------------------
 

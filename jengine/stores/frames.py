@@ -52,12 +52,6 @@ class Keep(StoreMessage):
     page: bytes
 
 
-class Drop(StoreMessage):
-    """Forgets a page. Answered by Kept."""
-
-    name: bytes
-
-
 class Found(StoreMessage):
     there: list[bool]
 
@@ -70,7 +64,7 @@ class Kept(StoreMessage):
     kept: bool
 
 
-Question = Find | Load | Keep | Drop
+Question = Find | Load | Keep
 Answer = Found | Loaded | Kept
 _encoder = msgspec.msgpack.Encoder()
 

@@ -38,9 +38,6 @@ class PageStore(Protocol):
     def keep(self, name: bytes, page: Sequence[Part]) -> bool:
         """Stores a page in place of those used the longest time ago. False: there is no room."""
 
-    def drop(self, name: bytes) -> None:
-        """Forgets a page."""
-
     def close(self) -> None:
         """Gives back connections and threads. May be called repeatedly."""
 
@@ -78,9 +75,6 @@ class MemoryStore:
         self._changed = threading.Condition()
         self.used = 0  # bytes
 
-    def __len__(self) -> int:
-        return len(self._pages)
-
     def find(self, names: Sequence[bytes], wait: float = 0.0) -> list[bool]:
         end = time.monotonic() + wait
         with self._changed:
@@ -117,12 +111,6 @@ class MemoryStore:
                 self._pages.move_to_end(name)
             self._changed.notify_all()
         return True
-
-    def drop(self, name: bytes) -> None:
-        with self._changed:
-            page = self._pages.pop(name, None)
-            if page is not None:
-                self.used -= page.size
 
     def close(self) -> None:
         """Forgets all pages."""

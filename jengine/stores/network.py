@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jengine.stores.frames import (
     Answer,
-    Drop,
     Find,
     Found,
     Frames,
@@ -23,7 +22,7 @@ from jengine.stores.frames import (
     StoreMessage,
     greet,
 )
-from jengine.stores.memory import MAX_PAGE, PageStore, Part, StoreError, size_of
+from jengine.stores.memory import PageStore, Part, StoreError
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds without an attempt after a failure; doubles each time
 MOST_IDLE = 4  # connections that are kept
@@ -68,16 +67,9 @@ class RemoteStore:
                 yield _expect(frames, Loaded).page
 
     def keep(self, name: bytes, page: Sequence[Part]) -> bool:
-        if size_of(page) > MAX_PAGE:
-            return False
         with self._connection() as frames:
             frames.send(Keep(name, b"".join(page)))
             return _expect(frames, Kept).kept
-
-    def drop(self, name: bytes) -> None:
-        with self._connection() as frames:
-            frames.send(Drop(name))
-            _expect(frames, Kept)
 
     def close(self) -> None:
         with self._lock:
@@ -175,7 +167,7 @@ class PageServer:
     Args:
         store: what is served.
         host, port: the address to listen at; port 0: any free one.
-        writable: whether clients may add and drop pages.
+        writable: whether clients may add pages.
 
     Raises:
         OSError: the address cannot be used.
@@ -286,10 +278,6 @@ class PageServer:
                     frames.send(Loaded(page))
             case Keep(name, page):
                 frames.send(Kept(self._writable and self._store.keep(name, [page])))
-            case Drop(name):
-                if self._writable:
-                    self._store.drop(name)
-                frames.send(Kept(self._writable))
 
 
 def _shut(connection: socket.socket) -> None:

@@ -15,10 +15,14 @@ import weakref
 import pytest
 
 from jengine import EngineDead, JengineError, SamplingParams
+from jengine.api import backend as backend_module
+from jengine.api.backend import EngineThread
+from jengine.core.updates import Update
 from jengine.engine.loop.engine import Engine
 from jengine.engine.operations import Operation
 from jengine.text.tokenizer import Tokenizer
 from tests.engine.counting import LONG, TEXT, CountingRunner, assert_idle, collect, counting
+from tests.mocks.mock_engine import MockEngine
 from tests.text.conftest import byte_level
 
 
@@ -83,6 +87,29 @@ def test_close_while_requests_run(drain: float, reason: str) -> None:
         assert_idle(llm)
 
     asyncio.run(main())
+
+
+def test_programs_that_arrive_run_when_the_engine_is_idle_but_not_at_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Arriving(MockEngine):
+        looks = 0
+
+        @property
+        def has_unused_programs(self) -> bool:
+            self.looks += 1
+            return self.looks > 1
+
+        def step(self) -> list[Update]:
+            backend.quit(wait=False)
+            return super().step()
+
+    monkeypatch.setattr(backend_module, "IDLE_SECONDS", 0.01)
+    backend = EngineThread(Arriving())
+    backend.connect(lambda updates: None, lambda error: None)
+    assert backend._thread is not None
+    backend._thread.join(30)
+    assert not backend._thread.is_alive() and backend.engine.steps == 1  # type: ignore[attr-defined]
 
 
 def test_shutdown_ends_requests_and_operations() -> None:

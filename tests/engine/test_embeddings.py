@@ -82,12 +82,14 @@ def assert_equal(got: np.ndarray, expected: np.ndarray) -> None:
 @pytest.mark.parametrize("pooling, dimensions", [("last", None), ("last", 8), ("mean", None), ("mean", 40)])
 def test_embeddings_are_transformers(pooling: str, dimensions: int | None, normalize: bool, llm: LLM) -> None:
     params: dict[str, Any] = {"pooling": pooling, "dimensions": dimensions, "normalize": normalize}
+    lengths = [*llm.engine.scheduler.acceptance.lengths._latest]
     expected = [case.vector(pooling, normalize, dimensions) for case in CASES]
     for got, want in zip(vectors(llm, PROMPTS, **params), expected, strict=True):
         assert_equal(got, want)
     llm.reset_prefix_cache()
     for prompt, want in zip(PROMPTS, expected, strict=True):  # alone
         assert_equal(vectors(llm, prompt, **params)[0], want)
+    assert [*llm.engine.scheduler.acceptance.lengths._latest] == lengths, "nothing is generated"
 
 
 def test_after_a_prefix_hit(llm: LLM) -> None:

@@ -67,7 +67,7 @@ def do(engine: Engine, state: EngineState, folder: Path, *operations: Operation[
     ids=lambda operations: ", ".join(type(each).__name__ for each in operations),
 )
 def test_it_is_that_of_the_first(folder: Path, operations: tuple[Operation[Any], ...]) -> None:
-    first, state = started(folder / "model"), EngineState(weight_updates=True)
+    first, state = started(folder / "model"), EngineState()
     do(first, state, folder, *operations)
     second = started(folder / "model")
     for operation in state.operations():
@@ -90,16 +90,8 @@ def test_it_is_that_of_the_first(folder: Path, operations: tuple[Operation[Any],
     assert said(run(second, WORK)) == said(run(first, WORK))
 
 
-def test_weights_that_cannot_be_updated_are_those_of_the_start() -> None:
-    state = EngineState()
-    state.note(Sleep(2), True)
-    assert state.operations() == [Sleep(1, "keep", ("kv_cache", "weights"))]
-    state.note(WakeUp(), None)
-    assert state.operations() == []
-
-
 def test_new_weights_mend_one_whose_folder_is_gone(folder: Path) -> None:
-    state = EngineState(weight_updates=True)
+    state = EngineState()
     state.note(LoadWeights(str(folder / "third")), 3)
     engine = started(folder / "model")
     sleep, load = state.operations()

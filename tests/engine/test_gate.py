@@ -57,6 +57,7 @@ def test_pages_are_saved_before_a_pause_begins() -> None:
 def test_nothing_runs_asleep() -> None:
     ran: list[Any] = []
     one = engine(_first_use=SimpleNamespace(left=True, run_next=lambda **state: ran.append(state)))
-    assert one.has_work and next(Engine.turn(one, waits=False)) is None and len(ran) == 1
+    assert not one.has_work, "an engine that is closed would run them all"
+    assert one.has_unused_programs and next(Engine.turn(one, waits=False)) is None and len(ran) == 1
     one.gate.asleep = {"weights", "kv_cache"}
-    assert not one.has_work and next(Engine.turn(one, waits=False)) is None and len(ran) == 1
+    assert not one.has_unused_programs and next(Engine.turn(one, waits=False)) is None and len(ran) == 1

@@ -177,7 +177,7 @@ def test_an_engine_whose_programs_other_processes_compile(
     monkeypatch.setattr(Programs, "__getitem__", lambda self, key: (runs.update([key]), get(self, key))[1])
     again, started = start_engine(EngineConfig.of(str(model), {**OPTIONS, **options}), progress=False)
     assert started.programs_compiled == 0 and again.wait_until_compiled(PATIENCE)
-    while again.has_work:
+    while again.has_unused_programs:
         again.step()  # type: ignore[union-attr]
     assert again.load.programs_ready == again.load.programs
     assert all(runs[key] >= 2 for key in again.scheduler.table.all_keys())

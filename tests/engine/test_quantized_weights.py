@@ -115,6 +115,17 @@ def test_a_damaged_file_is_replaced(
     assert file.read_bytes() == whole and quantized_files(tmp_path) == [file]
 
 
+def test_a_writer_leaves_the_file_of_another_with_its_process_id(folder: Path, tmp_path: Path) -> None:
+    """Processes of two containers, or threads."""
+    loaded(folder, tmp_path)
+    [file] = quantized_files(tmp_path)
+    file.unlink()
+    other = file.with_suffix(f".{os.getpid()}")
+    other.touch()
+    loaded(folder, tmp_path)
+    assert {*quantized_files(tmp_path)} == {file, other}
+
+
 def test_a_file_that_others_may_write_is_not_read(folder: Path, tmp_path: Path) -> None:
     first = loaded(folder, tmp_path)
     [file] = quantized_files(tmp_path)

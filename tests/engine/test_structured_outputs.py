@@ -7,7 +7,10 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +19,8 @@ from jengine import LLM, AsyncLLM, CompletionOutput, SamplingParams
 from jengine.api.backend import EngineThread
 from jengine.api.shared_engine import ThreadCall
 from jengine.core.request import Request, TokenMask
+from jengine.engine.loop import engine as engine_module
+from jengine.engine.loop.engine import Engine
 from jengine.text.mask_thread import MASK_SECONDS
 from jengine.text.masks import make_mask
 from tests.engine.on_demand import on_demand
@@ -290,6 +295,23 @@ def test_a_slow_mask_ends_its_request_alone(llm: LLM) -> None:
         f"its token mask took more than {MASK_SECONDS} s",
     )
     assert not failed.token_ids
+
+
+def test_a_mask_that_was_given_up_fails_no_later_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "masked_rows", lambda plan, by_number: [(0, None, ())])
+    monkeypatch.setattr(engine_module, "fill_masks", lambda rows, sequence, drafts: (1, ValueError()))
+    calls = list[Callable[[], None]]()
+    engine: Any = SimpleNamespace(
+        model=SimpleNamespace(vocab_size=32),
+        scheduler=SimpleNamespace(registry=SimpleNamespace(by_number={})),
+        _masks=SimpleNamespace(run=lambda made: calls.extend(made) or {}),
+    )
+    for _ in range(2):
+        Engine._mask(engine, SimpleNamespace(sampler=SimpleNamespace(rows=1)))  # type: ignore[arg-type]
+    calls[0]()
+    assert not engine._unmasked
+    calls[1]()
+    assert [*engine._unmasked] == [1]
 
 
 def test_online_the_caller_is_told_and_the_engine_lives(llm: LLM) -> None:

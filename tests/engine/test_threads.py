@@ -22,10 +22,12 @@ import pytest
 
 from jengine import LLM, AsyncLLM, EngineDead, InvalidArgument, SamplingParams
 from jengine.api.backend import EngineThread
+from jengine.api.shared_engine import SharedEngine
 from jengine.base.process import uninterrupted
 from jengine.engine.operations import ResetPrefixCache
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
+from tests.mocks.mock_engine import MockEngine
 
 THREADS, EACH = 8, 50
 WAIT = 60.0  # seconds after which a thread hangs
@@ -112,6 +114,34 @@ def test_a_thread_that_waits_sleeps(llm: LLM) -> None:
         del llm._shared._step  # type: ignore[method-assign]
     changes = sum(a != b for a, b in itertools.pairwise(turns))
     assert changes < len(turns) / 10, "threads take turns at each step"
+
+
+def test_an_engine_is_closed_between_steps() -> None:
+    entered, leave, events = threading.Event(), threading.Event(), list[str]()
+
+    class Engine(MockEngine):
+        def step(self) -> list[Any]:
+            events.append("step")
+            entered.set()
+            assert leave.wait(WAIT)
+            events.append("stepped")
+            return []
+
+        def close(self) -> None:
+            events.append("closed")
+
+    shared: Any = SharedEngine(Engine(), None)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(2) as pool:
+        stepping = pool.submit(shared.step_until, lambda: False)
+        assert entered.wait(WAIT)
+        closing = pool.submit(shared.quit)
+        while shared._engine is not None:
+            time.sleep(0.001)
+        leave.set()
+        closing.result(WAIT)
+        with pytest.raises(EngineDead):
+            stepping.result(WAIT)
+    assert events == ["step", "stepped", "closed"]
 
 
 def test_threads_that_leave_or_fail_do_not_disturb_others(llm: LLM) -> None:

@@ -20,7 +20,7 @@ from jengine.base.compiles import compile_count
 from jengine.checkpoints.in_memory import assemble_on_devices
 from jengine.core.weights import Version, next_version
 from jengine.engine.loop.engine import Engine
-from jengine.engine.operations import UpdateWeights, decode_operation
+from jengine.engine.operations import GetPauseState, Sleep, UpdateWeights, WakeUp, decode_operation
 from jengine.spi import start_engine
 from tests.checkpoints.quantized_models import gptq, write_quantized
 from tests.engine.on_demand import on_demand
@@ -212,8 +212,15 @@ def test_numbers_are_checked_in_the_dtype_of_the_model(folder: Path) -> None:
 
 
 def test_engines_that_take_no_updates(folder: Path, tmp_path: Path) -> None:
+    fixed = started(folder, weight_updates=False)
     with pytest.raises(InvalidArgument, match="weight_updates=False: must be True at the start"):
-        started(folder, weight_updates=False).do(UpdateWeights(tensors(1)))
+        fixed.do(UpdateWeights(tensors(1)))
+    with pytest.raises(InvalidArgument, match="level=2: must be 1 without weight_updates"):
+        fixed.do(Sleep(2))
+    assert fixed.do(Sleep(2, tags=("kv_cache",))) and fixed.do(Sleep(1)) and fixed.do(Sleep(2))
+    fixed.do(WakeUp(("weights",)))
+    fixed.do(WakeUp())
+    assert not fixed.do(GetPauseState()).paused
     with pytest.raises(InvalidArgument, match="operation='UpdateWeights': must be one of"):
         decode_operation("UpdateWeights", b"{}")
     write_quantized(tmp_path, QUANTIZED, gptq(64, 4, symmetric=True))
@@ -242,9 +249,9 @@ def test_running_requests_go_on_with_the_new_weights(folder: Path, keep_cache: b
             engine.do(UpdateWeights(tensors(1), keep_cache=keep_cache))
 
     answers = run(engine, WORK, update)
-    assert versions(answers) == {0, 1} and engine.scheduler.registry.num_preemptions == (
-        0 if keep_cache else 2
-    )
+    preempted = sum(answer.sequence.num_preemptions for answer in answers)
+    assert versions(answers) == {0, 1} and preempted == (0 if keep_cache else 2)
+    assert engine.load.preemptions == 0, "there were pages"
     new = started(folder, tensors(1))
     for (prompt, params), answer in zip(WORK, answers, strict=True):
         made = [update.version for update in answer.updates]

@@ -149,6 +149,10 @@ class MockEngine:
 
     has_requests = has_work
 
+    @property
+    def has_unused_programs(self) -> bool:
+        return False
+
     def add(self, *requests: Request) -> None:
         room = self.limits.sequence
         for request in requests:

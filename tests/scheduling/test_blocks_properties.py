@@ -243,7 +243,7 @@ class BlocksMachine(RuleBasedStateMachine):
     @rule()
     def reset(self):
         self.blocks.reset()
-        assert self.blocks.cached == 0 and len(self.blocks._index) == 0
+        assert self.blocks.cached == 0 and len(self.blocks._index._blocks) == 0
 
     @invariant()
     def integrity(self):
@@ -288,7 +288,7 @@ class BlocksMachine(RuleBasedStateMachine):
             assert self.blocks.owned == 0
             self.blocks.reset()
             assert (
-                len(self.blocks._index) == 0
+                len(self.blocks._index._blocks) == 0
                 and sum(pool.free for pool in self.blocks.pools) == self.blocks.capacity
             )
             if self.blocks.tier is not None:

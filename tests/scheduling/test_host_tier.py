@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jengine.scheduling.costs.step_costs import SwapCosts
-from jengine.scheduling.pages.block_table import NO_HIT, GroupPages, Hit
+from jengine.scheduling.pages.block_table import NO_HIT, GroupPages, Hit, PageChange
 from jengine.scheduling.pages.blocks import BlockManager
 from tests.scheduling.strict_device import Loop
 
@@ -136,9 +136,25 @@ def test_salts_and_resets() -> None:
         answer(loop, number, salt="a")
     assert answer(loop, 0) == answer(loop, 0, salt="b") == 0
     assert answer(loop, 0, salt="a") == LENGTH - PAGE
+    events = list[PageChange]()
+    loop.scheduler.blocks.watch(events.append)
     loop.scheduler.blocks.reset()
+    assert [event.kind for event in events] == ["cleared"]
     for number in range(3):
         assert answer(loop, number, salt="a") == 0
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_store_that_renews_no_leases_gets_each_page_once(again: bool) -> None:
+    loop, given = make(), list[int]()
+    tier = loop.scheduler.blocks.tier
+    assert tier is not None
+    tier.give, tier.gives_again = lambda host, block, group: given.append(host), again
+    for _ in range(3):
+        answer(loop, 0)
+    while tier.saving:
+        loop.step(ahead=1)
+    assert (len(given) > len({*given})) == again and given
 
 
 @pytest.mark.parametrize("event", ["abort", "reset", "preempt"])

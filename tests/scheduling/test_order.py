@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -140,6 +141,20 @@ def test_a_preempted_sequence_is_charged_once():
     run.scheduler.registry.preempt(sequence)
     run.engine.run(run.scheduler, [])
     assert run.scheduler.registry.fair.served == {"a": 8 + 4}
+
+
+def test_a_snapshot_is_taken_while_another_thread_adds_clients():
+    class Changing(dict):
+        counts = iter([1])
+
+        def __len__(self):
+            return next(self.counts, super().__len__())
+
+    registry = Run([], policy="fair").scheduler.registry
+    first, second = SimpleNamespace(order=(0, 1)), SimpleNamespace(order=(0, 2))
+    registry.fair._queues = Changing(a=[first], b=[second])
+    registry.fair.served = {"a": 0.0, "b": 1.0}
+    assert registry.snapshot() == ([], [first, second])
 
 
 def test_clients_that_come_once_are_forgotten(monkeypatch):

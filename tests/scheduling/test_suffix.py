@@ -133,11 +133,11 @@ def test_a_preempted_request_enters_its_output_once() -> None:
     asked.drafter.draft(one, 5)
     one.tokens += [5, 6]
     asked.drafter.forget(one)
-    assert asked.drafter._earlier.tokens == 6
+    assert asked.drafter._earlier._tokens == 6
     beams = Said([9], searches=True)
     beams.tokens += [1, 2, 3]
     asked.drafter.forget(beams)
-    assert asked.drafter._earlier.tokens == 6
+    assert asked.drafter._earlier._tokens == 6
 
 
 # --- tenants -------------------------------------------------------------------------------------------
@@ -222,8 +222,8 @@ def test_the_oldest_leave(most_outputs: int, most_tokens: int, events: list[tupl
             opened.append(output)
         outputs.extend(output, tokens)
         kept = [output for output in opened if output.kept]
-        assert len(outputs) == len(kept) <= most_outputs
-        assert outputs.tokens == sum(len(output.tokens) for output in kept) <= most_tokens
+        assert len(outputs._outputs) == len(kept) <= most_outputs
+        assert outputs._tokens == sum(len(output.tokens) for output in kept) <= most_tokens
         assert kept == opened[len(opened) - len(kept) :]
         for found, end in outputs.places(1, tokens[-2:]):
             assert found in kept and found.tenant == 1 and 2 <= end < len(found.tokens)
@@ -260,7 +260,7 @@ def test_memory_does_not_grow() -> None:
         assert abs(fill() - first) < 20_000
     finally:
         tracemalloc.stop()
-    assert len(outputs) == 50
+    assert len(outputs._outputs) == 50
     rings = outputs._latest, outputs._previous, outputs._owner, outputs._end
     assert sum(ring.nbytes for ring in rings) == 28 * 2**12
 
@@ -276,7 +276,7 @@ def test_a_call_enters_so_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [text.of_end(prompt), text.of_end(prompt), text._entered] == [[3], [3], 27]
     asked = Asked()
     asked.said([*range(25)])
-    assert asked.drafter._earlier.tokens == 10
+    assert asked.drafter._earlier._tokens == 10
 
 
 def test_without_earlier_outputs() -> None:

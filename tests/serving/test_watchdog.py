@@ -4,6 +4,7 @@ here, and waits long."""
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -131,6 +133,26 @@ def test_operations_that_move_weights_may_take_any_time(
         call()
         heartbeat.turn()
     assert (phases, heartbeat._longest) == ([phase], 100.0 if phase == WORKING else 0.0)
+
+
+def test_programs_that_arrive_run_when_the_engine_is_idle() -> None:
+    class Engine(MockEngine):
+        @property
+        def has_unused_programs(self) -> bool:
+            return True
+
+    answers = iter([queue.Empty])
+
+    def get(timeout: float | None) -> None:
+        for error in answers:
+            raise error
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        child = EngineChild(theirs, Heartbeat(-1, 0))
+        child._engine = Engine()
+        child._inbox = SimpleNamespace(empty=lambda: True, get=get)  # type: ignore[assignment]
+        assert child._take_orders(True), "the loop steps, rather than wait until it is to end"
 
 
 # --- processes -------------------------------------------------------------------------------------

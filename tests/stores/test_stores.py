@@ -81,6 +81,7 @@ class StoreMachine(RuleBasedStateMachine):
             if expected is not None:
                 self.known[name] = expected, 0.0
 
+    @precondition(lambda self: self.kind == "disk")
     @rule(name=st.sampled_from(NAMES))
     def drop(self, name):
         self.store.drop(name)

@@ -120,9 +120,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request, page or first use is left, unless it is paused, or a step was not read."""
-        left = self.has_steps and self.gate.plans
-        return left or self.has_unused_programs or bool(self._in_flight or self._early)
+        """Whether a request or page is left, unless it is paused, or a step was not read."""
+        return (self.has_steps and self.gate.plans) or bool(self._in_flight or self._early)
 
     @property
     def has_steps(self) -> bool:
@@ -402,21 +401,13 @@ class Engine:
         """The step's token mask, see logits.mask_words, and requests that end because theirs failed."""
         mask = np.full((plan.sampler.rows, mask_words(self.model.vocab_size)), ALL_ALLOWED)
         masked = masked_rows(plan, self.scheduler.registry.by_number)
-        self._unmasked = {}
-        failures = self._masks.run(
-            [partial(self._fill, mask, row, sequence, drafts) for row, sequence, drafts in masked]
-        )
+        self._unmasked = unmasked = dict[int, Exception]()  # only of this step: masks given up may still fail
+        failures = self._masks.run([partial(_fill, unmasked, mask, *wanted) for wanted in masked])
         # each error ends only its own request
         failed = [(masked[i][1], error) for i, error in sorted(failures.items())]
         return mask, [
             Ended(sequence.request_id, "error", self._fail(sequence, error)) for sequence, error in failed
         ]
-
-    def _fill(self, mask: np.ndarray, row: int, sequence: Sequence, drafts: List[int]) -> None:
-        """Fills the masks of a sequence's sampler rows, from `row` on."""
-        failed = fill_masks(mask[row : row + 1 + len(drafts)], sequence, drafts)
-        if failed is not None:
-            self._unmasked[row + failed[0]] = failed[1]
 
     def _fail(self, sequence: Sequence, error: Exception) -> str:
         """Ends one request with an error. Returns its stop_reason."""
@@ -472,3 +463,12 @@ class Engine:
                     s.request.mask.accept(token)
                 except Exception as error:
                     self._fail(s, error)
+
+
+def _fill(
+    unmasked: dict[int, Exception], mask: np.ndarray, row: int, sequence: Sequence, drafts: List[int]
+) -> None:
+    """Fills the masks of a sequence's sampler rows, from `row` on."""
+    failed = fill_masks(mask[row : row + 1 + len(drafts)], sequence, drafts)
+    if failed is not None:
+        unmasked[row + failed[0]] = failed[1]

@@ -5,35 +5,21 @@ first runs take much longer, so these are with padding.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from jengine.core.pooling import Embedder, Reranker
 from jengine.engine.loop.live_weights import FixedWeights
 from jengine.engine.loop.lora_store import LoraStore
 from jengine.engine.page_events import PageEventPublisher
 from jengine.engine.page_transfer import PageTransfer
+from jengine.execution.background import BackgroundPrograms
 from jengine.execution.kinds import KINDS, DeviceCall, Key
 from jengine.execution.runner import Runner
 from jengine.insight.recording.recorder import TraceRecorder
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.ready_programs import ReadyPrograms
-
-
-class Arrivals(Protocol):
-    """Programs that become ready while the engine runs; see execution/background.py."""
-
-    @property
-    def ready(self) -> int: ...
-
-    def usable(self) -> list[Any]: ...
-
-    def wait(self, timeout: float | None = None) -> bool: ...
-
-    def prefer(self, keys: Sequence[Any]) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +44,7 @@ class EngineParts:
     overlap: bool = True
     seed: int = 0
     num_programs: int = 0
-    programs: Arrivals | None = None
+    programs: BackgroundPrograms | FirstUse | None = None
     save_costs: Callable[[], None] | None = None
     recorder: TraceRecorder | None = None
     embedder: Embedder | None = None
@@ -69,7 +55,7 @@ class EngineParts:
     pages: PageTransfer | None = None
 
 
-def programs_ready(later: Arrivals | None, number: int) -> tuple[int, int]:
+def programs_ready(later: BackgroundPrograms | FirstUse | None, number: int) -> tuple[int, int]:
     """Number of programs that are ready, and of all. Thread-safe."""
     return number if later is None else later.ready, number
 
@@ -87,7 +73,7 @@ class FirstUse:
         used: keys of the programs that have run before.
     """
 
-    def __init__(self, programs: Arrivals, runner: Runner, used: Iterable[Key]) -> None:
+    def __init__(self, programs: BackgroundPrograms, runner: Runner, used: Iterable[Key]) -> None:
         self._programs, self._runner = programs, runner
         # until all have arrived, run or not
         self.wait, self.prefer, self.stop = programs.wait, programs.prefer, programs.stop
@@ -119,11 +105,11 @@ class FirstUse:
         return bool(self._examples)
 
     def run_next(self, *, busy: bool, in_flight: bool) -> None:
-        """Runs the program that has waited longest, if there is one; while requests run, only now and then.
-        in_flight: whether steps are. In a pipeline, they count the steps before them.
+        """Runs the program that has waited longest, if there is one; while requests or steps run, only now
+        and then. in_flight: whether steps are. In a pipeline, they count the steps before them.
         """
         begun = time.perf_counter()
-        if not self.left or (busy and begun < self._not_before):
+        if not self.left or ((busy or in_flight) and begun < self._not_before):
             return
         if in_flight and len(self._runner.spec.stages) > 1:
             return

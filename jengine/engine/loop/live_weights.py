@@ -39,11 +39,14 @@ class FixedWeights:
     """Weights that cannot be replaced.
 
     Attributes:
+        updatable: whether `replace` is supported.
         params: the abstract parameters, with shardings.
         version: of the weights that steps use.
         there: whether there are weights. An update that fails half way, and sleep at level 2, leave none.
         shared: whether the caller may hold the same arrays.
     """
+
+    updatable = False
 
     def __init__(self, params: Any = None, *, shared: bool = False) -> None:
         self.params, self.version = params, FIRST_VERSION  # type: Any, Version
@@ -69,6 +72,8 @@ class LiveWeights(FixedWeights):
     Args:
         folder: of the model's configuration.
     """
+
+    updatable = True
 
     def __init__(self, folder: Path, spec: ExecutionSpec, state: DeviceState, *, shared: bool) -> None:
         super().__init__(spec.params, shared=shared)

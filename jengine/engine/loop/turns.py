@@ -13,8 +13,9 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.request import Request
 from jengine.core.updates import Update
 from jengine.core.weights import PauseMode, Tag
-from jengine.engine.loop.engine_parts import Arrivals
+from jengine.engine.loop.engine_parts import FirstUse
 from jengine.engine.page_transfer import PageTransfer
+from jengine.execution.background import BackgroundPrograms
 from jengine.execution.runner import InFlight, PendingSample, Runner
 from jengine.insight.recording.step_recorder import StepRecorder
 from jengine.scheduling.requests.loras import Lora, LoraPlaces
@@ -68,7 +69,7 @@ def next_step(
     return plan, swaps is not None or encoding is not None
 
 
-def take_programs(scheduler: Scheduler, programs: Arrivals, taken: int) -> int:
+def take_programs(scheduler: Scheduler, programs: BackgroundPrograms | FirstUse, taken: int) -> int:
     """Gives newly ready programs to the scheduler, and asks for those that its requests need most. Returns
     the number of those that it has. taken: number of those that it had.
     """

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import threading
 import time
 from dataclasses import dataclass
@@ -357,7 +358,7 @@ def _write(file: Path, params: Params, limit: int) -> None:
         offsets = size, size + array.nbytes
         header[name] = {"dtype": CODES[np.dtype(array.dtype)], "shape": array.shape, "data_offsets": offsets}
         size = offsets[1]
-    temporary = file.with_suffix(f".{os.getpid()}")
+    temporary = file.with_suffix(f".{secrets.token_hex(8)}")
     try:
         make_private(file.parent)
         _make_room(file, limit - size)

@@ -30,7 +30,7 @@ from jengine.execution.images import ImageShapes
 from jengine.execution.kernels import decode_refused, kernels_refused, product_forms, with_forms
 from jengine.execution.memory import device_bytes, pages_that_fit, pages_to_use
 from jengine.execution.program_store import PrebuiltPrograms
-from jengine.execution.spec import ExecutionSpec, check_batch_invariant
+from jengine.execution.spec import ExecutionSpec, why_not_batch_invariant
 from jengine.models import FAMILIES, Model, build
 from jengine.models.cache import paged
 from jengine.models.config import ModelConfig
@@ -329,8 +329,8 @@ def describe(
         _check_stateful(config, spec)
     if config.swap_space:
         spec = dataclasses.replace(spec, host_pages=host_pages(config, spec))
-    if config.batch_invariant:
-        check_batch_invariant(spec)
+    if config.batch_invariant and (reason := why_not_batch_invariant(spec)) is not None:
+        raise InvalidArgument("batch_invariant", True, reason)
     if on_cpu or not any(map(kernels_refused, with_draft(spec))):
         return spec
     pages = page_buckets(spec.table_width, config.batch_invariant)

@@ -40,9 +40,6 @@ class AllocateCounts(Kind[str]):
     def program(self, spec: ExecutionSpec, key: str) -> Program:
         return allocation(key, spec.counts)
 
-    def run(self, state: DeviceState, key: str, array: None) -> None:
-        state.counts = state.get_counts()
-
 
 class PageCopies(Kind[str]):
     """Copies pages of the shared pool, int32 [2, COPIES] of sources and targets."""

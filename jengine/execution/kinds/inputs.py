@@ -30,9 +30,6 @@ class AllocateLoras(Kind[str]):
     def program(self, spec: ExecutionSpec, key: str) -> Program:
         return allocation(key, spec.stacks)
 
-    def run(self, state: DeviceState, key: str, array: None) -> None:
-        state.stacks = state.programs[key]()
-
 
 class WriteLora(Kind[str]):
     """Writes an adapter: uint8 as of `LoraShapes.pack`, whose first int32 is the place, from 1."""
@@ -77,9 +74,6 @@ class AllocatePool(Kind[str]):
     def program(self, spec: ExecutionSpec, key: str) -> Program:
         assert spec.images is not None
         return allocation(key, spec.images.pool)
-
-    def run(self, state: DeviceState, key: str, array: None) -> None:
-        state.pool = state.programs[key]()
 
 
 class EncodeImages(Kind[EncoderKey]):

@@ -64,6 +64,3 @@ class HostCosts(msgspec.Struct):
 
     plan: LinearFit = msgspec.field(default_factory=LinearFit)
     collect: LinearFit = msgspec.field(default_factory=LinearFit)
-
-    def seconds(self, count: int) -> HostSeconds:
-        return HostSeconds(self.plan.at(count), self.collect.at(count))

@@ -226,7 +226,7 @@ class StepCosts:
 
     def host_seconds(self, rows: int, tiles: int = 0) -> HostSeconds:
         """Host seconds of a step with this many rows and tiles."""
-        return self.host.seconds(rows + tiles)
+        return HostSeconds(self.host.plan.at(rows + tiles), self.host.collect.at(rows + tiles))
 
     def observe_plan(self, rows: int, tiles: int, seconds: float) -> None:
         self.host.plan.observe(rows + tiles, seconds)

@@ -53,14 +53,6 @@ class EarlierOutputs:
         self._owner = _zeros("q", self._size)  # number of the output, by place
         self._end = _zeros("i", self._size)  # of the n-gram in the output, by place
 
-    def __len__(self) -> int:
-        return len(self._outputs)
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens that are kept."""
-        return self._tokens
-
     def open(self, tenant: Hashable) -> Output:
         """Adds an empty output."""
         self._opened += 1

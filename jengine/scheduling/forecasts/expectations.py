@@ -8,7 +8,7 @@ from collections.abc import Sequence as List
 from typing import NamedTuple
 
 from jengine.core.request import Request
-from jengine.scheduling.forecasts.forecast import Machine, Prediction, SequenceGroup, forecast
+from jengine.scheduling.forecasts.forecast import Forecast, Machine, Prediction, SequenceGroup
 from jengine.scheduling.requests.sequence import Sequence, State, salt_of
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import Work
@@ -92,9 +92,9 @@ def expect(scheduler: Scheduler, requests: List[Hypothetical]) -> list[Predictio
         new.append(SequenceGroup(min(cached, prompt - 1), prompt, output, 1, number))
         if samples > 1:
             new.append(SequenceGroup(prompt - 1, prompt, output, samples - 1, len(requests) + number))
-    predictions = forecast(
+    predictions = Forecast(
         _machine(scheduler, running), _jobs(scheduler, running), _jobs(scheduler, waiting), new
-    )
+    ).run()
     lasts = [
         predictions.get(len(requests) + number, predictions[number]).last_token
         for number in range(len(requests))

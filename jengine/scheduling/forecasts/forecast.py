@@ -101,24 +101,13 @@ def _mean(jobs: list[SequenceGroup]) -> SequenceGroup:
     )
 
 
-def forecast(
-    machine: Machine,
-    running: Iterable[SequenceGroup],
-    waiting: Iterable[SequenceGroup],
-    new: Sequence[SequenceGroup],
-) -> dict[int, Prediction]:
-    """Predictions by number for the jobs in `new`, which are queued behind all others.
+class Forecast:
+    """A forecast for the jobs in `new`, which are queued behind all others.
 
     Args:
         running: in any order, except that unfinished prompts (end > start) are in the order in which they are
             computed.
         waiting: in queue order.
-    """
-    return Forecast(machine, running, waiting, new).run()
-
-
-class Forecast:
-    """A forecast; see `forecast`.
 
     Attributes:
         iterations: number of iterations so far.

@@ -165,7 +165,7 @@ class BlockManager:
         find, limit = self.tier.find, (len(tokens) - 1) // self.page_size
         return [
             [bool(page or find(block, group)) for group, page in enumerate(block.pages)]
-            for block in self._index.follow(salt, tokens, limit)
+            for block in self._index.chain(salt, tokens, limit, ())
         ]
 
     def receive(self, tokens: Sequence[int], salt: Salt, pages: Sequence[tuple[int, int]]) -> list[int]:

@@ -60,14 +60,15 @@ class HostTier:
         evictions: number of kept pages that were reused for other blocks.
         planned: swaps that are not yet taken.
         give: passes kept pages on to a store: called with the host page, the block and the group when a
-            spill has finished, and again when a sequence releases a block with a kept page. None: there is no
-            store.
+            spill has finished. None: there is no store.
+        gives_again: whether `give` is called again when a sequence releases a block with a kept page.
     """
 
     def __init__(self, pages: int, staged: int, index: PrefixIndex, pools: int) -> None:
         self.capacity, self.staged = pages, staged
         self.spilled = self.fetched = self.evictions = 0
         self.give: Callable[[int, Block, int], object] | None = None
+        self.gives_again = False
         self._index = index
         self._free: list[int] = [*range(pages, 0, -1)]
         self._page: dict[tuple[Block, int], int] = {}  # by block and group
@@ -103,7 +104,7 @@ class HostTier:
         host = self._page.get((block, group))
         if host is None:
             self._unsaved[pool][page] = block, group
-        elif self.give is not None and host in self._kept:
+        elif self.gives_again and self.give is not None and host in self._kept:
             self.give(host, block, group)
 
     def taken(self, pool: int, page: int) -> None:
@@ -153,6 +154,8 @@ class HostTier:
         if host:
             self.evictions += 1
             del self._kept[host]
+            if self._index.changed is not None:
+                self._index.changed(PageChange("removed", *self._owner[host], HOST))
             self._disown(host)
         return host
 
@@ -160,8 +163,6 @@ class HostTier:
         block, group = self._owner.pop(host)
         del self._page[block, group]
         self._index.version += 1
-        if self._index.changed is not None and host not in self._arriving:
-            self._index.changed(PageChange("removed", block, group, HOST))
         self._index.unuse(block)
 
     def saved(self, hosts: Iterable[int]) -> None:

@@ -26,9 +26,6 @@ class PrefixIndex:
         self.version = 0  # changes when pages are added or removed
         self.changed: Changed | None = None
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
     def chain(
         self, salt: Salt, tokens: Sequence[int], limit: int, groups: Sequence[int], find: Find | None = None
     ) -> list[Block]:
@@ -45,10 +42,6 @@ class PrefixIndex:
             chain.append(block)
             parent = block  # type: ignore[assignment]
         return chain
-
-    def follow(self, salt: Salt, tokens: Sequence[int], limit: int) -> list[Block]:
-        """The known blocks of a prefix, at most `limit`, whether or not they have pages."""
-        return self.chain(salt, tokens, limit, ())
 
     def get(self, parent: Block | Salt, tokens: tuple[int, ...]) -> Block:
         """Returns the block of these tokens, creating it if needed."""

@@ -216,7 +216,8 @@ class Acceptance:
 
     def note_end(self, sequence: Sequence, now: float) -> None:
         """Records that a sequence has got its last token."""
-        self.lengths.note(len(sequence.tokens) - sequence.prompt_len)
+        if sequence.request.pooling is None:
+            self.lengths.note(len(sequence.tokens) - sequence.prompt_len)
         if sequence.has_target:
             self.goodput.ended(sequence, now)
 

@@ -35,6 +35,7 @@ class Beams[Sequence]:
     Attributes:
         leader: the request's own sequence.
         members: all sequences of the search.
+        live: the beams of the next step, the best first, by the sequence that holds each.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Beams[Sequence]:
     ) -> None:
         self.params, self.leader, self._prompt_len, self._ends = params, leader, prompt_len, eos_token_ids
         self.members = [leader]
-        self._live: dict[Sequence, Path | None] = {leader: None}  # the best first
+        self.live: dict[Sequence, Path | None] = {leader: None}
         self._found: dict[Sequence, ScoredToken] = {}  # candidates of this step
         self._completed: list[Path] = []  # beams that ended with an end-of-sequence token, the best first
 
@@ -54,12 +55,12 @@ class Beams[Sequence]:
             while the candidates of other beams are missing.
         """
         self._found[beam] = scored
-        if len(self._found) < len(self._live):
+        if len(self._found) < len(self.live):
             return None
         going: list[tuple[Sequence, Path]] = []
         ended: list[Path] = []
         stops = not self.params.ignore_eos
-        for parent, path in self._live.items():
+        for parent, path in self.live.items():
             before, length = (0.0, self._prompt_len) if path is None else (path.cumulative, path.length)
             for token, logprob in candidates(self._found[parent]).items():
                 following = Path(path, token, before + logprob, length + 1, self._found[parent])
@@ -72,10 +73,6 @@ class Beams[Sequence]:
             self._completed = self._best([*self._completed, *ended])
         going.sort(key=lambda candidate: self._score(candidate[1]), reverse=True)
         return going[: self.params.beam_width]
-
-    def set_live(self, beams: list[tuple[Sequence, Path]]) -> None:
-        """Sets the beams of the next step, keyed by the sequence that holds each."""
-        self._live = dict(beams)
 
     def end(self, live: list[Path], logprobs: bool) -> list[Beam]:
         """Returns the best of the completed beams and of those that could continue. logprobs: whether to

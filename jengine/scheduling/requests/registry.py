@@ -102,7 +102,7 @@ class Registry:
         while True:
             try:
                 return [*self.running], [*self.waiting, *self.held]
-            except (RuntimeError, KeyError):  # changed by the other thread
+            except (RuntimeError, KeyError, ValueError):  # changed by the other thread
                 continue
 
     # --- arrivals and order ---------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class BeamSearches(Rule):
         if chosen is None:
             return None
         if chosen and chosen[0][1].length < leader.max_len:
-            beams.set_live(self._assign(beams.members, chosen))
+            beams.live = dict(self._assign(beams.members, chosen))
             return None
         leader.found = beams.end([path for _, path in chosen], leader.request.params.logprobs is not None)
         return leader

@@ -86,11 +86,8 @@ class Speculation(Rule):
         offer = self._with_states(self._costs.offer_while_in_flight(rows))
         if not self._costs.could_pay(offer):
             return False
-        likely = [self._likely(s, s.in_flight) for s in decoding if self._may_have(s) and s.in_flight < 2]
+        likely = [self._likely(s, s.in_flight) for s in decoding if not s.searches and s.in_flight < 2]
         return any(self._counts(offer, [drafts for drafts in likely if drafts is not None]))
-
-    def _may_have(self, sequence: Sequence) -> bool:
-        return not sequence.searches and len(sequence.tokens) >= sequence.prompt_len
 
     def lengthen(self, plan: PlanBuilder) -> None:
         if self._drafter is not None and plan.rows:
@@ -112,7 +109,7 @@ class Speculation(Rule):
             return
         spans, likely = list[Span](), list[Likely]()
         for span, sequence in zip(plan.spans, plan.rows, strict=False):
-            if sequence.in_flight or span.following or not self._may_have(sequence):
+            if sequence.in_flight or span.following or sequence.searches:
                 continue
             if span.known >= 0 or len(sequence.tokens) != span.start + 1:  # it computes known tokens again
                 continue

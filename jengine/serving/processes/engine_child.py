@@ -213,10 +213,6 @@ class _Copy:
         return bool(self._mask.is_complete())
 
 
-def _WAKE() -> None:
-    """Not an order: wakes the loop to check for news."""
-
-
 class EngineChild:
     """An engine that receives its orders from a socket."""
 
@@ -273,13 +269,11 @@ class EngineChild:
                     return True
             with self._heartbeat.idle():
                 order = self._next_order()
-            if order is _WAKE:
-                continue
             if order is None:
                 return False
             order()
             self._fresh = False
-            wait = not self._engine.has_work
+            wait = not (self._engine.has_work or self._engine.has_unused_programs)
 
     def _next_order(self) -> Callable[[], object] | None:
         """Waits for an order, at most a second while programs become ready, to report these to the server."""
@@ -287,7 +281,7 @@ class EngineChild:
         try:
             return self._inbox.get(timeout=None if load.programs_ready == load.programs else 1.0)
         except queue.Empty:
-            return _WAKE
+            return lambda: None
 
     def _deliver(self, updates: Updates, totals: bool = False) -> None:
         now = time.monotonic()

@@ -187,7 +187,7 @@ def maker(server: ServerConfig, engine: EngineConfig) -> Callable[[OnEnd | None]
     """
     count = 1 if engine.enable_expert_parallel else engine.data_parallel_size
     prefill = server.prefill_engines
-    state = EngineState(engine.weight_updates)
+    state = EngineState()
     if count == 1 and not prefill:
         return lambda on_end: EngineProcess.of(engine, on_end, server.watchdog_seconds, state=state)
     name, value, alone = ("prefill_engines", prefill, 0) if prefill else ("data_parallel_size", count, 1)
