@@ -71,8 +71,6 @@ def measured(store: PageStore, size: int, pages: int, rounds: int) -> dict[str, 
         assert all(one == page for one in store.load(names))
         found["keep"].append((kept - begun) / pages)
         found["load"].append((time.perf_counter() - kept) / pages)
-        for name in names:
-            store.drop(name)
     shown = dict[str, float]()
     for name, each in found.items():
         seconds = statistics.median(each)
@@ -123,7 +121,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     size, results = int(options.megabytes * 2**20), dict[str, Any]()
-    most = 2 * options.pages * (size + 1000)
+    most = 2 * options.rounds * options.pages * (size + 1000)
 
     def show(name: str, run: Callable[[], dict[str, float]]) -> None:
         results[name] = run()

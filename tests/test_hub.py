@@ -105,13 +105,15 @@ def test_a_model_is_pulled_and_run(hub: Hub, run: Run, tmp_path: Path) -> None:
 
 def test_a_gguf_file_by_its_quantization(hub: Hub, run: Run, tmp_path: Path) -> None:
     code = "from jengine.checkpoints import resolve; import sys; print(resolve(sys.argv[1]).name)"
-    planned, pulled, other, wrong = run(
+    (hub.folders["some/ggufs"] / "config.json").write_text('{"model_type": "llama"}')  # no model by itself
+    unnamed, planned, pulled, other, wrong = run(
+        ["plan", "some/ggufs", "--target", "l4", "--quiet"],
         ["plan", "some/ggufs:Q8_0", "--target", "l4", "--quiet"],
         ["pull", "some/ggufs:q8_0"],
         ["pull", "some/ggufs:Q4_K_M"],
         ["pull", "some/ggufs:Q2_K"],
     )
-    assert planned[0].endswith("= 0\n"), planned
+    assert unnamed[0].endswith("= 0\n") and planned[0].endswith("= 0\n"), (unnamed, planned)
     assert pulled[0] == other[0] == "= 0\n", (pulled, other)
     size = (hub.folders["some/ggufs"] / "tiny-q8_0.gguf").stat().st_size
     assert size <= hub.sent["tiny-q8_0.gguf"] <= 3 * size, "headers before, and the file once"

@@ -400,7 +400,7 @@ class LLM(VllmMethods):
             tags: what to free.
 
         Raises:
-            InvalidArgument: there is no such level, mode or tag.
+            InvalidArgument: there is no such level, mode or tag, or it is level 2 without weight_updates.
         """
         operation = operations.Sleep(level, mode, tuple(tags))
         while not self._shared.do(operation):

@@ -32,7 +32,7 @@ from jengine.hub.files import (
     hub_name,
     local_path,
 )
-from jengine.hub.repository import download, find_gguf
+from jengine.hub.repository import download, find_gguf, gguf_alone
 from jengine.models.config import ModelConfig
 
 log = logging.getLogger("jengine")
@@ -71,7 +71,7 @@ def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILE
         return DEMO
     path = local_path(model)
     if path.is_dir():
-        return _only_gguf(path) or path
+        return _only_gguf(path, files) or path
     if is_gguf(path):
         return path
     if path.is_file() and path.name == "config.json":
@@ -83,26 +83,26 @@ def resolve(model: str, revision: str | None = None, files: list[str] = HUB_FILE
         return find_gguf(name, revision, weights=files is HUB_FILES)
     folder = _download(model, revision, files)
     tokenizer = ["tokenizer.json", "tokenizer_config.json"] if files is TOKENIZER_FILES else []
-    there = any((folder / name).exists() for name in ("config.json", converted.MARK, *tokenizer))
-    if there and (files is not HUB_FILES or _has_weights(folder)):
-        return folder
-    try:
-        return find_gguf(HubName(model, DEFAULT_QUANTIZATION), revision, weights=files is HUB_FILES)
-    except ModelError:
-        if there:  # its files are named in the error when weights are read
+    if any((folder / name).exists() for name in ("config.json", converted.MARK, *tokenizer)):
+        if files is CONFIG_FILES and not _has_weights(folder):
+            return gguf_alone(HubName(model, DEFAULT_QUANTIZATION), revision) or folder
+        if files is not HUB_FILES or _has_weights(folder):
             return folder
-        raise
+    return find_gguf(HubName(model, DEFAULT_QUANTIZATION), revision, weights=files is HUB_FILES)
 
 
-def _only_gguf(folder: Path) -> Path | None:
-    """The GGUF file of a folder that has exactly one and no other weights."""
-    if _has_weights(folder):
+def _only_gguf(folder: Path, files: list[str]) -> Path | None:
+    """The GGUF file of a folder that has exactly one and no other weights. If weights are not wanted, but a
+    tokenizer or a configuration for parameters in memory, a config.json is enough, too.
+    """
+    of_weights = files is HUB_FILES or files is CONFIG_FILES
+    if _has_weights(folder) or (not of_weights and (folder / "config.json").exists()):
         return None
-    files = list(folder.glob(f"*{SUFFIX}"))
-    if len(files) > 1:
-        names = ", ".join(sorted(file.name for file in files))
+    ggufs = list(folder.glob(f"*{SUFFIX}"))
+    if len(ggufs) > 1:
+        names = ", ".join(sorted(file.name for file in ggufs))
         raise ModelError(f"has several GGUF files; name one of them: {names}", file=folder)
-    return files[0] if files else None
+    return ggufs[0] if ggufs else None
 
 
 def _has_weights(folder: Path) -> bool:

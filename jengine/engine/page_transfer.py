@@ -179,11 +179,11 @@ class PageTransfer:
         self._counts, self._rates = StoreLoad(config.connector), dict[str | None, float]()
         self._loaders = ThreadPoolExecutor(LOADERS, "page-loader") if config.loads else None
         self._keeper: threading.Thread | None = None
+        self._renews = isinstance(stores.keep, MemoryStore)  # leases, by keeping a page again
         if stores.keep is not None:
             self._tier.give = self._give
             if isinstance(stores.keep, MemoryStore):
                 stores.keep.coming = self.coming
-                self._tier.gives_again = True  # which renews leases
             self._keeper = threading.Thread(target=self._keep, name="page-keeper", daemon=True)
             self._keeper.start()
 
@@ -368,8 +368,10 @@ class PageTransfer:
 
     # --- to a store ---------------------------------------------------------------------------
 
-    def _give(self, host: int, block: Block, group: int) -> None:
-        """The tier keeps a page, which others may need."""
+    def _give(self, host: int, block: Block, group: int, again: bool) -> None:
+        """The tier keeps a page, which others may need. New pages come before those that are given again."""
+        if again and not self._renews and self._queue.qsize() > MOST_WAITING // 2:
+            return
         try:
             self._queue.put_nowait((self.space, block, group, self._runner.host_page(host)))
         except Full:
@@ -394,7 +396,7 @@ class PageTransfer:
             return
         name = page_name(space, digest_of(block), group)
         known = store.find([name])[0]
-        if known and not self._tier.gives_again:
+        if known and not self._renews:
             return
         parts = parts_of(page)
         if not store.keep(name, parts):

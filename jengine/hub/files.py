@@ -22,7 +22,7 @@ MODULES = ("Pooling", "Normalize", "LogitScore")  # of sentence-transformers, in
 IN_FOLDERS = ["additional_chat_templates/*.jinja", *(f"*_{module}/config.json" for module in MODULES)]
 OTHERS = ["consolidated*", "*/consolidated*"]  # the same weights in other layouts
 PROJECTORS = ["mmproj*", "*/mmproj*"]  # encoders of images, beside a model's GGUF file
-DEFAULT_QUANTIZATION = "Q4_K_M"  # of a repository that only has GGUF files
+DEFAULT_QUANTIZATION = "Q4_K_M"  # of a repository without other weights
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+))?", re.ASCII)
 # the end of a GGUF file's name, such as Q4_K_M, UD-Q4_K_XL, IQ3_XXS or BF16
 _QUANTIZATION = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|B?F\d+|MXFP4(?:_\w+)?))$", re.IGNORECASE)

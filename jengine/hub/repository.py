@@ -257,6 +257,18 @@ def find_gguf(name: HubName, revision: str | None, *, weights: bool = True) -> P
     return folder / choose_gguf(name.repo, files, name.quantization)
 
 
+def gguf_alone(name: HubName, revision: str | None) -> Path | None:
+    """As `find_gguf` without weights, but None if a repository has other weights, or if the hub cannot be
+    asked and nothing is cached.
+    """
+    try:
+        repository = Repository.find(HubName(name.repo), revision)
+    except ModelError:
+        return _cached_gguf(name, revision)
+    alone = all(file.endswith(SUFFIX) for file in repository.sizes)
+    return (_cached_gguf(name, revision) or repository.header()) if alone else None
+
+
 def _cached_gguf(name: HubName, revision: str | None) -> Path | None:
     from huggingface_hub import snapshot_download
 

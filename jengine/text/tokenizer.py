@@ -248,8 +248,10 @@ def _add_tokens(backend: tokenizers.Tokenizer, path: Path) -> None:
         ModelError: a token's id is taken, or leaves a gap.
     """
     file, older = path / "tokenizer_config.json", path / "added_tokens.json"
-    fields = _fields(path)
+    fields, older_fields = _special_fields(path)
     named = [*special_tokens_of(path).values(), *_further_special_tokens(fields)]
+    if "added_tokens_decoder" not in fields:
+        named += _further_special_tokens(older_fields)
     if fields.get("added_tokens_decoder"):
         with malformed(file):
             listed = [
@@ -308,23 +310,23 @@ def _token_fields(token: dict[str, Any]) -> dict[str, Any]:
 
 
 def special_tokens_of(path: Path) -> dict[str, str]:
-    """By role. Files have strings, or descriptions of added tokens."""
+    """By role. Files have strings, or descriptions of added tokens. As in transformers,
+    special_tokens_map.json decides if tokenizer_config.json has no added_tokens_decoder.
+    """
     tokens: dict[str, str] = {}
-    fields = _fields(path)
-    for kind, token in ((kind, fields.get(kind)) for kind in SPECIAL_TOKENS):
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            tokens[kind] = text
+    files = _special_fields(path)
+    for fields in files if "added_tokens_decoder" in files[0] else reversed(files):
+        for kind, token in ((kind, fields.get(kind)) for kind in SPECIAL_TOKENS):
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                tokens.setdefault(kind, text)
     return tokens
 
 
-def _fields(path: Path) -> dict[str, Any]:
-    """tokenizer_config.json and special_tokens_map.json together. As in transformers, the second one decides
-    in folders from before `added_tokens_decoder`.
-    """
+def _special_fields(path: Path) -> list[dict[str, Any]]:
+    """The fields of tokenizer_config.json and of special_tokens_map.json."""
     files = path / "tokenizer_config.json", path / "special_tokens_map.json"
-    newer, older = (read_object(file) if file.is_file() else {} for file in files)
-    return {**older, **newer} if "added_tokens_decoder" in newer else {**newer, **older}
+    return [read_object(file) if file.is_file() else {} for file in files]
 
 
 def _convert(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:

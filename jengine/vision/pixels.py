@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jengine.base.errors import InvalidArgument
-
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -43,15 +41,7 @@ def normalized(image: Image, mean: Sequence[float], std: Sequence[float]) -> np.
 def fitting(size: tuple[int, int], factor: int, least: int, limit: int) -> tuple[int, int]:
     """Height and width near those of an image: multiples of `factor`, of `least` to `limit` pixels, with the
     same ratio as nearly as possible (Qwen2-VL's smart_resize).
-
-    Raises:
-        InvalidArgument: a side is too long for the other.
     """
-    short, long = sorted(size)
-    if long > MOST_STRETCHED * short:
-        raise InvalidArgument(
-            "image", f"{size[1]} x {size[0]} pixels", f"may be {MOST_STRETCHED} times as long as wide at most"
-        )
     height, width = (round(side / factor) * factor for side in size)
     if height * width > limit:
         shrink = math.sqrt(size[0] * size[1] / limit)

@@ -64,6 +64,7 @@ def test_hub_id_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "pytorch_model.bin",
     ]
     (tmp_path / "config.json").touch()
+    (tmp_path / "pytorch_model.bin").touch()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve("someone/model", "v2") == tmp_path
     assert got == {*wanted, "pytorch_model.bin"}, "there are no safetensors in the folder"

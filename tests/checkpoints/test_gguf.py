@@ -17,6 +17,7 @@ from jengine.base.gguf_file import KINDS, GgufFile, dequantized, open_gguf
 from jengine.checkpoints import convert, has_output_head, load, read_config, resolve
 from jengine.checkpoints.gguf import ARCHITECTURES, FOUR_BITS, NAMES, _four_bits, _name
 from jengine.checkpoints.hugging_face import model_config
+from jengine.hub.files import TOKENIZER_FILES, WITHOUT_WEIGHTS
 from jengine.models import Params, build
 from jengine.models.rope import rope
 from jengine.parallel.mesh import make_mesh
@@ -191,6 +192,8 @@ def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
     write_gguf(tmp_path / "n.gguf", "llama_tied")
     with pytest.raises(ModelError, match=r"has several GGUF files; name one of them: m\.gguf, n\.gguf"):
         resolve(str(tmp_path))
+    for files in TOKENIZER_FILES, WITHOUT_WEIGHTS:  # a folder's own files, without its weights
+        assert resolve(str(tmp_path), files=files) == tmp_path
     (tmp_path / "model.safetensors").touch()
     assert resolve(str(tmp_path)) == tmp_path
     for name in ("x" * 300, "~no-such-user/x"):

@@ -25,7 +25,7 @@ class ServerUnderTest(Protocol):
     """A server under test."""
 
     async def reach(self) -> None:
-        """Raises JengineError or OSError if nothing answers."""
+        """Raises one of ERRORS if nothing answers, or something else does."""
 
     def stream(self, request: BenchRequest) -> AsyncIterator[tuple[int, int]]:
         """Yields (new tokens, prompt tokens); 0 prompt tokens if the server has not reported them.

@@ -14,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from functools import partial, partialmethod
 from http import HTTPStatus
 from typing import Any
 
 from ray.llm._internal.serve.core.engine.protocol import LLMEngine
 
-from jengine import AsyncLLM, EngineConfig, InvalidArgument
+from jengine import AsyncLLM, EngineConfig, InvalidArgument, SamplingParams
 from jengine.serving.http.embedded import EmbeddedApi, embedded_config
 
 MODELS = (
@@ -76,7 +77,9 @@ class JengineEngine(LLMEngine):  # type: ignore[misc]  # ray ships no types
 
     async def check_health(self) -> None:
         """Raises EngineDead if the engine has failed. Ray then replaces the replica."""
-        await self.llm.is_paused()  # the engine's loop answers
+        with suppress(InvalidArgument):  # of a model that only embeds
+            async with self.llm.submit({"prompt_token_ids": [1]}, SamplingParams(max_tokens=1)):
+                pass  # leaving the block aborts the request
 
     def routing_stats(self) -> dict[str, Any]:
         """Where a router that knows caches finds page events, if they are published."""

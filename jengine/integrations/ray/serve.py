@@ -15,7 +15,7 @@ import json
 import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -27,7 +27,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from jengine import AsyncLLM, InvalidArgument
+from jengine import AsyncLLM, InvalidArgument, SamplingParams
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.embedded import EmbeddedApi, embedded_config
 
@@ -222,7 +222,9 @@ class EngineReplica:
 
     async def check_health(self) -> None:
         """Raises EngineDead if the engine has failed. Serve then replaces this replica."""
-        await self._llm.is_paused()  # the engine's loop answers
+        with suppress(InvalidArgument):  # of a model that only embeds
+            async with self._llm.submit({"prompt_token_ids": [1]}, SamplingParams(max_tokens=1)):
+                pass  # leaving the block aborts the request
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         return {QUEUED_TOKENS: 0.0 if self._api is None else float(self._api.unfinished_tokens)}

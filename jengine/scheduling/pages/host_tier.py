@@ -59,16 +59,15 @@ class HostTier:
         spilled, fetched: numbers of pages copied.
         evictions: number of kept pages that were reused for other blocks.
         planned: swaps that are not yet taken.
-        give: passes kept pages on to a store: called with the host page, the block and the group when a
-            spill has finished. None: there is no store.
-        gives_again: whether `give` is called again when a sequence releases a block with a kept page.
+        give: passes kept pages on to a store: called with the host page, the block, the group and False when
+            a spill has finished, and with True when a sequence releases a block with a kept page, which the
+            store may have lost. None: there is no store.
     """
 
     def __init__(self, pages: int, staged: int, index: PrefixIndex, pools: int) -> None:
         self.capacity, self.staged = pages, staged
         self.spilled = self.fetched = self.evictions = 0
-        self.give: Callable[[int, Block, int], object] | None = None
-        self.gives_again = False
+        self.give: Callable[[int, Block, int, bool], object] | None = None
         self._index = index
         self._free: list[int] = [*range(pages, 0, -1)]
         self._page: dict[tuple[Block, int], int] = {}  # by block and group
@@ -104,8 +103,8 @@ class HostTier:
         host = self._page.get((block, group))
         if host is None:
             self._unsaved[pool][page] = block, group
-        elif self.gives_again and self.give is not None and host in self._kept:
-            self.give(host, block, group)
+        elif self.give is not None and host in self._kept:
+            self.give(host, block, group, True)
 
     def taken(self, pool: int, page: int) -> None:
         """A cached page got a holder again."""
@@ -171,7 +170,7 @@ class HostTier:
             if host in self._owner:
                 self._keep(host)
                 if self.give is not None:  # while it is `saving`
-                    self.give(host, *self._owner[host])
+                    self.give(host, *self._owner[host], False)
             else:
                 self._free.append(host)
             self._arriving.remove(host)

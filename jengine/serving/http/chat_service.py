@@ -293,7 +293,7 @@ class ChatService(HttpService):
 
         async def count(text: str) -> int:
             with contextlib.suppress(Busy, InvalidArgument):  # which must not take a finished answer
-                return len(await work(len(text), lambda: tokenizer.encode(text, False)))
+                return len(await work(len(text), lambda: tokenizer.encode(text, False))) if text else 0
             return 0
 
         return Chat(body, params, tools, form, llm, int(time.time()), model, chat_input.request, count)

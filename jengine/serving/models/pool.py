@@ -277,7 +277,7 @@ class ModelPool:
             raise NotReady("the server is stopping")
         if model.failure is not None and time.monotonic() < model.again:
             raise NotReady(f"{model.name} cannot be loaded: {model.failure}")
-        if model.loading is None:
+        if model.loading is None or model.loading.done():
             model.loading = asyncio.create_task(self._load_now(model), name=f"load {model.name}")
             model.loading.add_done_callback(lambda task: _over(model, task))
         loading = model.loading
@@ -390,6 +390,7 @@ def _idle(model: PooledModel, seconds: float) -> bool:
 
 
 def _over(model: PooledModel, task: asyncio.Task[None]) -> None:
-    model.loading = None
+    if model.loading is task:
+        model.loading = None
     if not task.cancelled():
         task.exception()  # callers have it, if there are any left
