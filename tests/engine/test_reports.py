@@ -29,7 +29,7 @@ def test_a_prediction_that_fails_is_missing(
     engine = virtual.engine
     assert engine.load.first_token_seconds is not None
     virtual.turn()
-    monkeypatch.setattr(expectations, "forecast", broken)
+    monkeypatch.setattr(expectations, "Forecast", broken)
     for _ in range(5):
         load = engine.load
         assert load.first_token_seconds is None and load.running == 8 and load.waiting == 12
