@@ -94,7 +94,7 @@ async def engines(tokens: int, rounds: int) -> dict[str, dict[str, float]]:
         engine: Any = maker(ServerConfig(prefill_engines=beside, watchdog_seconds=0.0), config)(None)
         await asyncio.to_thread(engine.start)
         tokenizer = Tokenizer.load(Path(engine.info.tokenizer_folder))
-        async with AsyncLLM.over(engine, tokenizer) as llm:
+        async with AsyncLLM.over(engine.backend, tokenizer) as llm:
             vocab, seconds = llm.backend.limits.vocab_size, list[float]()
             for number in range(rounds + 1):
                 prompt = [random.Random(f"{number} {i}").randrange(2, vocab) for i in range(tokens)]
