@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -187,8 +188,13 @@ def wait_for_server(address: str) -> None:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
+    """A port that no outgoing connection takes before its server does: below Linux's range for these, where
+    a client that tries until the server listens may even be connected to itself.
+    """
+    while True:
+        port = random.randrange(10_000, 32_768)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def longest_stop(config: ServerConfig) -> float:

@@ -166,14 +166,18 @@ def test_every_interface_says_how_far_the_start_is(tokenizer_folder: Path, tmp_p
         address, http = f"127.0.0.1:{ports['grpc_port']}", f"http://127.0.0.1:{ports['port']}"
         expected = "starting: compiling, 3 of 9 programs, about "
 
-        def compiles() -> bool:
-            with contextlib.suppress(httpx.TransportError):  # it does not listen yet
-                return bool(
-                    httpx.get(f"{http}/health", timeout=60).json()["error"]["message"].startswith(expected)
-                )
-            return False
+        answer: Any = None
 
-        wait_until(compiles)
+        def compiles() -> bool:
+            nonlocal answer
+            try:
+                answer = httpx.get(f"{http}/health", timeout=60).json()
+            except httpx.TransportError as error:  # it does not listen yet
+                answer = error
+                return False
+            return bool(answer["error"]["message"].startswith(expected))
+
+        wait_until(compiles, lambda: f"{answer!r}; {server.log}")
         for path in ("/health", "/v1/models"):
             answer = httpx.get(http + path, timeout=60)
             assert answer.status_code == 503 and answer.json()["error"]["message"].startswith(expected)
