@@ -20,15 +20,16 @@ from typing import Any, NamedTuple
 import msgspec
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from jengine.serving.calls.model_provider import Adapters, ModelInfo
 from jengine.serving.config import PREFIX, ServerConfig, service_links
 from jengine.serving.grpc.server import AddedService, BuiltServer, build_server
-from jengine.serving.guards.access import Access
+from jengine.serving.guards.access import Access, Tls
 from jengine.serving.guards.sandbox import Tokenizing
+from jengine.serving.http.app import api
 from jengine.serving.http.endpoint import Parts
 from jengine.serving.http.front import HttpFront, page_routes
-from jengine.serving.http.small_pages import api
 from jengine.serving.logs import Lines, RequestLog, SparseLog, write_status
 from jengine.serving.metrics.model_metrics import ModelMetrics
 from jengine.serving.metrics.server_metrics import Metrics, OutcomeInterceptor, pages_of
@@ -234,7 +235,8 @@ class ServerApp:
         """Runs the server from start to end."""
         config = self._config
         report_sparsely(asyncio.get_running_loop())
-        metrics = self._metrics()
+        observed = self._models if config.metrics_port is not None else ()
+        metrics = Metrics(*map(_metrics_of, observed), prefix=config.metrics_prefix)
         access = Access(config, metrics)
         if access.reloads:
             self.reloads.append(access.reload)
@@ -261,12 +263,19 @@ class ServerApp:
             stack.push_async_callback(asyncio.to_thread, self._built.shared.close)
             stack.push_async_callback(asyncio.to_thread, self._tokenizing.close)
             stack.push_async_callback(self._built.server.stop, None)
-            front = self._front = await self._http(metrics, access)
-            if front is not None:
-                stack.push_async_callback(front.close)
-            exporter = await self._exporter(metrics, access)
-            if exporter is not None:
-                stack.push_async_callback(exporter.close)
+            authenticator = access.authenticator
+            parts = Parts(config, self._built.shared, authenticator, metrics, self._why_not_ready)
+            exporter: HttpFront | None = None
+            if config.port is not None:
+                front = HttpFront(api(parts), config, listening=self._listening)
+                self._front = await self._started(front, access.tls, stack)
+            if metrics.models and not config.metrics_on_api:
+                pages = pages_of(metrics, self._why_not_ready, lambda: self._models.retry_seconds)
+                app: ASGIApp = Starlette(routes=page_routes(pages))
+                if config.page:
+                    app = playground(parts, pages)
+                exporter = HttpFront(app, config, "metrics_port")
+                await self._started(exporter, access.tls if config.page else None, stack)
             await self._built.server.start()
             if config.log_stats:
                 several = len([*self._models]) > 1
@@ -275,46 +284,15 @@ class ServerApp:
                     stack.callback(asyncio.create_task(status, name="status-log").cancel)
             await self._serve(exporter)
 
-    async def _http(self, metrics: Metrics, access: Access) -> HttpFront | None:
-        """Starts OpenAI's API, if it is enabled."""
-        config = self._config
-        if config.port is None:
-            return None
-        front = HttpFront(api(self._parts(metrics, access)), config, listening=self._listening)
-        return await self._started(front, access)
-
-    async def _exporter(self, metrics: Metrics, access: Access) -> HttpFront | None:
-        """Starts the metrics port, if it is enabled, with the playground if that is too."""
-        config = self._config
-        if not metrics.models or config.metrics_on_api:
-            return None
-        assert config.metrics_port is not None
-        pages = pages_of(metrics, self._why_not_ready, lambda: self._models.retry_seconds)
-        if not config.page:
-            exporter = HttpFront(Starlette(routes=page_routes(pages)), config, "metrics_port")
-            await exporter.start(None)
-            return exporter
-        return await self._started(
-            HttpFront(playground(self._parts(metrics, access), pages), config, "metrics_port"), access
-        )
-
-    async def _started(self, front: HttpFront, access: Access) -> HttpFront:
+    async def _started(
+        self, front: HttpFront, tls: Tls | None, stack: contextlib.AsyncExitStack
+    ) -> HttpFront:
         """Starts listening; with TLS, new certificates are used after reloads."""
-        tls = access.tls
-        await front.start(None if tls is None else tls.files.context)
+        await front.start(None if tls is None else tls.context)
+        stack.push_async_callback(front.close)
         if tls is not None:
-            self.reloads.append(lambda: self._background(front.reload(tls.files.context)))
+            self.reloads.append(lambda: self._background(front.reload(tls.context)))
         return front
-
-    def _parts(self, metrics: Metrics, access: Access) -> Parts:
-        return Parts(
-            self._config,
-            self._built.shared,
-            self._built.calls,
-            access.authenticator,
-            metrics,
-            self._why_not_ready,
-        )
 
     async def _serve(self, exporter: HttpFront | None) -> None:
         """Serves until a signal arrives and everything has ended."""
@@ -370,11 +348,6 @@ class ServerApp:
         log.info("stopped")
 
     # --- status ------------------------------------------------------------------------------------
-
-    def _metrics(self) -> Metrics:
-        if self._config.metrics_port is None:
-            return Metrics()
-        return Metrics(*map(_metrics_of, self._models), prefix=self._config.metrics_prefix)
 
     def _changed(self, serving: bool) -> None:
         """Called when a model starts or stops answering."""

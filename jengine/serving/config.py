@@ -38,27 +38,20 @@ from jengine.spi import (
     whole_number,
 )
 
-_PROTOCOL = "(?:TCP|UDP|SCTP)"
-_URL = rf"{_PROTOCOL.lower()}://\S+"
-_ANY = r".+"
-# The form of the value for each suffix of a name, as written by kubelet's pkg/kubelet/envvars.
-_FORMS = [
-    (re.compile(name), re.compile(value))
-    for name, value in (
-        (r"\w+_SERVICE_HOST", _ANY),
-        (r"\w+_SERVICE_PORT(?:_\w+)?", r"\d+"),
-        (r"\w+_PORT", _URL),
-        (rf"\w+_PORT_\d+_{_PROTOCOL}", _URL),
-        (rf"\w+_PORT_\d+_{_PROTOCOL}_PROTO", _PROTOCOL.lower()),
-        (rf"\w+_PORT_\d+_{_PROTOCOL}_PORT", r"\d+"),
-        (rf"\w+_PORT_\d+_{_PROTOCOL}_ADDR", _ANY),
-    )
-]
+# as written by kubelet's pkg/kubelet/envvars
+SERVICE_LINK = re.compile(
+    r"""
+    \w+_SERVICE_HOST=.+ | \w+_SERVICE_PORT(_\w+)?=\d+ | \w+_PORT=(tcp|udp|sctp)://\S+
+    | \w+_PORT_\d+_(TCP|UDP|SCTP)
+      (=(tcp|udp|sctp)://\S+ | _PROTO=(tcp|udp|sctp) | _PORT=\d+ | _ADDR=.+)
+    """,
+    re.VERBOSE,
+)
 
 
 def is_service_link(variable: str, value: str) -> bool:
     """Whether a variable has the name and the value of a service link."""
-    return any(name.fullmatch(variable) and form.fullmatch(value) for name, form in _FORMS)
+    return SERVICE_LINK.fullmatch(f"{variable}={value}") is not None
 
 
 def service_links(environ: Mapping[str, str], prefix: str) -> list[str]:
@@ -150,19 +143,19 @@ def sourced_options(
     """
     from_flags = {name: (value, "command line") for name, value in flags.items()}
     from_environ = _from_environ(environ)
-    file, where = (from_environ | from_flags).pop("config", (None, ""))
+    nowhere = None, ""
+    in_environ = from_environ.pop("config", nowhere)
+    file, where = from_flags.pop("config", in_environ)
     listed = {} if file is None else _from_file(Path(file), where)
     return _translated(listed, note) | _translated(from_environ, note) | _translated(from_flags, note)
 
 
-def _translated(values: Sourced, note: Callable[[str], None]) -> Sourced:
-    """One place's options under jengine's names."""
+def _translated(values: Sourced, note: Callable[[str], None], known: Mapping[str, Any] = KINDS) -> Sourced:
+    """One place's options under jengine's names, which are those in `known`."""
     out: Sourced = {}
     for name, (value, where) in values.items():
-        if name == "config":
-            continue
         try:
-            options, notes = translated({name: value}, KINDS, SERVE_SETTINGS)
+            options, notes = translated({name: value}, known, SERVE_SETTINGS)
         except InvalidArgument as wrong:
             raise InvalidArgument(wrong.field, wrong.value, f"{wrong.limit} ({where})") from None
         except ValueError as wrong:
@@ -213,15 +206,19 @@ def _from_file(path: Path, where: str) -> Sourced:
         raise InvalidArgument(
             "config", str(path), f"must be TOML, lines such as max_model_len = 4096; this is YAML ({where})"
         )
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as wrong:
-        raise InvalidArgument("config", str(path), f"cannot be read: {wrong} ({where})") from None
-    table = {name.replace("-", "_"): value for name, value in table.items()}
+    table = {name.replace("-", "_"): value for name, value in _toml("config", path, f" ({where})").items()}
     for name, value in table.items():
         if name not in KINDS and name not in SERVE_SETTINGS:
             raise InvalidArgument(name, value, f"there is no such option ({path}){_similar(name)}")
     return {name: (value, str(path)) for name, value in table.items()}
+
+
+def _toml(option: str, path: Path, where: str = "") -> dict[str, Any]:
+    """The contents of the file that this option names."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as wrong:
+        raise InvalidArgument(option, str(path), f"cannot be read: {wrong}{where}") from None
 
 
 def _similar(name: str, prefix: str = "") -> str:
@@ -269,14 +266,6 @@ class ModelEntry(NamedTuple):
     engine: EngineConfig
 
 
-class Table(NamedTuple):
-    """A table of the file: a model and its options."""
-
-    name: str
-    model: str
-    options: dict[str, Any]
-
-
 def resolve_models(
     flags: Mapping[str, Any], more: Sequence[str] = (), environ: Mapping[str, str] = os.environ
 ) -> tuple[ServerConfig, list[ModelEntry]]:
@@ -291,17 +280,18 @@ def resolve_models(
     """
     common = sourced_options(flags, environ, lambda _: None)
     file = common.get("model_config")
-    tables = [] if file is None else _tables(Path(file[0]))
+    tables: list[tuple[str, dict[str, Any]]] = [(name, {"model": name}) for name in more]
+    tables += [] if file is None else _tables(Path(file[0]))
     if alone := "model" not in common and bool(tables):
-        flags = {**flags, "model": tables[0].model}
+        flags = {**flags, "model": tables[0][1]["model"]}
     server, engine = resolve_config(flags, environ, print_note)
     served = server.served_names
     default = ModelEntry(served[0] if served else engine.model, engine)
     apart: dict[str, Any] = dict.fromkeys(OWN)
     shared = dataclasses.replace(engine, **apart)
-    others = [_entry(table, shared) for table in (*(Table(name, name, {}) for name in more), *tables)]
+    others = [_entry(name, options, shared) for name, options in tables]
     if alone:
-        entry = _entry(tables[0], engine)
+        entry = _entry(*tables[0], engine)
         default = entry._replace(name=served[0] if served else entry.name)
         others = others[1:]
     for option in ("lora_modules", "lora_dir", "allow_lora_hub"):
@@ -324,41 +314,31 @@ def resolve_models(
     return server, models
 
 
-def _tables(file: Path) -> list[Table]:
-    try:
-        content = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as wrong:
-        raise InvalidArgument("model_config", str(file), f"cannot be read: {wrong}") from None
+def _tables(file: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Names of models, with their options."""
+    content = _toml("model_config", file)
     models = content.pop("models", None)
     if content or not isinstance(models, dict) or not models:
         raise InvalidArgument(
             "model_config", str(file), 'must have tables [models.NAME] only, each with model = "..."'
         )
-    return [_table(file, name, options) for name, options in models.items()]
+    return [(name, _table(f"{file}, models.{name}", options)) for name, options in models.items()]
 
 
-def _table(file: Path, name: str, options: Any) -> Table:
-    where = f"{file}, models.{name}"
+def _table(where: str, options: Any) -> dict[str, Any]:
     if not isinstance(options, dict) or not isinstance(options.get("model"), str):
         raise InvalidArgument("model", None, f'must be given as model = "..." ({where})')
-    entries = {}
-    for option, value in options.items():
-        option = option.replace("-", "_")
-        try:
-            translation, _ = translated({option: value}, HINTS, SERVE_SETTINGS)
-        except ValueError as wrong:  # InvalidArgument, too
-            limit = wrong.limit if isinstance(wrong, InvalidArgument) else str(wrong)
-            raise InvalidArgument(option, value, f"{limit} ({where})") from None
-        for field in translation:
-            if field not in HINTS:
-                hint = suggestion(field, HINTS)
-                raise InvalidArgument(field, value, f"is no option of an engine ({where}){hint}")
-        entries.update(translation)
-    return Table(name, entries.pop("model"), entries)
+    table: Sourced = {option.replace("-", "_"): (value, where) for option, value in options.items()}
+    entries = {option: value for option, (value, _) in _translated(table, lambda _: None, HINTS).items()}
+    for option, value in entries.items():
+        if option not in HINTS:
+            hint = suggestion(option, HINTS)
+            raise InvalidArgument(option, value, f"is no option of an engine ({where}){hint}")
+    return entries
 
 
-def _entry(table: Table, shared: EngineConfig) -> ModelEntry:
+def _entry(name: str, options: dict[str, Any], shared: EngineConfig) -> ModelEntry:
     try:
-        return ModelEntry(table.name, dataclasses.replace(shared, **{**table.options, "model": table.model}))
+        return ModelEntry(name, dataclasses.replace(shared, **options))
     except InvalidArgument as wrong:
-        raise InvalidArgument(wrong.field, wrong.value, f"{wrong.limit} (model {table.name})") from None
+        raise InvalidArgument(wrong.field, wrong.value, f"{wrong.limit} (model {name})") from None

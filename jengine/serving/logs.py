@@ -117,11 +117,6 @@ class StatusSample(NamedTuple):
     generated: int
 
 
-def sample(engine: Supervisor) -> StatusSample:
-    """Raises EngineDead while no engine is running."""
-    return StatusSample(time.monotonic(), engine.load, engine.totals.prompt_tokens, engine.generated)
-
-
 def line(before: StatusSample, now: StatusSample) -> str | None:
     """Describes the time between two samples; None if nothing happened."""
     load, old = now.load, before.load
@@ -152,7 +147,8 @@ async def write_status(engine: Supervisor, name: str = "") -> None:
     begin = name and f"{name}: "
     while True:
         try:
-            now = sample(engine)
+            prompt_tokens = engine.totals.prompt_tokens
+            now = StatusSample(time.monotonic(), engine.load, prompt_tokens, engine.generated)
             if text := before and line(before, now):
                 log.info("%s%s", begin, text)
             before = now

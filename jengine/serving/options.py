@@ -91,11 +91,7 @@ def origins_of(text: str) -> list[str]:
     Raises:
         InvalidArgument: one of them is not an origin.
     """
-    origins = text.split(",")
-    with contextlib.suppress(ValueError):  # a list in JSON, as vLLM takes it
-        if isinstance(listed := json.loads(text), list):
-            origins = list(map(str, listed))
-    origins = [origin.strip() for origin in origins]
+    origins = [str(origin).strip() for origin in _listed(text)]
     for origin in origins:
         if not ORIGIN.fullmatch(origin):
             limit = "must be such as https://chat.example.com, without a path, or *"
@@ -110,11 +106,7 @@ def read_domains(value: object) -> tuple[str, ...]:
         InvalidArgument: one of them is not a host, *.NAME or *.
     """
     if isinstance(value, str):
-        try:
-            listed = json.loads(value)
-        except ValueError:
-            listed = value.split(",")
-        value = listed if isinstance(listed, list) else [value]
+        value = _listed(value)
     if not isinstance(value, list | tuple | None):
         raise InvalidArgument("allowed_media_domains", value, "must be a list of hosts")
     out = []
@@ -128,6 +120,14 @@ def read_domains(value: object) -> tuple[str, ...]:
             raise InvalidArgument("allowed_media_domains", item, limit)
         out.append(host.strip("[]") if host.endswith("]") else host)
     return tuple(out)
+
+
+def _listed(text: str) -> list[Any]:
+    """The items of a list in JSON, as vLLM takes it, or else those between commas."""
+    with contextlib.suppress(ValueError):
+        if isinstance(items := json.loads(text), list):
+            return items
+    return text.split(",")
 
 
 def as_keys(name: str, value: Any) -> tuple[str, ...]:

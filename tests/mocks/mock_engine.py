@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from jengine import BeamSearchParams, InvalidArgument, Load, LoraInfo, ModelError, Tokenizer, Trace
+from jengine.serving.calls.model_provider import EngineInfo
 from jengine.serving.processes.engines import WarmEngine, prepared
-from jengine.serving.processes.wire import EngineInfo
 from jengine.spi import (
     Beam,
     BeamsFound,

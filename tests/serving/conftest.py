@@ -24,9 +24,9 @@ from jengine.serving.config import ServerConfig
 from jengine.serving.grpc.client_messages import GenerateServiceStub
 from jengine.serving.grpc.server import AddedService, build_server
 from jengine.serving.guards.access import Access
+from jengine.serving.http.app import api
 from jengine.serving.http.endpoint import Parts
 from jengine.serving.http.front import HttpFront
-from jengine.serving.http.small_pages import api
 from jengine.serving.logs import RequestLog
 from jengine.serving.metrics import server_metrics
 from jengine.serving.metrics.model_metrics import ModelMetrics
@@ -131,7 +131,7 @@ def serve_mock(
             services=services,
         )
         await built.server.start()
-        parts = Parts(config, built.shared, built.calls, access.authenticator, metrics, lambda: None)
+        parts = Parts(config, built.shared, access.authenticator, metrics, lambda: None)
         fronts, addresses = [], ["", ""]
         if config.port is not None:
             fronts.append(HttpFront(api(parts), config))

@@ -11,8 +11,8 @@ from typing import Any
 
 import jengine
 from jengine import InvalidArgument, Tokenizer
+from jengine.serving.calls.model_provider import EngineInfo
 from jengine.serving.processes.engines import WarmEngine
-from jengine.serving.processes.wire import EngineInfo
 from jengine.spi import Request
 from tests.mocks.mock_engine import MockEngine, mock_engine
 

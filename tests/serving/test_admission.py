@@ -19,6 +19,7 @@ from jengine.serving.calls.model_provider import FixedModel, ModelInfo
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.admission import LONGEST_RETRY, SHORTEST_RETRY, Place, ServerAdmission, client_of
 from jengine.serving.guards.security import Key, current_key
+from jengine.serving.metrics.server_metrics import Metrics
 from tests.mocks.mock_engine import MockEngine
 
 RUNNING, WAITING, PER_CLIENT = 3, 4, 5
@@ -46,7 +47,7 @@ def of(client: int = 0, port: int = 1) -> Any:
 def admission(per_client: int = PER_CLIENT) -> ServerAdmission:
     info = ModelInfo(name="m", limits=MockEngine(max_num_seqs=RUNNING).limits, dtype="x")
     config = ServerConfig(max_waiting=WAITING, max_streams_per_client=per_client)
-    return ServerAdmission(config, FixedModel(None, info))  # type: ignore[arg-type]
+    return ServerAdmission(config, FixedModel(None, info), Metrics())  # type: ignore[arg-type]
 
 
 class Door(RuleBasedStateMachine):

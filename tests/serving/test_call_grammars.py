@@ -15,7 +15,7 @@ from jengine import InvalidArgument, StructuredOutputs, Tokenizer
 from jengine.serving.http.blocks import Blocks
 from jengine.serving.http.parameters import ToolChoice
 from jengine.serving.parsers.events import OutputParser, joined
-from jengine.serving.parsers.formats import TOOL_PARSERS, AnswerFormat
+from jengine.serving.parsers.formats import TOOL_FORMATS, AnswerFormat
 from jengine.serving.parsers.json_formats import LlamaJson
 from jengine.serving.parsers.tagged import DEEPSEEK, KIMI
 from jengine.spi import calls_or_text, forced_in_channels, plain_calls_or_text
@@ -70,7 +70,7 @@ def written(form: str, calls: Calls) -> str:
 
 def read(form: str, text: str) -> tuple[str, list[tuple[str, Any]]]:
     """The answer's text and its calls."""
-    parser: OutputParser = LlamaJson(TOOLS) if form == "plain" else TOOL_PARSERS[form](TOOLS)
+    parser: OutputParser = LlamaJson(TOOLS) if form == "plain" else TOOL_FORMATS[form].parser(TOOLS)
     blocks = Blocks(joined([*parser.push(text), *parser.finish()]))
     calls = [(block.name, json.loads(block.text)) for block in blocks.all if block.kind == "call"]
     return blocks.text("text"), calls
@@ -87,7 +87,7 @@ def thought(form: str) -> str:
 
 
 def test_every_format_has_a_grammar() -> None:
-    assert CALL_RULES.keys() == {*TOOL_PARSERS, "plain"}
+    assert CALL_RULES.keys() == {*TOOL_FORMATS, "plain"}
 
 
 @pytest.mark.parametrize("form", CALL_RULES)

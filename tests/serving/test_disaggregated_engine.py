@@ -135,8 +135,10 @@ def test_a_lost_prefill_engine_is_replaced_and_the_whole_ends_with_the_other(tex
                     "one token for the prompt, which no client gets"
                 )
                 kill(engine, PREFILL)
-                await asyncio.to_thread(wait_until, lambda number=number: engine.restarts == number + 1)
-            assert engine.generated == 16 and len(engine.processes) == 2
+                await asyncio.to_thread(
+                    wait_until, lambda number=number: engine.backend.restarts == number + 1
+                )
+            assert engine.backend.generated == 16 and len(engine.processes) == 2
             last = asyncio.create_task(ask(llm, {"prompt_token_ids": [9]}, LONG))
             await asyncio.to_thread(wait_until, lambda: engine.processes[DECODE].load.running == 1)
             kill(engine, DECODE)

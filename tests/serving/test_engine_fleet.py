@@ -59,7 +59,7 @@ def test_a_killed_replica_is_replaced_while_the_other_answers(tokenizer: Tokeniz
                 -1
             ].outputs
             assert len(answer.token_ids) == 5
-            await asyncio.to_thread(wait_until, lambda: engine.restarts == 1)
+            await asyncio.to_thread(wait_until, lambda: engine.backend.restarts == 1)
             assert pids(engine)[0] not in (0, first) and not ended
             many = await asyncio.gather(
                 *[collect(llm, [i, 7], SamplingParams(max_tokens=3)) for i in range(8)]
@@ -87,7 +87,7 @@ def test_a_replacement_that_is_refused_is_ended() -> None:
         engine.start()
         engine.backend.connect(lambda updates: None, lambda error: None)
         os.kill(pids(engine)[0], signal.SIGKILL)
-        wait_until(lambda: engine.restarts == 1)
+        wait_until(lambda: engine.backend.restarts == 1)
         assert len(made) == 5 and pids(engine) == [made[4].pid, made[1].pid]
         wait_until(lambda: not any(one.pid is not None and alive(one.pid) for one in made[2:4]))
         engine.quit()
@@ -103,7 +103,7 @@ def test_a_replacement_has_the_strategy_of_the_others(tokenizer: Tokenizer) -> N
         async with AsyncLLM.over(engine.backend, tokenizer) as llm:
             await llm.do(SetStrategy("latency"))
             os.kill(pids(engine)[0], signal.SIGKILL)
-            await asyncio.to_thread(wait_until, lambda: engine.restarts == 1)
+            await asyncio.to_thread(wait_until, lambda: engine.backend.restarts == 1)
             await collect(llm, PROMPT, SamplingParams(max_tokens=2))
             await collect(llm, [1, 2], SamplingParams(max_tokens=2))
             loads = [process.load.strategy for process in engine.processes]

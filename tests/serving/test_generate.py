@@ -14,7 +14,7 @@ from jengine import BeamSearchParams, SamplingParams
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc import conversions
 from jengine.serving.grpc.client import Client
-from jengine.serving.grpc.client_messages import CallOptions, GenerateServiceStub, chat_request
+from jengine.serving.grpc.client_messages import GenerateServiceStub, chat_request
 from tests.serving.conftest import MakeServer, MockServer
 
 TEXT = "The quick brown fox"
@@ -214,7 +214,7 @@ def test_chat(mock_server: MockServer, stub: GenerateServiceStub) -> None:
 def test_reasoning_of_earlier_answers_is_sent() -> None:
     for name in ("reasoning_content", "reasoning", "thinking"):
         messages = [{"role": "assistant", "content": "4", name: "2 and 2"}]
-        request = chat_request(messages, CallOptions.of(None, {}))
+        request = chat_request(messages, None, {})
         sent = [{"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}]
         assert conversions.to_messages(request.messages) == sent
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from jengine.serving.http.app import application, rollout_routes
 from jengine.serving.http.endpoint import Parts
-from jengine.serving.http.small_pages import application, rollout_routes
 from tests.serving import conftest
 from tests.serving.adapters import options
 from tests.serving.conftest import serve_mock

@@ -10,12 +10,13 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 from starlette.applications import Starlette
+from starlette.responses import Response
 
 from jengine import EngineDead, InvalidArgument, Load
 from jengine.serving.config import ServerConfig
 from jengine.serving.http.front import HttpFront, page_routes
 from jengine.serving.metrics.model_metrics import ModelMetrics
-from jengine.serving.metrics.server_metrics import Metrics, Page, Pages, pages_of
+from jengine.serving.metrics.server_metrics import Metrics, Pages, pages_of
 
 
 def no_engine() -> Load:
@@ -74,7 +75,7 @@ def test_not_ready_says_why() -> None:
 
 
 def test_a_scrape_that_fails_is_an_answer() -> None:
-    async def broken(accept: str) -> Page:
+    async def broken(accept: str) -> Response:
         raise ValueError("a bug")
 
     async def run() -> None:

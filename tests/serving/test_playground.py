@@ -31,6 +31,7 @@ from jengine.serving.playground.app import (
     Viewer,
     assets,
     percentiles,
+    show,
 )
 from jengine.spi import Readers
 from tests.mocks.mock_engine import MockEngine
@@ -302,11 +303,11 @@ def test_percentiles() -> None:
 
 def test_a_viewer_that_does_not_read_keeps_the_newest() -> None:
     async def run() -> None:
-        viewer = Viewer()
+        viewer = Viewer(MOST_EVENTS)
         for i in range(100):
-            viewer.put(str(i))
-        assert [await viewer.next() for _ in range(MOST_EVENTS)] == [
-            str(i) for i in range(100 - MOST_EVENTS, 100)
+            show(viewer, b"%d" % i)
+        assert [await viewer.get() for _ in range(MOST_EVENTS)] == [
+            b"%d" % i for i in range(100 - MOST_EVENTS, 100)
         ]
 
     asyncio.run(run())
@@ -332,7 +333,7 @@ def test_viewers_are_bounded_and_events_say_that_no_engine_runs(monkeypatch: pyt
         with pytest.raises(Busy, match=f"^{MOST_VIEWERS} pages already show the engine"), feed.watch():
             pass
         for viewer in viewers:
-            event = json.loads(await viewer.next())
+            event = json.loads(await viewer.get())
             assert (event["state"], event["why"]) == ("waiting", "starting: the engine is not ready yet")
         for one in watching:
             one.__exit__(None, None, None)

@@ -76,7 +76,7 @@ def test_what_the_model_sees() -> None:
     ]
     described = read_tools([{**PATCH, "format": LARK}], None).functions[0]["function"]["description"]
     assert described == "Edits files.\n\nThe input follows this Lark grammar:\nstart: /[a-c]+/"
-    for name in policy.members(policy.RESPONSES, "accepted", "tools"):
+    for name in policy.names_after("tools.", policy.RESPONSES, "accepted"):
         assert read_tools([{**READ, name: 1}], None).functions == read_tools([READ], None).functions
         assert read_tools([{**READ, name: 1}], None).shown[0][name] == 1
 
@@ -89,7 +89,7 @@ def test_a_name_twice() -> None:
 
 def test_hosted_tools_are_left_out(server: MockServer, caplog: pytest.LogCaptureFixture) -> None:
     policy._log_once.cache_clear()
-    hosted = [{"type": kind, "a": 1} for kind in policy.values(policy.RESPONSES, "accepted", "tools")]
+    hosted = [{"type": kind, "a": 1} for kind in policy.names_after("tools: ", policy.RESPONSES, "accepted")]
     with caplog.at_level("INFO", "jengine.serving"):
         answer = post(server, **raw(asked("Hello.", tools=[*hosted, WEATHER]))).json()
     assert [tool["name"] for tool in answer["tools"]] == ["weather"]
@@ -293,8 +293,10 @@ def test_items_of_other_servers() -> None:
 
 def test_the_table_of_items() -> None:
     rules = policy.RESPONSES
-    accepted = policy.values(rules, "applied", "input") | policy.values(rules, "accepted", "input")
-    assert accepted == set(ITEMS) and not policy.values(rules, "error", "input") & set(ITEMS)
+    accepted = policy.names_after("input: ", rules, "applied") | policy.names_after(
+        "input: ", rules, "accepted"
+    )
+    assert accepted == set(ITEMS) and not policy.names_after("input: ", rules, "error") & set(ITEMS)
 
 
 def test_a_call_that_was_cut_off_goes_back(server: MockServer) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import pytest
 
-from jengine.serving.calls.call import SlowReader
 from jengine.serving.calls.errors import Busy, refusal
 from jengine.serving.requests.service import LONG_TEXT, MAX_CLIENT_BYTES, THREADS, TextWork
 
@@ -137,12 +136,6 @@ def test_statuses() -> None:
         "text_work",
         1.5,
     )
-    slow = refusal(SlowReader("not read"))
-    assert (slow.code, slow.cause, slow.retry_seconds) == (
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        "slow_reader",
-        None,
-    ), "not to be tried again"
 
 
 def test_errors_are_the_callers() -> None:

@@ -68,7 +68,7 @@ def test_what_is_warned_of(ours: Authority, caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING, "jengine.serving"):
         good = Tls(config_of(ours.sign("good", ends=30 * DAY)))
         assert not caplog.records
-        left = good.files.expires - datetime.datetime.now(datetime.UTC)
+        left = good.expires - datetime.datetime.now(datetime.UTC)
         assert 29.9 < left.total_seconds() / DAY < 30.1
         soon = ours.sign("soon", ends=3 * DAY)
         soon.key.chmod(0o644)

@@ -17,7 +17,7 @@ from jengine.serving.http.chat_service import call_id
 from jengine.serving.http.messages.body import conversation as from_messages
 from jengine.serving.http.responses.body import conversation as from_responses
 from jengine.serving.parsers.events import joined
-from jengine.serving.parsers.formats import TOOL_PARSERS
+from jengine.serving.parsers.formats import TOOL_FORMATS
 from jengine.serving.parsers.tagged import DEEPSEEK, KIMI
 from jengine.text.chat_template import ChatTemplate
 from tests.text import chat_templates, tool_templates
@@ -106,7 +106,7 @@ WRITTEN: dict[str, Callable[[str, Calls], str]] = {
 
 def answer(form: str, text: str, calls: Calls) -> dict[str, Any]:
     """What a client gets, and sends back, for what a model has written."""
-    parser = TOOL_PARSERS[form](TOOLS)
+    parser = TOOL_FORMATS[form].parser(TOOLS)
     blocks = Blocks(joined([*parser.push(WRITTEN[form](text, calls)), *parser.finish()]))
     read = [(block.name, json.loads(block.text)) for block in blocks.all if block.kind == "call"]
     assert read == calls, "the parser does not read the format"
@@ -263,4 +263,4 @@ def test_calls_cannot_be_continued(name: str) -> None:
 
 
 def test_every_format_is_tried() -> None:
-    assert WRITTEN.keys() == TOOL_PARSERS.keys()
+    assert WRITTEN.keys() == TOOL_FORMATS.keys()

@@ -17,7 +17,7 @@ from jengine import (
     SamplingParams,
     StructuredOutputs,
 )
-from jengine.serving.calls.portions import Portioned, width_of
+from jengine.serving.calls.portions import Portions, width_of
 from jengine.serving.processes.engines import changed_fields
 from jengine.spi import check_entries
 
@@ -157,11 +157,11 @@ async def add_scores(
     ids: Sequence[int],
     positions: Positions,
     top: int | None,
-    portioned: Portioned,
+    portions: Portions,
 ) -> None:
     """Adds log probabilities in portions, so that other requests run in between."""
     done = 0
-    async for part in portioned.slices(positions, width_of(positions)):
+    async for part in portions.slices(positions, width_of(positions)):
         _add_scores(to, ids[done : done + len(part)], part, top)
         done += len(part)
 

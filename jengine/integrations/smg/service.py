@@ -22,14 +22,14 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from jengine import InvalidArgument, RequestHandle, RequestOutput, SamplingParams, __version__
+from jengine import InvalidArgument, RequestOutput, SamplingParams, __version__
 from jengine.integrations.smg import events, messages
 from jengine.serving.calls.errors import Refusal, reported
 from jengine.serving.calls.named_model import NamedModel, named_model
 from jengine.serving.grpc.conversions import MOST_TOKENS
 from jengine.serving.guards.admission import check_admin, client_of, sees_all_clients
 from jengine.serving.guards.security import scoped
-from jengine.serving.requests.answers import Answer, PatientWriter, abandon
+from jengine.serving.requests.answers import Answer, PatientWriter
 from jengine.serving.requests.service import ParsedRequest, Service, Shared, check_ids
 from jengine.spi import OutputKind
 
@@ -66,18 +66,15 @@ class SmgService(Service):
             params = self._bounds.params(messages.to_params(request.sampling_params))
             parsed = ParsedRequest(params, partial(_prompt_of, request, model), request.ByteSize())
             kind: OutputKind = "delta" if request.stream else "final"
-            with self._admission.place(params.n, context) as place:
-                tracked.place = place
-                handle = await self._submit(model, parsed, kind, context, tracked.request_id, place)
-                with Answer(handle, tracked, self._pace if request.stream else None, "asked for") as answer:
-                    free = partial(abandon, handle, place)
-                    write = PatientWriter(context.write, context.peer, self._config.write_timeout, free)
-                    send = self._stream if request.stream else self._whole
-                    await send(answer, handle, params, write)
+            with (
+                self._admission.place(params.n, context) as tracked.place,
+                await self._submit(model, parsed, kind, context, tracked, "asked for") as answer,
+            ):
+                write = PatientWriter(context, self._config.write_timeout, answer)
+                send = self._stream if request.stream else self._whole
+                await send(answer, params, write)
 
-    async def _stream(
-        self, answer: Answer, handle: RequestHandle, params: SamplingParams, write: PatientWriter
-    ) -> None:
+    async def _stream(self, answer: Answer, params: SamplingParams, write: PatientWriter) -> None:
         """Each completion's tokens as they come, and its end, with all of its tokens."""
         prompt: pb.InputLogProbs | None = None
         begun, ended, finished = set[int](), set[int](), False
@@ -94,18 +91,16 @@ class SmgService(Service):
                     await write.write(messages.chunk(output, completion, part, params.logprobs, scores))
                 if completion.finish_reason is not None and completion.index not in ended:
                     ended.add(completion.index)
-                    whole = handle.output.outputs[completion.index]
+                    whole = answer.output.outputs[completion.index]
                     await write.write(pb.GenerateResponse(complete=messages.complete(output, whole)))
 
-    async def _whole(
-        self, answer: Answer, handle: RequestHandle, params: SamplingParams, write: PatientWriter
-    ) -> None:
+    async def _whole(self, answer: Answer, params: SamplingParams, write: PatientWriter) -> None:
         output = await answer.next()
-        prompt, portioned = await self._prompt_scores(output, params), self._shared.portions.answer()
+        prompt, portions = await self._prompt_scores(output, params), self._shared.portions
         for completion in output.outputs:
             message = messages.complete(output, completion)
             if completion.logprobs is not None:
-                more = completion.logprobs, params.logprobs, portioned
+                more = completion.logprobs, params.logprobs, portions
                 await messages.add_scores(message.output_logprobs, completion.token_ids, *more)
             if prompt is not None:
                 message.input_logprobs.CopyFrom(prompt)
@@ -114,8 +109,8 @@ class SmgService(Service):
     async def _prompt_scores(self, output: RequestOutput, params: SamplingParams) -> pb.InputLogProbs | None:
         if output.prompt_logprobs is None:
             return None
-        scores, portioned = pb.InputLogProbs(), self._shared.portions.answer()
-        more = output.prompt_logprobs, params.prompt_logprobs, portioned
+        scores, portions = pb.InputLogProbs(), self._shared.portions
+        more = output.prompt_logprobs, params.prompt_logprobs, portions
         await messages.add_scores(scores, output.prompt_token_ids, *more)
         return scores
 
@@ -128,10 +123,11 @@ class SmgService(Service):
             check_ids("prompt_token_ids", len(request.tokenized.input_ids), model)
             ids, size = list(request.tokenized.input_ids), request.ByteSize()
             parsed = ParsedRequest(SamplingParams(), lambda: ids, size, embedding=EMBEDDING)
-            with self._admission.place(1, context) as tracked.place:
-                more = context, tracked.request_id, tracked.place
-                with Answer(await self._submit(model, parsed, "final", *more), tracked) as answer:
-                    output = await answer.next()
+            with (
+                self._admission.place(1, context) as tracked.place,
+                await self._submit(model, parsed, "final", context, tracked) as answer,
+            ):
+                output = await answer.next()
         assert output.embedding is not None
         return pb.EmbedResponse(
             embedding=output.embedding,

@@ -50,8 +50,9 @@ class NamedImage(NamedTuple):
     field: str
 
 
-class SlowReader(Exception):
-    """The client did not read a message in time."""
+def rpc_kind(streams_requests: bool, streams_responses: bool) -> str:
+    """The kind of a method in gRPC's names, such as unary_stream."""
+    return "_".join("stream" if streams else "unary" for streams in (streams_requests, streams_responses))
 
 
 class ContextInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
@@ -71,10 +72,7 @@ class ContextInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
         if handler is None:
             self.unknown()
             return None
-        kind = "_".join(
-            "stream" if streams else "unary"
-            for streams in (handler.request_streaming, handler.response_streaming)
-        )
+        kind = rpc_kind(handler.request_streaming, handler.response_streaming)
         return handler._replace(**{kind: self._wrapped(call.method, getattr(handler, kind))})
 
     def _wrapped(self, method: str, behavior: Callable[..., Any]) -> Callable[..., Any]:

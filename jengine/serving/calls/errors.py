@@ -20,7 +20,6 @@ from google.rpc.error_details_pb2 import BadRequest, ResourceInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from jengine import EngineDead, InvalidArgument, ModelError, SamplingParams
-from jengine.serving.calls.call import SlowReader
 from jengine.serving.calls.model_provider import RESTART_SECONDS, NotReady
 
 log = logging.getLogger("jengine.serving")
@@ -135,9 +134,13 @@ def refusal(error: Exception, retry_seconds: float = RESTART_SECONDS) -> Refusal
         return Refusal(
             grpc.StatusCode.UNAVAILABLE, "the engine is not running; try again", retry_seconds=retry_seconds
         )
-    if isinstance(error, SlowReader):
-        return Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error), cause="slow_reader")
     return Refusal(grpc.StatusCode.INTERNAL, f"internal server error ({type(error).__name__}); see its log")
+
+
+def log_unexpected(error: Exception, where: str) -> None:
+    """Logs where an error was raised, without its message, which may quote a prompt."""
+    lines = "".join(traceback.format_tb(error.__traceback__))
+    log.error("%s in %s:\n%s", type(error).__name__, where, lines)
 
 
 def status_metadata(refused: Refusal) -> tuple[tuple[str, bytes], ...]:
@@ -167,13 +170,8 @@ def reported(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[
                 raise
             except Exception as error:
                 refused = refusal(error, service._models.retry_seconds)
-                if refused.code is grpc.StatusCode.INTERNAL:  # without its message, which may quote a prompt
-                    log.error(
-                        "%s in %s:\n%s",
-                        type(error).__name__,
-                        handler.__name__,
-                        "".join(traceback.format_tb(error.__traceback__)),
-                    )
+                if refused.code is grpc.StatusCode.INTERNAL:
+                    log_unexpected(error, handler.__name__)
                 await context.abort(refused.code, refused.message, status_metadata(refused))
         except grpc.aio.InternalError:
             # the client disconnected during a send, which gRPC would log as an error

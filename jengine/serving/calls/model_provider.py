@@ -6,14 +6,19 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+import msgspec
 
 from jengine import AsyncLLM, EngineDead, InvalidArgument, JengineError, LoRARequest, Tokenizer
 from jengine.serving.options import LoraModule
 from jengine.spi import Limits, find_lora, lora_tokenizer
+
+if TYPE_CHECKING:  # processes of engines import this module, and no gRPC
+    from jengine.serving.calls.call import Call
 
 log = logging.getLogger("jengine.serving")
 RESTART_SECONDS = 2.0  # initial estimate for a start from saved programs
@@ -189,35 +194,45 @@ class PagesInfo(NamedTuple):
 NO_PAGES = PagesInfo()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
-    """Facts about the model, available as long as the server runs, even without an engine.
+class EngineInfo(msgspec.Struct, array_like=True, gc=False):
+    """Facts about an engine that has started, mostly from jengine.Started. Sent by its process."""
+
+    tokenizer_folder: str | None = None
+    dtype: str = ""  # of weights and activations
+    devices: str = ""  # their kind and number
+    quantization: str = ""  # of the weights; empty: none
+    mesh: dict[str, int] = {}  # number of devices along each axis
+    kernels: str = ""  # which implementation serves each operation, and why not a newer one
+    advice: str = ""  # the fastest quantization for the processor
+    programs_compiled: int = 0
+    programs_loaded: int = 0
+    sampling_defaults: dict[str, Any] = {}  # defaults for requests, where they differ from SamplingParams
+    longest_step: float = 0.0
+    stream_interval: int = 1
+    image_folder: str | None = None  # the folder that says how the model reads images; None: it reads none
+    max_images: int = 0  # of a prompt
+    image_rows: int = 0  # the most embeddings of an image
+    image_processing: dict[str, Any] = {}  # mm_processor_kwargs
+    chat_template: str | None = None  # the one that replaces those of the tokenizer's folder
+    page_events: EventSource | None = None  # where it publishes them; None: nowhere
+    pages: PagesInfo = NO_PAGES  # how it exchanges pages with others
+
+
+class ModelInfo(EngineInfo, kw_only=True):
+    """Facts about the model, available as long as the server runs, even without an engine: those of its
+    engine, and more.
 
     Attributes:
         name: the name that clients see and may request.
         limits: limits of requests that the engine can serve.
-        dtype: of weights and activations.
-        quantization: of the weights; empty: none.
-        devices: their kind and number.
-        mesh: number of devices along each axis.
-        kernels: which implementation serves each operation, and why not a newer one.
         has_chat_template: whether the model can chat.
-        page_events: where its engine publishes them; None: nowhere.
         reads_images: whether it reads images.
-        pages: how its engine exchanges pages with others.
     """
 
     name: str
     limits: Limits
-    dtype: str
-    quantization: str = ""
-    devices: str = ""
-    mesh: Mapping[str, int] = field(default_factory=dict)
-    kernels: str = ""
     has_chat_template: bool = False
-    page_events: EventSource | None = None
     reads_images: bool = False
-    pages: PagesInfo = NO_PAGES
 
 
 class ModelProvider(Protocol):
@@ -239,13 +254,6 @@ class ModelProvider(Protocol):
         """Seconds after which a request that found no engine should be retried."""
 
 
-class User(Protocol):
-    """What uses a model: a call, or a part of one."""
-
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Registers a function to call when it no longer uses the model."""
-
-
 class ListedModel(NamedTuple):
     """A model that a server offers.
 
@@ -263,8 +271,8 @@ class ListedModel(NamedTuple):
 class ServedModels(ModelProvider, Protocol):
     """All models of a server. As a ModelProvider, it is the default model."""
 
-    async def use(self, name: str, user: User) -> ModelProvider | None:
-        """The model of this name, loaded if necessary, until its user is done; an empty name is the default
+    async def use(self, name: str, call: Call) -> ModelProvider | None:
+        """The model of this name, loaded if necessary, until the call is done; an empty name is the default
         model. None: there is no such model.
 
         Raises:
@@ -296,7 +304,7 @@ class FixedModel:
     adapters: Adapters = field(default_factory=Adapters)
     aliases: Sequence[str] = ()
 
-    async def use(self, name: str, user: User) -> ModelProvider | None:
+    async def use(self, name: str, call: Call) -> ModelProvider | None:
         return self if name in ("", self.info.name, *self.aliases) else None
 
     def listed(self) -> Sequence[ListedModel]:

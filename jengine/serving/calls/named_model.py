@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from jengine import AsyncLLM, Tokenizer
+from jengine.serving.calls.call import Call
 from jengine.serving.calls.errors import Refusal, not_found
-from jengine.serving.calls.model_provider import Adapter, ListedModel, ModelProvider, ServedModels, User
+from jengine.serving.calls.model_provider import Adapter, ListedModel, ModelProvider, ServedModels
 
 
 class NamedModel(NamedTuple):
@@ -42,18 +43,18 @@ class NamedModel(NamedTuple):
         return self.llm.tokenizer if self.adapter is None else self.adapter.tokenizer
 
 
-async def named_model(name: str, models: ServedModels, user: User) -> NamedModel:
+async def named_model(name: str, models: ServedModels, call: Call) -> NamedModel:
     """The model of this name, loaded if necessary; an empty name is the default model.
 
     Raises:
         Refusal: there is none.
         NotReady: it cannot be loaded.
     """
-    if (provider := await models.use(name, user)) is not None:
+    if (provider := await models.use(name, call)) is not None:
         return NamedModel(provider.info.name, provider)
     if (adapter := models.adapters.get(name)) is None:
         raise no_model(name, models)
-    provider = await models.use("", user)
+    provider = await models.use("", call)
     assert provider is not None
     return NamedModel(name, provider, adapter)
 

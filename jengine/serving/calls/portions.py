@@ -20,27 +20,16 @@ class LogprobPositions(Protocol):
 
 
 class Portions:
-    """Between two portions, of whichever answers, the event loop runs everything that is ready. Belongs to
-    one event loop.
+    """The values of all answers. Between two portions, the event loop runs everything that is ready. Belongs
+    to one event loop.
     """
 
     def __init__(self) -> None:
-        self._lock = asyncio.Lock()
-
-    def answer(self) -> Portioned:
-        """For the values of one answer."""
-        return Portioned(self)
+        self._lock, self._since = asyncio.Lock(), 0
 
     async def next_turn(self) -> None:
         async with self._lock:
             await asyncio.sleep(0)
-
-
-class Portioned:
-    """The values of one answer."""
-
-    def __init__(self, portions: Portions) -> None:
-        self._portions, self._since = portions, 0
 
     async def slices[T](self, items: Sequence[T], width: int = 1) -> AsyncIterator[Sequence[T]]:
         """Slices to convert one after the other.
@@ -54,7 +43,7 @@ class Portioned:
             values = len(part) * width
             if self._since + values > PORTION:
                 self._since = 0
-                await self._portions.next_turn()
+                await self.next_turn()
             self._since += values
             yield part
 
@@ -91,12 +80,10 @@ def array(items: Iterable[Parts]) -> Parts:
 
 
 async def long_array[T](
-    portioned: Portioned,
+    portions: Portions,
     items: Sequence[T],
     width: int = 1,
     convert: Callable[[Sequence[T]], Sequence[Any]] = lambda items: items,
 ) -> Parts:
     """An array of the converted items; `width`: most values in an item."""
-    return array(
-        [[msgspec.json.encode(convert(part))[1:-1]] async for part in portioned.slices(items, width)]
-    )
+    return array([[msgspec.json.encode(convert(part))[1:-1]] async for part in portions.slices(items, width)])

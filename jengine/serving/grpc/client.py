@@ -20,7 +20,6 @@ from jengine import InvalidArgument, Profile, ProfileOptions, Trace
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc.client_messages import (
     Attempts,
-    CallOptions,
     GenerateServiceStub,
     Messages,
     OutputReader,
@@ -191,9 +190,7 @@ class AsyncClient(_Connection):
         self, /, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any
     ) -> ServedOutput:
         """Complete one prompt."""
-        return await self._whole(
-            self._stub.Generate, generate_request(prompt, CallOptions.of(sampling_params, options))
-        )
+        return await self._whole(self._stub.Generate, generate_request(prompt, sampling_params, options))
 
     def stream(
         self, /, prompt: Prompt, sampling_params: GenerationParams | None = None, **options: Any
@@ -203,25 +200,19 @@ class AsyncClient(_Connection):
         Each output has the new text, tokens and logprobs of one completion. The last one has no text, but
         every completion's finish_reason and the usage. Closing the iterator early aborts the request.
         """
-        return self._news(
-            self._stub.GenerateStream, generate_request(prompt, CallOptions.of(sampling_params, options))
-        )
+        return self._news(self._stub.GenerateStream, generate_request(prompt, sampling_params, options))
 
     async def chat(
         self, /, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any
     ) -> ServedOutput:
         """Answer one conversation, with the model's chat template."""
-        return await self._whole(
-            self._stub.Chat, chat_request(messages, CallOptions.of(sampling_params, options))
-        )
+        return await self._whole(self._stub.Chat, chat_request(messages, sampling_params, options))
 
     def chat_stream(
         self, /, messages: Messages, sampling_params: GenerationParams | None = None, **options: Any
     ) -> AsyncGenerator[ServedOutput]:
         """Answer one conversation and stream the answer, as `stream`."""
-        return self._news(
-            self._stub.ChatStream, chat_request(messages, CallOptions.of(sampling_params, options))
-        )
+        return self._news(self._stub.ChatStream, chat_request(messages, sampling_params, options))
 
     async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""

@@ -18,6 +18,7 @@ from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from jengine import CompletionOutput, InvalidArgument, JengineError, Logprob, RequestOutput, SamplingParams
+from jengine.serving.calls.call import rpc_kind
 from jengine.serving.calls.errors import DETAILS_KEY
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc.conversions import REASONS, from_params, sending
@@ -158,11 +159,7 @@ class GenerateServiceStub:
 
     def __init__(self, channel: Any) -> None:
         for method in self.SERVICE.methods:
-            kind = "_".join(
-                "stream" if streams else "unary"
-                for streams in (method.client_streaming, method.server_streaming)
-            )
-            call = getattr(channel, kind)(
+            call = getattr(channel, rpc_kind(method.client_streaming, method.server_streaming))(
                 f"/{self.SERVICE.full_name}/{method.name}",
                 request_serializer=GetMessageClass(method.input_type).SerializeToString,
                 response_deserializer=GetMessageClass(method.output_type).FromString,
@@ -177,16 +174,10 @@ class GenerateServiceStub:
 # "multi_modal_data" and "mm_processor_kwargs" as in LLM.generate
 Prompt = str | list[int] | dict[str, Any]
 Messages = Iterable[Mapping[str, Any]]  # {"role": ..., "content": text, or parts as in LLM.chat}
-CHAT_OPTIONS = (
-    "add_generation_prompt",
-    "continue_final_message",
-    "tools",
-    "chat_template",
-    "chat_template_kwargs",
-    "mm_processor_kwargs",
-)
-JSON_OPTIONS = ("tools", "chat_template_kwargs", "mm_processor_kwargs")
-SAME = ("request_id", "priority", "cache_salt", "ttft_ms", "tpot_ms", "model")  # options that are fields
+# fields of ChatOptions by options, of which some are sent as JSON
+CHAT_FIELDS = {field.name.removesuffix("_json"): field.name for field in pb.ChatOptions.DESCRIPTOR.fields}
+SAME = ("request_id", "priority", "cache_salt", "ttft_ms", "tpot_ms", "model")
+FIELDS = {**{name: name for name in SAME}, "timeout": "timeout_seconds"}  # of requests, by options
 FINISH_REASONS = {value: cast(FinishReason, name) for name, value in REASONS.items()}
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of an answer's reasoning
 SCHEMES = ("data", "http", "https", "file")
@@ -217,35 +208,19 @@ class ServedOutput(RequestOutput):
     usage: Usage | None = None
 
 
-class CallOptions(NamedTuple):
-    """The options of a client's method other than the prompt.
-
-    Attributes:
-        request: those that are fields of requests, by their names there.
-        fields: of the sampling parameters and the chat.
-    """
-
-    params: GenerationParams | None
-    request: dict[str, Any]
-    fields: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, params: GenerationParams | None, options: dict[str, Any]) -> CallOptions:
-        request = {name: options.pop(name, None) for name in SAME}
-        return cls(params, {**request, "timeout_seconds": options.pop("timeout", None)}, options)
-
-
 # --- requests -------------------------------------------------------------------------------------
 
 
-def generate_request(prompt: Prompt, call: CallOptions) -> pb.GenerateRequest:
+def generate_request(
+    prompt: Prompt, params: GenerationParams | None, options: Mapping[str, Any]
+) -> pb.GenerateRequest:
     """Raises InvalidArgument for values that cannot be sent."""
     request = pb.GenerateRequest()
     content: Any = prompt
     if isinstance(prompt, dict):
         content = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt")
         if "cache_salt" in prompt:
-            call.request["cache_salt"] = prompt["cache_salt"]
+            options = {**options, "cache_salt": prompt["cache_salt"]}
         images = (prompt.get("multi_modal_data") or {}).get("image") or []
         for i, image in enumerate(images if isinstance(images, list | tuple) else [images]):
             request.images.append(image_of(f"multi_modal_data.image[{i}]", image))
@@ -258,32 +233,30 @@ def generate_request(prompt: Prompt, call: CallOptions) -> pb.GenerateRequest:
     else:
         with sending("prompt_token_ids", content):
             request.token_ids.ids.extend(content)
-    return _completed(request, call, call.fields)
+    return _completed(request, params, options)
 
 
-def chat_request(messages: Messages, call: CallOptions) -> pb.ChatRequest:
+def chat_request(
+    messages: Messages, params: GenerationParams | None, options: Mapping[str, Any]
+) -> pb.ChatRequest:
     """Raises InvalidArgument for values that cannot be sent."""
     request = pb.ChatRequest()
     for i, message in enumerate(messages):
         with sending(f"messages[{i}]", message):
             request.messages.append(_message(f"messages[{i}]", message))
-    for name in CHAT_OPTIONS:
-        value = call.fields.get(name)
-        if value is not None:
+    others = dict(options)
+    for name, field in CHAT_FIELDS.items():
+        if (value := others.pop(name, None)) is not None:
             with sending(name, value):
-                if name in JSON_OPTIONS:
-                    setattr(request.options, f"{name}_json", json.dumps(value))
-                else:
-                    setattr(request.options, name, value)
-    return _completed(
-        request, call, {name: value for name, value in call.fields.items() if name not in CHAT_OPTIONS}
-    )
+                setattr(request.options, field, json.dumps(value) if field.endswith("_json") else value)
+    return _completed(request, params, others)
 
 
 def _completed[R: (pb.GenerateRequest, pb.ChatRequest)](
-    request: R, call: CallOptions, sampling_fields: Mapping[str, Any]
+    request: R, params: GenerationParams | None, options: Mapping[str, Any]
 ) -> R:
-    params = call.params
+    """Adds the options that are fields of requests, and the sampling parameters, or their fields."""
+    sampling_fields = {name: value for name, value in options.items() if name not in FIELDS}
     if params is not None and sampling_fields:
         raise InvalidArgument(
             "sampling_params",
@@ -294,8 +267,8 @@ def _completed[R: (pb.GenerateRequest, pb.ChatRequest)](
         request.sampling_params.CopyFrom(from_params(SamplingParams(**sampling_fields), sampling_fields))
     else:
         request.sampling_params.CopyFrom(from_params(params))
-    for name, value in call.request.items():
-        if value is not None:
+    for option, name in FIELDS.items():
+        if (value := options.get(option)) is not None:
             with sending(name, value):
                 setattr(request, name, value)
     return request

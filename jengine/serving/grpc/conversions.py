@@ -19,7 +19,7 @@ from jengine import (
     StructuredOutputs,
 )
 from jengine.serving.calls.call import NamedImage
-from jengine.serving.calls.portions import Portioned, width_of
+from jengine.serving.calls.portions import Portions, width_of
 from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.spi import GenerationParams, check_entries
 
@@ -249,7 +249,7 @@ def _json(where: str, text: str, kind: type) -> Any:
 # --- outputs --------------------------------------------------------------------------------------
 
 
-async def response(output: RequestOutput, model: str, portioned: Portioned) -> pb.GenerateResponse:
+async def response(output: RequestOutput, model: str, portions: Portions) -> pb.GenerateResponse:
     """A complete finished output."""
     whole = pb.GenerateResponse(
         request_id=output.request_id,
@@ -264,8 +264,8 @@ async def response(output: RequestOutput, model: str, portioned: Portioned) -> p
             token_ids=completion.token_ids,
             ending=ending(completion),
         )
-        await _add_logprobs(part.logprobs, completion.logprobs, portioned)
-    await _add_logprobs(whole.prompt_logprobs, output.prompt_logprobs, portioned)
+        await _add_logprobs(part.logprobs, completion.logprobs, portions)
+    await _add_logprobs(whole.prompt_logprobs, output.prompt_logprobs, portions)
     return whole
 
 
@@ -291,7 +291,7 @@ async def finished(
     output: RequestOutput,
     completion_tokens: int,
     prompt_logprobs: list[dict[int, Logprob] | None] | None,
-    portioned: Portioned,
+    portions: Portions,
 ) -> pb.GenerateStreamResponse:
     """The end of a stream; of its last output, only what is not counted in tokens."""
     end = pb.Finished(
@@ -299,7 +299,7 @@ async def finished(
         usage=usage(output, completion_tokens),
         timings=timings(output),
     )
-    await _add_logprobs(end.prompt_logprobs, prompt_logprobs, portioned)
+    await _add_logprobs(end.prompt_logprobs, prompt_logprobs, portions)
     return pb.GenerateStreamResponse(finished=end)
 
 
@@ -343,10 +343,10 @@ def timings(output: RequestOutput) -> pb.Timings:
 
 
 async def _add_logprobs(
-    to: Any, positions: Sequence[dict[int, Logprob] | None] | None, portioned: Portioned
+    to: Any, positions: Sequence[dict[int, Logprob] | None] | None, portions: Portions
 ) -> None:
     """Adds positions in portions, and lets other requests run in between."""
-    async for part in portioned.slices(positions or (), width_of(positions or ())):
+    async for part in portions.slices(positions or (), width_of(positions or ())):
         to.extend(logprobs(part))
 
 

@@ -20,8 +20,9 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from jengine import InvalidArgument, ProfileOptions, RequestHandle, TokensPrompt, Trace, __version__
+from jengine import InvalidArgument, ProfileOptions, TokensPrompt, Trace, __version__
 from jengine import Profile as TakenProfile
+from jengine.serving.calls.call import rpc_kind
 from jengine.serving.calls.errors import parser, reported
 from jengine.serving.calls.model_provider import ServedModels
 from jengine.serving.calls.named_model import NamedModel, named_model
@@ -30,7 +31,6 @@ from jengine.serving.generated.jengine.v1 import generate_pb2 as pb
 from jengine.serving.grpc import conversions
 from jengine.serving.guards.admission import (
     CallInterceptor,
-    ClientCalls,
     allowed_priority,
     check_admin,
     client_of,
@@ -39,7 +39,7 @@ from jengine.serving.guards.admission import (
 from jengine.serving.guards.security import scoped
 from jengine.serving.logs import RequestLog
 from jengine.serving.metrics.server_metrics import Metrics
-from jengine.serving.requests.answers import Answer, PatientWriter, abandon
+from jengine.serving.requests.answers import Answer, PatientWriter
 from jengine.serving.requests.lora_changes import LoraChanges
 from jengine.serving.requests.service import (
     Conversation,
@@ -77,53 +77,42 @@ class GenerateService(Service):
 
     @reported
     async def Generate(self, request: Prompted, context: grpc.aio.ServicerContext) -> pb.GenerateResponse:
-        async with self._queued(request, context, "final") as (handle, tracked, model):
-            with Answer(handle, tracked, aborts="all") as answer:
-                return await conversions.response(
-                    await answer.next(), model.name, self._shared.portions.answer()
-                )
+        async with self._queued(request, context, "final") as (answer, model):
+            return await conversions.response(await answer.next(), model.name, self._shared.portions)
 
     @reported
     async def GenerateStream(self, request: Prompted, context: grpc.aio.ServicerContext) -> None:
-        async with self._queued(request, context, "delta") as (handle, tracked, model):
-            assert tracked.place is not None
-            with Answer(handle, tracked, self._pace, "all") as answer:
-                write = PatientWriter(
-                    context.write,
-                    context.peer,
-                    self._config.write_timeout,
-                    partial(abandon, handle, tracked.place),
-                ).write
-                begun = pb.Started(request_id=tracked.request_id, model=model.name)
-                await write(pb.GenerateStreamResponse(started=begun))
+        async with self._queued(request, context, "delta") as (answer, model):
+            write = PatientWriter(context, self._config.write_timeout, answer).write
+            begun = pb.Started(request_id=answer.request.request_id, model=model.name)
+            await write(pb.GenerateStreamResponse(started=begun))
+            output = await answer.next()
+            prompt_logprobs, tokens = output.prompt_logprobs, 0
+            while True:
+                for completion in output.outputs:
+                    tokens += len(completion.token_ids)
+                    for delta in conversions.deltas(completion):
+                        await write(delta)
+                if output.finished:
+                    break
                 output = await answer.next()
-                prompt_logprobs, tokens = output.prompt_logprobs, 0
-                while True:
-                    for completion in output.outputs:
-                        tokens += len(completion.token_ids)
-                        for delta in conversions.deltas(completion):
-                            await write(delta)
-                    if output.finished:
-                        break
-                    output = await answer.next()
-                portioned = self._shared.portions.answer()
-                await write(await conversions.finished(output, tokens, prompt_logprobs, portioned))
+            end = await conversions.finished(output, tokens, prompt_logprobs, self._shared.portions)
+            await write(end)
 
     Chat, ChatStream = Generate, GenerateStream
 
     @asynccontextmanager
     async def _queued(
         self, request: Prompted, context: grpc.aio.ServicerContext, kind: OutputKind
-    ) -> AsyncIterator[tuple[RequestHandle, TrackedRequest, NamedModel]]:
+    ) -> AsyncIterator[tuple[Answer, NamedModel]]:
         """A context in which a request waits or runs, in its place."""
         name = ("Chat" if isinstance(request, pb.ChatRequest) else "Generate") + STREAM[kind]
         with self._tracker.track(name, request.request_id, context) as tracked:
             params, model = await self._admit(request, context, tracked)
-            with self._admission.place(params.n, context) as place:
-                tracked.place = place
+            with self._admission.place(params.n, context) as tracked.place:
                 parsed = await self._parsed(request, params, model, context)
-                handle = await self._submit(model, parsed, kind, context, tracked.request_id, place)
-                yield handle, tracked, model
+                with await self._submit(model, parsed, kind, context, tracked, "all") as answer:
+                    yield answer, model
 
     async def _admit(
         self, request: Prompted, context: grpc.aio.ServicerContext, tracked: TrackedRequest
@@ -317,7 +306,7 @@ class BuiltServer(NamedTuple):
     Attributes:
         services: their full names.
         port: on which it listens; None: on none.
-        shared, calls: for services of other protocols.
+        shared: for services of other protocols.
     """
 
     server: grpc.aio.Server
@@ -325,7 +314,6 @@ class BuiltServer(NamedTuple):
     services: tuple[str, ...]
     port: int | None
     shared: Shared
-    calls: ClientCalls
 
 
 async def build_server(
@@ -349,12 +337,12 @@ async def build_server(
     """
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
     metrics = metrics or Metrics()
-    calls = ClientCalls(config, metrics)
+    shared = Shared.of(config, models, metrics, request_log, spans)
     server = grpc.aio.server(
-        interceptors=[*interceptors, CallInterceptor(calls)], options=_options(config, calls.limit)
+        interceptors=[*interceptors, CallInterceptor(shared.admission)],
+        options=_options(config, shared.admission.most_calls),
     )
     state = health.aio.HealthServicer()
-    shared = Shared.of(config, models, metrics, request_log, spans)
     servicers: list[tuple[ServiceDescriptor, object]] = [(DESCRIPTOR, GenerateService(shared))]
     servicers += [make(shared, state) for make in services]
     for service, servicer in servicers:
@@ -365,7 +353,7 @@ async def build_server(
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
     reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     port = None if config.grpc_port is None else _bind(server, config, credentials)
-    return BuiltServer(server, state, names, port, shared, calls)
+    return BuiltServer(server, state, names, port, shared)
 
 
 def _bind(
@@ -396,18 +384,14 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 def _add(service: ServiceDescriptor, servicer: object, server: grpc.aio.Server) -> None:
     """Like the generated code, but with our parser."""
-    kinds = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-    }
-    handlers = {
-        method.name: kinds[method.client_streaming, method.server_streaming](
+    handlers = {}
+    for method in service.methods:
+        kind = rpc_kind(method.client_streaming, method.server_streaming)
+        handlers[method.name] = getattr(grpc, f"{kind}_rpc_method_handler")(
             getattr(servicer, method.name),
             request_deserializer=parser(GetMessageClass(method.input_type)),
             response_serializer=GetMessageClass(method.output_type).SerializeToString,
         )
-        for method in service.methods
-    }
     server.add_registered_method_handlers(service.full_name, handlers)
 
 

@@ -109,39 +109,28 @@ def _authorization(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
 SOON = datetime.timedelta(days=14)  # before a certificate expires
 
 
-class TlsFiles(NamedTuple):
-    """The contents of the files, for gRPC and for HTTP.
-
-    Attributes:
-        expires: expiry of the chain's first certificate.
-    """
-
-    configuration: grpc.ServerCertificateConfiguration
-    expires: datetime.datetime
-    context: ssl.SSLContext
-
-
 class Tls:
     """A server's TLS or mutual TLS. `reload` reads the files again, for new connections.
 
     Attributes:
-        credentials: for the server's port.
-        files: contents in use.
+        credentials: for gRPC's port.
+        context: for ports of HTTP.
+        expires: expiry of the chain's first certificate.
 
     Raises:
         InvalidArgument: as `read`.
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        self._config, self.files = config, read(config)
+        self._config = config
         self._changed: grpc.ServerCertificateConfiguration | None = None
+        configuration, self.context, self.expires = read(config)
         mutual = config.tls_client_ca is not None
-        self.credentials = grpc.dynamic_ssl_server_credentials(self.files.configuration, self._fetch, mutual)
+        self.credentials = grpc.dynamic_ssl_server_credentials(configuration, self._fetch, mutual)
 
     def reload(self) -> None:
         """Raises InvalidArgument if the files are invalid; then nothing changes."""
-        self.files = read(self._config)
-        self._changed = self.files.configuration
+        self._changed, self.context, self.expires = read(self._config)
 
     def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
         """Called for each new connection, in a gRPC thread. None means no change."""
@@ -149,9 +138,11 @@ class Tls:
         return changed
 
 
-def read(config: ServerConfig) -> TlsFiles:
-    """Reads and validates the files. Warns of certificates that expire soon, and of private keys that others
-    can read.
+def read(
+    config: ServerConfig,
+) -> tuple[grpc.ServerCertificateConfiguration, ssl.SSLContext, datetime.datetime]:
+    """Reads and validates the files: for gRPC and for HTTP, and when they expire. Warns of certificates that
+    expire soon, and of private keys that others can read.
 
     Raises:
         InvalidArgument: a file cannot be read or is not a PEM file of its kind, the key does not match the
@@ -177,8 +168,7 @@ def read(config: ServerConfig) -> TlsFiles:
         context.load_verify_locations(config.tls_client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
     context.set_alpn_protocols(["http/1.1"])
-    pairs = [(key, cert)]
-    return TlsFiles(grpc.ssl_server_certificate_configuration(pairs, ca), expires, context)
+    return grpc.ssl_server_certificate_configuration([(key, cert)], ca), context, expires
 
 
 def _check_dates(
@@ -294,7 +284,7 @@ class Access:
 
     def certificate_expiry(self) -> float | None:
         """Expiry of the server's certificate in seconds since 1970; None without TLS."""
-        return None if self.tls is None else self.tls.files.expires.timestamp()
+        return None if self.tls is None else self.tls.expires.timestamp()
 
     def reload(self) -> None:
         """Reads the files again. New connections use the new certificates, new calls the new keys; open ones
@@ -311,7 +301,7 @@ class Access:
     def _reload_certificates(self) -> None:
         if self.tls is not None:
             self.tls.reload()
-            log.info("reloaded certificates, valid until %s UTC", f"{self.tls.files.expires:%Y-%m-%d %H:%M}")
+            log.info("reloaded certificates, valid until %s", _date(self.tls.expires))
 
     def _reload_keys(self) -> None:
         if self.authenticator is not None and self._keys_file is not None:

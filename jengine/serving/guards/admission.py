@@ -9,7 +9,7 @@ import ipaddress
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import NamedTuple
 from urllib.parse import unquote
 
@@ -168,24 +168,45 @@ class TokenBucket:
 
 
 class ServerAdmission:
-    """Counts running and waiting completions in total and per client, and each client's streams, log
+    """Counts running and waiting completions in total and per client, and each client's calls, streams, log
     probabilities and tokens a minute.
 
     Attributes:
+        most_calls: maximum concurrent calls of a client. A key that may have more streams may have as many
+            calls.
         taken: number of running and waiting completions.
     """
 
-    def __init__(self, config: ServerConfig, models: ServedModels) -> None:
-        self._models = models
+    def __init__(self, config: ServerConfig, models: ServedModels, metrics: Metrics) -> None:
+        self._models, self._metrics = models, metrics
+        self.most_calls = max(config.max_calls_per_client, config.max_streams_per_client)
         self._waiting = config.max_waiting
         self._per_client = config.max_streams_per_client
         self._most_logprobs = config.max_answer_logprobs
         self.taken = 0
-        self._streams: Counter[str] = Counter()  # by client
+        self._calls: Counter[str] = Counter()  # by client
+        self._streams: Counter[str] = Counter()
         self._completions: Counter[str] = Counter()
         self._scored: Counter[str] = Counter()  # log probabilities of the prompts in a client's answers
         self._buckets: dict[str, TokenBucket] = {}  # of keys with a token limit
         self._seconds = SHORTEST_RETRY  # recent duration of a completion
+
+    @contextmanager
+    def call(self, call: Call) -> Iterator[None]:
+        """A context in which the call is counted.
+
+        Raises:
+            Busy: the client has too many calls.
+        """
+        client, limit = client_of(call), max(self.most_calls, self._client_limit())
+        if self._calls.get(client, 0) >= limit:
+            self._metrics.rejected("client_calls")
+            raise Busy(f"this client has {limit} calls, the maximum")
+        self._calls[client] += 1
+        try:
+            yield
+        finally:
+            take(self._calls, client, 1)
 
     def stream(self, call: Call) -> None:
         """Counts one more stream of this client until its last message has been sent.
@@ -399,53 +420,21 @@ def client_of(call: Call) -> str:
     return f"key {key.name}" if key is not None else str(call.peer()).rpartition(":")[0]
 
 
-class ClientCalls:
-    """Counts calls by client. A key that may have more than `limit` streams may have as many calls.
-
-    Attributes:
-        limit: maximum concurrent calls of a client.
-    """
-
-    def __init__(self, config: ServerConfig, metrics: Metrics) -> None:
-        self.limit, self._metrics = max(config.max_calls_per_client, config.max_streams_per_client), metrics
-        self._calls: Counter[str] = Counter()  # by client
-
-    def one_more(self, call: Call) -> AbstractContextManager[None]:
-        """Returns a context in which the call is counted.
-
-        Raises:
-            Busy: the client has too many calls.
-        """
-        client, key = client_of(call), current_key.get()
-        limit = self.limit if key is None or key.max_streams is None else max(self.limit, key.max_streams)
-        if self._calls.get(client, 0) >= limit:
-            self._metrics.rejected("client_calls")
-            raise Busy(f"this client has {limit} calls, the maximum")
-        return self._counting(client)
-
-    @contextmanager
-    def _counting(self, client: str) -> Iterator[None]:
-        self._calls[client] += 1
-        try:
-            yield
-        finally:
-            take(self._calls, client, 1)
-
-
 class CallInterceptor(ContextInterceptor):
     """Counts gRPC calls except health checks, and rejects those of clients with too many with
     RESOURCE_EXHAUSTED.
     """
 
-    def __init__(self, calls: ClientCalls) -> None:
-        self._calls = calls
+    def __init__(self, admission: ServerAdmission) -> None:
+        self._admission = admission
 
     @asynccontextmanager
     async def around(self, method: str, context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-        try:
-            counted = nullcontext() if method == HEALTH_CHECK else self._calls.one_more(context)
-        except Busy as refused:
-            await context.abort(refused.code, refused.message, status_metadata(refused))
-            raise
-        with counted:
+        with ExitStack() as stack:
+            try:
+                if method != HEALTH_CHECK:
+                    stack.enter_context(self._admission.call(context))
+            except Busy as refused:
+                await context.abort(refused.code, refused.message, status_metadata(refused))
+                raise
             yield

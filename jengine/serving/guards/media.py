@@ -189,6 +189,7 @@ class Media:
         )
         default = target.port == (443 if target.scheme == "https" else 80)
         host = _bracketed(target.host) + ("" if default else f":{target.port}")
+        errors = OSError, httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException
         headers = {"Host": host, "Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "jengine"}
         try:
             async with (
@@ -196,7 +197,7 @@ class Media:
                 pool.stream("GET", url, headers=[*headers.items()]) as response,
             ):
                 return await _body(response)
-        except _errors(httpcore2) as error:
+        except errors as error:
             raise Refused(f"cannot be fetched: {type(error).__name__}") from None
 
     @cached_property
@@ -241,10 +242,6 @@ def is_public(address: str) -> bool:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _errors(library: Any) -> tuple[type[Exception], ...]:
-    return OSError, library.NetworkError, library.ProtocolError, library.TimeoutException
 
 
 def _backend(addresses: list[str]) -> httpcore2.AsyncNetworkBackend:

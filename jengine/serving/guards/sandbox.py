@@ -20,7 +20,7 @@ import msgspec
 from jengine import InvalidArgument, JengineError, StructuredOutputs, Tokenizer
 from jengine.serving.guards import worker
 from jengine.serving.guards.workers import WORKERS, Workers
-from jengine.serving.processes.wire import Job, part_of
+from jengine.serving.processes.wire import Done, Job, part_of
 from jengine.spi import (
     MOST_IMAGE_BYTES,
     ChatTemplate,
@@ -250,17 +250,10 @@ class Tokenizing:
         remote.processes = self
         return remote
 
-    def encode(self, folder: str, text: str, add_special_tokens: bool) -> list[int]:
-        """Waits in the calling thread. Raises as RemoteTokenizer."""
-        try:
-            arguments = msgspec.json.encode([text, add_special_tokens]).decode()
-        except (TypeError, UnicodeEncodeError):
-            raise InvalidArgument("prompt", text, "must be text that UTF-8 can encode") from None
-        seconds = worker.TEXT_SECONDS + len(text) // worker.BYTES_A_SECOND
+    def do(self, folder: str, job: Job) -> Done:
+        """Does a job, and waits for it in the calling thread."""
         with self._turns:
-            done = self._workers.do((folder,), Job("encode", "prompt", arguments, seconds)).done
-        done.check()
-        return done.token_ids
+            return self._workers.do((folder,), job).done
 
 
 class RemoteTokenizer(Tokenizer):
@@ -276,4 +269,11 @@ class RemoteTokenizer(Tokenizer):
             InvalidArgument: also if it takes too much time or memory.
             Refusal: processes are killed.
         """
-        return self.processes.encode(str(self.folder), text, add_special_tokens)
+        try:
+            arguments = msgspec.json.encode([text, add_special_tokens]).decode()
+        except (TypeError, UnicodeEncodeError):
+            raise InvalidArgument("prompt", text, "must be text that UTF-8 can encode") from None
+        seconds = worker.TEXT_SECONDS + len(text) // worker.BYTES_A_SECOND
+        done = self.processes.do(str(self.folder), Job("encode", "prompt", arguments, seconds))
+        done.check()
+        return done.token_ids

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from typing import Literal, NamedTuple
 from jengine import JengineError
 from jengine.serving.calls.errors import Busy
 from jengine.serving.processes.turns import Turns
+from jengine.serving.processes.watchdog import ending_of, environment
 from jengine.serving.processes.wire import RECEIVE, Done, Frames, Job, Picture, frame
 
 WORKERS = 2  # maximum number of processes; each starts when a job finds no idle one
@@ -198,12 +198,7 @@ class _Worker:
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # a terminal's Ctrl-C is for the server
-                env={
-                    **os.environ,
-                    # the same import path as here
-                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                    "TOKENIZERS_PARALLELISM": "false",
-                },
+                env={**environment(), "TOKENIZERS_PARALLELISM": "false"},
             )
 
     def wait_until_ready(self) -> None:
@@ -254,10 +249,5 @@ class _Worker:
         code = self._process.wait()
         if code == -signal.SIGPROF:
             raise WorkerLost(f"takes more than {cpu_seconds} s of processor time", "job", cpu_seconds)
-        end = (
-            f"exited with code {code}"
-            if code >= 0
-            else f"was ended by signal {-code} ({signal.strsignal(-code)})"
-        )
         cause: Literal["outside", "job"] = "outside" if -code in FROM_OUTSIDE else "job"
-        raise WorkerLost(f"is too complex: its process {end}", cause, cpu_seconds)
+        raise WorkerLost(f"is too complex: its process {ending_of(code)}", cause, cpu_seconds)

@@ -117,7 +117,7 @@ class BlockReader:
         self.last: RequestOutput | None = None
         self.completion: CompletionOutput | None = None
 
-    def take(self, output: RequestOutput) -> list[Step]:
+    async def take(self, output: RequestOutput) -> list[Step]:
         """What an output changes."""
         self.last, steps = output, []
         for completion in output.outputs:

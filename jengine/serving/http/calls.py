@@ -39,6 +39,7 @@ class HttpCall:
     Attributes:
         status: status of the response; 0 before it.
         unread: whether part of the body has not been read.
+        size: bytes of the body, and of what it refers to, once they have been read.
         names: for fields that have other names in this request's body, a map from jengine's names.
         events: number of events sent.
         gone: whether the client disconnected before the end of the response.
@@ -49,7 +50,7 @@ class HttpCall:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope, self._receive, self._send = scope, receive, send
         self.status, self.gone, self._complete = 0, False, False
-        self.unread, self.events = True, 0
+        self.unread, self.size, self.events = True, 0, 0
         self.names: dict[str, str] = {}
         self.more_headers: Callable[[], dict[str, str]] = dict
         self.end_failed: Callable[[Any], Awaitable[None]] | None = None

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jengine import CompletionOutput, RequestOutput
-from jengine.serving.calls import portions
-from jengine.serving.calls.portions import Parts, Portioned, array, with_members
+from jengine.serving.calls.portions import Parts, array, encoded, with_members
 from jengine.serving.http import policy, replies
 from jengine.serving.http.blocks import Blocks
 from jengine.serving.http.bodies import CHAT, NEUTRAL
@@ -14,9 +13,10 @@ from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.chat_service import Chat, ChatApi, ChatInput, call_id, reason
 from jengine.serving.http.parameters import names_of, with_thinking
 from jengine.serving.http.policy import check_fields, log_accepted
-from jengine.serving.http.service import StreamUsage, present, stop_reason, tokens_of, transfer_facts
+from jengine.serving.http.service import StreamUsage, present, stop_reason, transfer_facts
 from jengine.serving.parsers.events import Arguments, Content, Event, Reasoning, ToolCallStart, joined
 from jengine.serving.requests.answers import Aborts
+from jengine.serving.requests.tracking import tokens_of
 
 
 class ChatCompletions(ChatApi):
@@ -31,20 +31,15 @@ class ChatCompletions(ChatApi):
         body, names = with_thinking(CHAT.read(json_body))
         return ChatInput(body, names | names_of(body), body.fields)
 
-    async def whole(self, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned) -> Parts:
-        reply = {
-            "id": f"chatcmpl-{request_id}",
-            "object": "chat.completion",
-            "created": chat.created,
-            "model": chat.model.name,
-            "usage": replies.usage(output, tokens_of(output.outputs)),
-        }
-        choices = [await self._choice(chat, completion, portioned) for completion in output.outputs]
-        facts = await chat.prompt_facts(output, portioned)
+    async def whole(self, chat: Chat, output: RequestOutput) -> Parts:
+        usage = replies.usage(output, tokens_of(output))
+        choices = [await self._choice(chat, completion) for completion in output.outputs]
+        facts = await chat.prompt_facts(output)
         facts |= transfer_facts(chat.body, chat.model)
-        return with_members(portions.encoded(reply), {"choices": array(choices), **facts})
+        reply = encoded({**_head(chat, "chat.completion"), "usage": usage})
+        return with_members(reply, {"choices": array(choices), **facts})
 
-    async def _choice(self, chat: Chat, completion: CompletionOutput, portioned: Portioned) -> Parts:
+    async def _choice(self, chat: Chat, completion: CompletionOutput) -> Parts:
         blocks = Blocks(chat.read(completion.text))
         content, reasoning = blocks.text("text"), blocks.text("reasoning")
         calls = [
@@ -62,46 +57,46 @@ class ChatCompletions(ChatApi):
             "finish_reason": reason(completion, bool(calls)),
             **stop_reason(completion),
         }
-        return with_members(
-            portions.encoded(choice), {**await chat.logprobs(completion, portioned), **chat.ids(completion)}
-        )
+        return with_members(encoded(choice), {**await chat.logprobs(completion), **chat.ids(completion)})
 
-    def stream(
-        self, call: HttpCall, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned
-    ) -> ChatStream:
-        return ChatStream(call, chat, f"chatcmpl-{request_id}", output, portioned)
+    def stream(self, call: HttpCall, chat: Chat, output: RequestOutput) -> ChatStream:
+        return ChatStream(call, chat, output)
+
+
+def _head(chat: Chat, kind: str) -> dict[str, Any]:
+    """What an answer and each of its events have."""
+    return {
+        "id": f"chatcmpl-{chat.request_id}",
+        "object": kind,
+        "created": chat.created,
+        "model": chat.model.name,
+    }
 
 
 class ChatStream:
     """A streamed answer to a conversation."""
 
-    def __init__(
-        self, call: HttpCall, chat: Chat, reply_id: str, output: RequestOutput, portioned: Portioned
-    ) -> None:
-        self._call = call
-        self._chat = chat
-        self._usage = StreamUsage(chat.body)
-        self._portioned = portioned
+    def __init__(self, call: HttpCall, chat: Chat, output: RequestOutput) -> None:
+        self._call, self._chat, self._usage = call, chat, StreamUsage(chat.body)
         self._parsers = [chat.parser() for _ in range(chat.params.n)]
         self._called = [False] * chat.params.n
         self._ended: set[int] = set()
         self._facts: dict[str, Parts] = {}  # that no event has had
         self._last, self._tokens, self.finished = output, 0, False
-        head = {"id": reply_id, "object": "chat.completion.chunk", "created": chat.created}
-        self._head = portions.encoded({**head, "model": chat.model.name})
+        self._head = encoded(_head(chat, "chat.completion.chunk"))
 
     async def start(self) -> None:
         """Sends the role for each completion, as OpenAI does."""
         for index in range(self._chat.params.n):
             role = {"role": "assistant", "content": ""}
-            await self._send([portions.encoded({"index": index, "delta": role, "finish_reason": None})], {})
+            await self._send([encoded({"index": index, "delta": role, "finish_reason": None})], {})
 
     async def show(self, output: RequestOutput) -> None:
         """Sends new output."""
         if not self._tokens:
-            self._facts = await self._chat.prompt_facts(output, self._portioned)
+            self._facts = await self._chat.prompt_facts(output)
         self._last, self.finished = output, output.finished
-        self._tokens += tokens_of(output.outputs)
+        self._tokens += tokens_of(output)
         for completion in output.outputs:
             # one at a time, since many clients read only the first
             for choice in await self._choices(completion):
@@ -120,7 +115,7 @@ class ChatStream:
             events = joined([*events, *parser.finish()])
         deltas = self._deltas(self._chat.shown(events), index)
         more = {
-            **await self._chat.logprobs(completion, self._portioned),
+            **await self._chat.logprobs(completion),
             **(self._chat.ids(completion) if completion.token_ids else {}),
         }
         if not deltas and not ended and not more:
@@ -130,7 +125,7 @@ class ChatStream:
         *before, last = deltas or [{}]
         choice = {"index": index, "delta": last, "finish_reason": why, **ending}
         earlier = ({"index": index, "delta": delta, "finish_reason": None} for delta in before)
-        return [*map(portions.encoded, earlier), with_members(portions.encoded(choice), more)]
+        return [*map(encoded, earlier), with_members(encoded(choice), more)]
 
     def _deltas(self, events: list[Event], index: int) -> list[dict[str, Any]]:
         """One for each call: many clients read only the first entry of tool_calls."""
@@ -148,7 +143,7 @@ class ChatStream:
 
     async def end(self) -> None:
         if self._usage.final:
-            usage = {"usage": portions.encoded(replies.usage(self._last, self._tokens))}
+            usage = {"usage": encoded(replies.usage(self._last, self._tokens))}
             await self._call.event(with_members(self._head, {"choices": array([]), **usage}))
         await self._call.end_events()
 

@@ -17,21 +17,19 @@ from jengine import (
     CompletionOutput,
     InvalidArgument,
     PromptTooLong,
-    RequestHandle,
     RequestOutput,
     SamplingParams,
     StructuredOutputs,
     TokensPrompt,
 )
-from jengine.serving.calls import portions
 from jengine.serving.calls.errors import Busy
 from jengine.serving.calls.named_model import NamedModel
-from jengine.serving.calls.portions import Parts, Portioned
-from jengine.serving.guards.admission import Place, client_of
+from jengine.serving.calls.portions import Parts, Portions, encoded
+from jengine.serving.guards.admission import client_of
 from jengine.serving.http import replies
 from jengine.serving.http.bodies import Body
 from jengine.serving.http.calls import HttpCall, id_headers
-from jengine.serving.http.endpoint import Handler, while_connected
+from jengine.serving.http.endpoint import Handler
 from jengine.serving.http.parameters import (
     ToolChoice,
     chat_params,
@@ -55,6 +53,8 @@ class Chat(NamedTuple):
 
     Attributes:
         request: the fields in the form of its API.
+        request_id: its id for clients; empty if its tokens are only counted.
+        portions: in which its answer is made.
         count_tokens: counts a text's tokens; 0 if that is not possible now.
         prompt: the prompt's text, once it has been rendered.
         thinks: whether the model may reason before it answers; False if a grammar applies from the first
@@ -69,6 +69,8 @@ class Chat(NamedTuple):
     created: int
     model: NamedModel
     request: Mapping[str, Any]
+    request_id: str
+    portions: Portions
     count_tokens: Callable[[str], Awaitable[int]]
 
     prompt: str = ""
@@ -122,30 +124,30 @@ class Chat(NamedTuple):
             and (calls is None or not isinstance(event, ToolCallStart | Arguments) or event.index < calls)
         ]
 
-    async def logprobs(self, completion: CompletionOutput, portioned: Portioned) -> dict[str, Parts]:
+    async def logprobs(self, completion: CompletionOutput) -> dict[str, Parts]:
         """Log probabilities for a choice's fields."""
         if not completion.logprobs:
             return {}
         texts = TokenTexts(self.llm.tokenizer, self.body.get("return_tokens_as_token_ids", False))
         top = self.body.get("top_logprobs", 0)
-        return {"logprobs": await chat_logprobs(portioned, completion.logprobs, top, texts)}
+        return {"logprobs": await chat_logprobs(self.portions, completion.logprobs, top, texts)}
 
     def ids(self, completion: CompletionOutput) -> dict[str, Parts]:
         """Token ids for a choice's fields, and which weights made them."""
         if not self.body.get("return_token_ids"):
             return {}
         return {
-            "token_ids": portions.encoded(completion.token_ids),
-            "weights_versions": portions.encoded(completion.weights_versions),
+            "token_ids": encoded(completion.token_ids),
+            "weights_versions": encoded(completion.weights_versions),
         }
 
-    async def prompt_facts(self, output: RequestOutput, portioned: Portioned) -> dict[str, Parts]:
+    async def prompt_facts(self, output: RequestOutput) -> dict[str, Parts]:
         """Facts about the prompt for a response's fields."""
         facts: dict[str, Parts] = {}
         if self.body.get("return_token_ids"):
-            facts["prompt_token_ids"] = portions.encoded(output.prompt_token_ids)
+            facts["prompt_token_ids"] = encoded(output.prompt_token_ids)
         if output.prompt_logprobs is not None:
-            facts["prompt_logprobs"] = await replies.prompt_logprobs(portioned, output.prompt_logprobs)
+            facts["prompt_logprobs"] = await replies.prompt_logprobs(self.portions, output.prompt_logprobs)
         return facts
 
 
@@ -205,80 +207,64 @@ class ChatApi:
         """Validates a body. Raises InvalidArgument, naming the field."""
         raise NotImplementedError
 
-    def headers(self, request_id: str) -> dict[str, str]:
+    def headers(self, chat: Chat) -> dict[str, str]:
         """Headers of an answer."""
-        return id_headers(request_id)
+        return id_headers(chat.request_id)
 
-    async def whole(self, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned) -> Parts:
+    async def whole(self, chat: Chat, output: RequestOutput) -> Parts:
         """A complete answer (of kind final)."""
         raise NotImplementedError
 
-    def stream(
-        self, call: HttpCall, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned
-    ) -> AnswerStream:
+    def stream(self, call: HttpCall, chat: Chat, output: RequestOutput) -> AnswerStream:
         """A streamed answer. `output` is that of a request that has just been queued."""
         raise NotImplementedError
 
-    async def begin_too_long(self, call: HttpCall, chat: Chat, request_id: str, portioned: Portioned) -> None:
+    async def begin_too_long(self, call: HttpCall, chat: Chat) -> None:
         """The prompt of a streamed answer is too long: begins the stream if clients look for the error there,
         rather than for an HTTP status.
         """
 
 
 Read = Callable[[dict[str, Any]], ChatInput]
-Expand = Callable[[HttpCall, dict[str, Any], int], Awaitable[tuple[dict[str, Any], int]]]
+Expand = Callable[[HttpCall, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 class ChatService(HttpService):
     """Answers conversations.
 
     Args:
-        expand: completes a request before it is read; takes and returns its body and its size in bytes.
+        expand: completes a request before it is read; takes and returns its body.
     """
 
     def __init__(self, shared: Shared, api: ChatApi, expand: Expand | None = None) -> None:
         super().__init__(shared)
         self.PATH, self._api, self._expand = api.path, api, expand
 
-    async def _json(self, call: HttpCall) -> tuple[dict[str, Any], int]:
-        json_body, size = await super()._json(call)
-        return (json_body, size) if self._expand is None else await self._expand(call, json_body, size)
+    async def _json(self, call: HttpCall) -> dict[str, Any]:
+        json_body = await super()._json(call)
+        return json_body if self._expand is None else await self._expand(call, json_body)
 
-    async def _create(self, call: HttpCall, json_body: dict[str, Any], size: int, request_id: str) -> None:
-        with self._tracker.track(f"POST {self.PATH}", request_id, call) as tracked:
-            self._admission.stream(call)
-            chat = await self._chat(call, self._api.read, json_body, size, tracked)
-            with self._admission.place(chat.params.n, call) as place:
-                tracked.place = place
-                if chat.body.get("stream"):
-                    await self._stream(call, chat, size, tracked, place)
-                else:
-                    await self._whole(call, chat, size, tracked, place)
+    async def _create(self, call: HttpCall, json_body: dict[str, Any]) -> None:
+        with self._tracked(call, json_body) as tracked:
+            chat = await self._chat(call, self._api.read, json_body, tracked)
+            with self._admission.place(chat.params.n, call) as tracked.place:
+                respond = self._stream if chat.body.get("stream") else self._whole
+                await respond(call, chat, tracked)
 
     def counter(self, read: Read, reply: Callable[[int], dict[str, Any]]) -> Handler:
         """A handler that counts a prompt's tokens. `reply`: the answer with their number."""
 
-        async def count(call: HttpCall, json_body: dict[str, Any], size: int) -> None:
+        async def count(call: HttpCall, json_body: dict[str, Any]) -> None:
             self._admission.stream(call)
-            chat = await self._chat(call, read, json_body, size)
-            prompt = await self._prompt(call, chat, size)
+            prompt = await self._prompt(call, await self._chat(call, read, json_body))
             await call.answer(200, msgspec.json.encode(reply(len(prompt["prompt_token_ids"]))))
 
-        async def handle(call: HttpCall) -> None:
-            await while_connected(call, count(call, *await self._json(call)))
-
-        return handle
+        return self.handler(count)
 
     async def _chat(
-        self,
-        call: HttpCall,
-        read: Read,
-        json_body: dict[str, Any],
-        size: int,
-        tracked: TrackedRequest | None = None,
+        self, call: HttpCall, read: Read, json_body: dict[str, Any], tracked: TrackedRequest | None = None
     ) -> Chat:
-        work = partial(self._text_work.run, client_of(call))
-        chat_input = await work(size, lambda: read(json_body))  # in a thread if it is long
+        chat_input = await self._work(call, lambda: read(json_body))
         call.names = chat_input.names
         body, model = await self._accepted(chat_input.body, call, tracked)
         check_conversation(body)
@@ -292,13 +278,16 @@ class ChatService(HttpService):
             params = params.clone(skip_special_tokens=False)
 
         async def count(text: str) -> int:
+            encode = partial(tokenizer.encode, text, False)
             with contextlib.suppress(Busy, InvalidArgument):  # which must not take a finished answer
-                return len(await work(len(text), lambda: tokenizer.encode(text, False))) if text else 0
+                return len(await self._text_work.run(client_of(call), len(text), encode)) if text else 0
             return 0
 
-        return Chat(body, params, tools, form, llm, int(time.time()), model, chat_input.request, count)
+        request_id, created = "" if tracked is None else tracked.request_id, int(time.time())
+        request, portions = chat_input.request, self._shared.portions
+        return Chat(body, params, tools, form, llm, created, model, request, request_id, portions, count)
 
-    async def _prompt(self, call: HttpCall, chat: Chat, size: int) -> TokensPrompt:
+    async def _prompt(self, call: HttpCall, chat: Chat) -> TokensPrompt:
         body = chat.body
         options = {name: body.get(name) for name in TEMPLATE_OPTIONS if body.get(name) is not None}
         if (effort := body.get("reasoning_effort")) is not None:
@@ -308,38 +297,32 @@ class ChatService(HttpService):
             options |= {"tools": chat.tools.shown, "tool_choice": chat.tools.forced}
             options |= {"tools_as_text": chat.tools.plain}
         messages, template = body.get("messages"), body.get("chat_template")
-        return await self._render(chat.model, lambda: (messages, options), template, size, call)
+        return await self._render(chat.model, lambda: (messages, options), template, call.size, call)
 
     async def _queue(
-        self, call: HttpCall, chat: Chat, size: int, kind: OutputKind, request_id: str, place: Place
-    ) -> tuple[RequestHandle, Chat]:
+        self, call: HttpCall, chat: Chat, kind: OutputKind, tracked: TrackedRequest
+    ) -> tuple[Answer, Chat]:
         """Renders the prompt and queues the request."""
-        prompt = await self._prompt(call, chat, size)
+        prompt = await self._prompt(call, chat)
         chat = chat.rendered(prompt)
-        parsed = ParsedRequest(chat.params, lambda: prompt, size, **level_of(chat.body))
-        return await self._submit(chat.model, parsed, kind, call, request_id, place), chat
+        parsed = ParsedRequest(chat.params, lambda: prompt, call.size, **level_of(chat.body))
+        return await self._submit(chat.model, parsed, kind, call, tracked, self._api.aborts), chat
 
-    async def _whole(
-        self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest, place: Place
-    ) -> None:
-        handle, chat = await self._queue(call, chat, size, "final", tracked.request_id, place)
-        with Answer(handle, tracked, aborts=self._api.aborts) as answer:
+    async def _whole(self, call: HttpCall, chat: Chat, tracked: TrackedRequest) -> None:
+        queued, chat = await self._queue(call, chat, "final", tracked)
+        with queued as answer:
             output = await answer.next()
-        text = await self._api.whole(chat, output, tracked.request_id, self._shared.portions.answer())
-        await call.answer(200, text, self._api.headers(tracked.request_id))
+        await call.answer(200, await self._api.whole(chat, output), self._api.headers(chat))
 
-    async def _stream(
-        self, call: HttpCall, chat: Chat, size: int, tracked: TrackedRequest, place: Place
-    ) -> None:
-        portioned = self._shared.portions.answer()
+    async def _stream(self, call: HttpCall, chat: Chat, tracked: TrackedRequest) -> None:
         try:
-            handle, chat = await self._queue(call, chat, size, "delta", tracked.request_id, place)
+            queued, chat = await self._queue(call, chat, "delta", tracked)
         except PromptTooLong:
-            await self._api.begin_too_long(call, chat, tracked.request_id, portioned)
+            await self._api.begin_too_long(call, chat)
             raise
-        with Answer(handle, tracked, self._pace, self._api.aborts) as answer:
-            stream = self._api.stream(call, chat, handle.output, tracked.request_id, portioned)
-            await call.start_events(self._api.headers(tracked.request_id))
+        with queued as answer:
+            stream = self._api.stream(call, chat, answer.output)
+            await call.start_events(self._api.headers(chat))
             await stream.start()
             while not stream.finished:
                 await stream.show(await answer.next())

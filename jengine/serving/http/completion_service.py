@@ -10,9 +10,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jengine import AsyncLLM, CompletionOutput, InvalidArgument, RequestOutput
-from jengine.serving.calls import portions
 from jengine.serving.calls.named_model import NamedModel
-from jengine.serving.calls.portions import Parts, Portioned, array, with_members
+from jengine.serving.calls.portions import Parts, Portions, array, encoded, with_members
 from jengine.serving.http import replies
 from jengine.serving.http.bodies import COMPLETION, Body
 from jengine.serving.http.calls import HttpCall, id_headers
@@ -21,15 +20,13 @@ from jengine.serving.http.replies import Chain, CompletionLogprobs, Position, To
 from jengine.serving.http.service import (
     HttpService,
     StreamUsage,
-    Tracked,
     level_of,
     stop_reason,
-    tokens_of,
     transfer_facts,
 )
 from jengine.serving.requests.answers import Answer
 from jengine.serving.requests.service import ParsedRequest, check_ids
-from jengine.serving.requests.tracking import TrackedRequest
+from jengine.serving.requests.tracking import TrackedRequest, tokens_of
 from jengine.spi import GenerationParams, OutputKind
 
 MOST_PROMPTS = 2048  # in a request
@@ -63,32 +60,23 @@ class CompletionService(HttpService):
 
     PATH = "/v1/completions"
 
-    async def _create(self, call: HttpCall, json_body: dict[str, Any], size: int, request_id: str) -> None:
+    async def _create(self, call: HttpCall, json_body: dict[str, Any]) -> None:
         with ExitStack() as stack:
-            first = stack.enter_context(self._tracker.track(f"POST {self.PATH}", request_id, call))
-            self._admission.stream(call)
+            first = stack.enter_context(self._tracked(call, json_body))
             task = await self._task(call, json_body, first)
-            places = [
-                stack.enter_context(place)
-                for place in self._admission.places(len(task.prompts), task.params.n, call)
-            ]
+            places = self._admission.places(len(task.prompts), task.params.n, call)
             tracked = self._track_all(first, places, call, stack)
-            if task.body.get("stream"):
-                await self._stream(call, task, size, tracked)
-            else:
-                await self._whole(call, task, size, tracked)
+            respond = self._stream if task.body.get("stream") else self._whole
+            await respond(call, task, tracked)
 
     async def _task(self, call: HttpCall, json_body: dict[str, Any], tracked: TrackedRequest) -> Task:
         body, model = await self._read(COMPLETION, json_body, call, tracked)
         llm = model.llm
-        prompts = listed("prompt", body.get("prompt"))
-        for prompt in prompts:
-            if isinstance(prompt, list):
-                check_ids("prompt", len(prompt), model)
+        prompts = listed("prompt", body.get("prompt"), model)
         default = self._bounds.default(llm.get_default_sampling_params())
         params = self._bounds.params(completion_params(body, default))
         hides = bool(body.get("echo")) and body.sampling.get("max_tokens") == 0
-        head = portions.encoded(
+        head = encoded(
             {
                 "id": f"cmpl-{tracked.request_id}",
                 "object": "text_completion",
@@ -99,45 +87,35 @@ class CompletionService(HttpService):
         return Task(body, params, prompts, llm, model, hides, head)
 
     async def _queue_all(
-        self,
-        call: HttpCall,
-        task: Task,
-        size: int,
-        kind: OutputKind,
-        tracked: list[Tracked],
-        stack: ExitStack,
+        self, call: HttpCall, task: Task, kind: OutputKind, tracked: list[TrackedRequest], stack: ExitStack
     ) -> list[tuple[Answer, _Pieces]]:
         """Queues all prompts."""
         out = []
-        portioned = self._shared.portions.answer()
         repeats = bool(task.body.get("echo") or task.body.get("return_token_ids"))
-        for index, (prompt, (request, place)) in enumerate(zip(task.prompts, tracked, strict=True)):
+        for index, (prompt, request) in enumerate(zip(task.prompts, tracked, strict=True)):
             read: Callable[[], Prompt] = partial(_ids, task, prompt)
-            parsed = ParsedRequest(task.params, read, size, **level_of(task.body), repeats=repeats)
-            handle = await self._submit(
-                task.model, parsed, kind, call, request.request_id, place, first=not index
-            )
-            pace = self._pace if kind == "delta" else None
-            answer = stack.enter_context(Answer(handle, request, pace, "asked for"))
-            out.append((answer, _Pieces(task, index * task.params.n, prompt, portioned)))
+            parsed = ParsedRequest(task.params, read, call.size, **level_of(task.body), repeats=repeats)
+            answer = await self._submit(task.model, parsed, kind, call, request, "asked for", first=not index)
+            pieces = _Pieces(task, index * task.params.n, prompt, self._shared.portions)
+            out.append((stack.enter_context(answer), pieces))
         return out
 
-    async def _whole(self, call: HttpCall, task: Task, size: int, tracked: list[Tracked]) -> None:
+    async def _whole(self, call: HttpCall, task: Task, tracked: list[TrackedRequest]) -> None:
         choices: list[Parts] = []
         used: list[replies.Usage] = []
         with ExitStack() as stack:
-            for answer, pieces in await self._queue_all(call, task, size, "final", tracked, stack):
+            for answer, pieces in await self._queue_all(call, task, "final", tracked, stack):
                 output = await answer.next()
                 choices += await pieces.choices(output)
                 used.append(pieces.usage(output))
-        usage = {"usage": portions.encoded(replies.usage_sum(used))}
-        await call.answer(200, task.reply(choices, usage), id_headers(tracked[0][0].request_id))
+        usage = {"usage": encoded(replies.usage_sum(used))}
+        await call.answer(200, task.reply(choices, usage), id_headers(tracked[0].request_id))
 
-    async def _stream(self, call: HttpCall, task: Task, size: int, tracked: list[Tracked]) -> None:
+    async def _stream(self, call: HttpCall, task: Task, tracked: list[TrackedRequest]) -> None:
         usage = StreamUsage(task.body)
         with ExitStack() as stack:
-            answers = await self._queue_all(call, task, size, "delta", tracked, stack)
-            await call.start_events(id_headers(tracked[0][0].request_id))
+            answers = await self._queue_all(call, task, "delta", tracked, stack)
+            await call.start_events(id_headers(tracked[0].request_id))
 
             async def follow(answer: Answer, pieces: _Pieces) -> replies.Usage:
                 while True:
@@ -154,7 +132,7 @@ class CompletionService(HttpService):
             else:
                 used = await _together([follow(*pair) for pair in answers])
         if usage.final:
-            await call.event(task.reply([], {"usage": portions.encoded(replies.usage_sum(used))}))
+            await call.event(task.reply([], {"usage": encoded(replies.usage_sum(used))}))
         await call.end_events()
 
 
@@ -165,8 +143,8 @@ class _Pieces:
         first: the index of the first choice.
     """
 
-    def __init__(self, task: Task, first: int, prompt: Prompt, portioned: Portioned) -> None:
-        self._task, self._first, self._prompt, self._portioned = task, first, prompt, portioned
+    def __init__(self, task: Task, first: int, prompt: Prompt, portions: Portions) -> None:
+        self._task, self._first, self._prompt, self._portions = task, first, prompt, portions
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._begun, self._ended, self._tokens = False, set[int](), 0
 
@@ -175,7 +153,7 @@ class _Pieces:
 
     async def choices(self, output: RequestOutput) -> list[Parts]:
         """The new parts of this output."""
-        self._tokens += tokens_of(output.outputs)
+        self._tokens += tokens_of(output)
         begins, self._begun = not self._begun, True
         choices = [await self._choice(output, completion, begins) for completion in output.outputs]
         return [choice for choice in choices if choice is not None]
@@ -198,19 +176,19 @@ class _Pieces:
         if body.get("logprobs") is not None:
             if index not in self._logprobs:
                 self._logprobs[index] = self._new_logprobs(output)
-            more["logprobs"] = await self._logprobs[index].add(self._portioned, ids, positions)
+            more["logprobs"] = await self._logprobs[index].add(self._portions, ids, positions)
         if begins and output.prompt_logprobs is not None and "prompt_logprobs" in body.sampling:
-            more["prompt_logprobs"] = await replies.prompt_logprobs(self._portioned, output.prompt_logprobs)
+            more["prompt_logprobs"] = await replies.prompt_logprobs(self._portions, output.prompt_logprobs)
         if body.get("return_token_ids"):
-            more["token_ids"] = portions.encoded([] if hidden else completion.token_ids)
-            more["weights_versions"] = portions.encoded(completion.weights_versions)
+            more["token_ids"] = encoded([] if hidden else completion.token_ids)
+            more["weights_versions"] = encoded(completion.weights_versions)
             if begins:
-                more["prompt_token_ids"] = portions.encoded(output.prompt_token_ids)
+                more["prompt_token_ids"] = encoded(output.prompt_token_ids)
         choice: dict[str, Any] = {"index": self._first + index, "text": text, "finish_reason": None}
         if ended:
             self._ended.add(index)
             choice |= {"finish_reason": completion.finish_reason, **stop_reason(completion)}
-        return with_members(portions.encoded(choice), more)
+        return with_members(encoded(choice), more)
 
     def _new_logprobs(self, output: RequestOutput) -> CompletionLogprobs:
         body, tokenizer = self._task.body, self._task.llm.tokenizer
@@ -225,14 +203,14 @@ class _Pieces:
         return self._task.llm.tokenizer.decode(output.prompt_token_ids, self._task.params.skip_special_tokens)
 
 
-def listed(name: str, prompts: Any) -> list[Prompt]:
+def listed(name: str, prompts: Any, model: NamedModel) -> list[Prompt]:
     """A text, token ids, or a list of either, in the field of this name.
 
     Raises:
-        InvalidArgument: something else.
+        InvalidArgument: something else, or more ids than the model can take.
     """
     if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and type(prompts[0]) is int):
-        return [prompts]
+        prompts = [prompts]
     if not isinstance(prompts, list) or not prompts:
         raise InvalidArgument(
             name, prompts, "must be text, token ids, or a list of texts or of lists of token ids"
@@ -242,6 +220,9 @@ def listed(name: str, prompts: Any) -> list[Prompt]:
     for i, prompt in enumerate(prompts):
         if not isinstance(prompt, str | list):
             raise InvalidArgument(f"{name}[{i}]", prompt, "must be text or token ids")
+    for prompt in prompts:
+        if isinstance(prompt, list):
+            check_ids(name, len(prompt), model)
     return prompts
 
 

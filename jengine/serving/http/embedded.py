@@ -11,7 +11,6 @@ from starlette.types import Message, Receive, Scope, Send
 from jengine import AsyncLLM, InvalidArgument
 from jengine.serving.calls.model_provider import FixedModel, ModelInfo
 from jengine.serving.config import ServerConfig
-from jengine.serving.guards.admission import ClientCalls
 from jengine.serving.http.app import application
 from jengine.serving.http.endpoint import Parts
 from jengine.serving.metrics.server_metrics import Metrics
@@ -59,9 +58,7 @@ class EmbeddedApi:
         info = ModelInfo(name=name, limits=llm.backend.limits, dtype="")
         models = FixedModel(llm, info, aliases=aliases)
         self._shared = Shared.of(config, models, metrics)
-        self._app = application(
-            Parts(config, self._shared, ClientCalls(config, metrics), None, metrics, lambda: None)
-        )
+        self._app = application(Parts(config, self._shared, None, metrics, lambda: None))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)

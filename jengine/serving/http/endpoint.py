@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import logging
-import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,14 +17,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jengine import EngineDead
-from jengine.serving.calls.errors import Refusal
+from jengine.serving.calls.errors import Refusal, log_unexpected
 from jengine.serving.calls.model_provider import ModelProvider
 from jengine.serving.config import ServerConfig
 from jengine.serving.guards.access import Authenticator, Rejection
-from jengine.serving.guards.admission import ClientCalls, check_admin
+from jengine.serving.guards.admission import check_admin
 from jengine.serving.guards.security import current_key
 from jengine.serving.http.calls import HttpCall
-from jengine.serving.http.errors import OPENAI, ErrorForm, HttpError, http_error
+from jengine.serving.http.errors import OPENAI, HttpError, OpenAIErrors, http_error
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.requests.service import Shared
 
@@ -79,8 +77,6 @@ class OwnHosts:
         return not is_own(headers.get("host", ""))
 
 
-log = logging.getLogger("jengine.serving")
-
 Handler = Callable[[HttpCall], Awaitable[None]]
 FORMAT, LOAD = b"endpoint-load-metrics-format", "endpoint-load-metrics"
 METRICS_PREFIX = "named_metrics"
@@ -96,7 +92,6 @@ class Parts(NamedTuple):
 
     config: ServerConfig
     shared: Shared
-    calls: ClientCalls
     authenticator: Authenticator | None
     metrics: Metrics
     why_not_ready: Callable[[], str | None]
@@ -112,7 +107,7 @@ class Endpoint:
     """
 
     def __init__(
-        self, parts: Parts, path: str, handle: Handler, open: bool = False, errors: ErrorForm = OPENAI
+        self, parts: Parts, path: str, handle: Handler, open: bool = False, errors: OpenAIErrors = OPENAI
     ) -> None:
         self._parts, self._models = parts, parts.shared.models
         self._path, self._handle, self._open, self._errors = path, handle, open, errors
@@ -137,25 +132,20 @@ class Endpoint:
                 await self._handle(call)
                 return
             check_key(call, self._parts.authenticator)
-            with self._parts.calls.one_more(call):
+            with self._parts.shared.admission.call(call):
                 await self._handle(call)
         except Exception as error:
             await report(call, self._shown(error, call.names), self._errors)
 
     def _shown(self, error: Exception, names: dict[str, str]) -> HttpError:
         shown = http_error(error, self._models.retry_seconds, names)
-        if shown.status == 500:  # without its message, which may quote a prompt
-            log.error(
-                "%s in %s:\n%s",
-                type(error).__name__,
-                self._path,
-                "".join(traceback.format_tb(error.__traceback__)),
-            )
+        if shown.status == 500:
+            log_unexpected(error, self._path)
         return shown
 
 
 def endpoint(
-    parts: Parts, method: str, path: str, handle: Handler, open: bool = False, errors: ErrorForm = OPENAI
+    parts: Parts, method: str, path: str, handle: Handler, open: bool = False, errors: OpenAIErrors = OPENAI
 ) -> Route:
     """A route whose handler runs behind keys and limits, with errors in this form; see Endpoint."""
     return Route(path, Endpoint(parts, path, handle, open, errors), methods=[method])
@@ -187,7 +177,7 @@ def check_administrator(call: HttpCall) -> None:
         raise Refusal(grpc.StatusCode.PERMISSION_DENIED, message, cause="admin")
 
 
-async def report(call: HttpCall, shown: HttpError, errors: ErrorForm) -> None:
+async def report(call: HttpCall, shown: HttpError, errors: OpenAIErrors) -> None:
     """Sends an error as the response, or as the last event of a response that has begun."""
     if not call.status:
         await call.discard()

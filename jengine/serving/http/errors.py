@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from grpc import StatusCode
 
@@ -63,30 +63,22 @@ class HttpError(NamedTuple):
     too_long: PromptTooLong | None = None
 
 
-class ErrorForm(Protocol):
-    """How an API shows errors."""
-
-    def body(self, error: HttpError) -> Parts:
-        """The body of a response."""
-
-    async def end(self, call: HttpCall, error: HttpError) -> None:
-        """Ends a stream that has begun."""
-
-
 class OpenAIErrors:
     """Errors of OpenAI's API. A stream ends with one as its last event."""
 
     def body(self, error: HttpError) -> Parts:
+        """The body of a response."""
         names = "message", "type", "param", "code"
         return encoded({"error": {name: getattr(error, name) for name in names}})
 
     async def end(self, call: HttpCall, error: HttpError) -> None:
+        """Ends a stream that has begun."""
         await call.event(self.body(error))
         await call.end_events()
 
 
-class AnthropicErrors:
-    """Errors of Anthropic's API. A stream ends with one as its last event."""
+class AnthropicErrors(OpenAIErrors):
+    """Errors of Anthropic's API."""
 
     def body(self, error: HttpError) -> Parts:
         kind, message = ANTHROPIC_TYPES.get(error.status, "invalid_request_error"), error.message

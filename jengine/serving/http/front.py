@@ -291,10 +291,9 @@ def page_routes(pages: Pages) -> list[Route]:
 def _handler(make: MakePage) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
         try:
-            page = await make(request.headers.get("accept", ""))
+            return await make(request.headers.get("accept", ""))
         except Exception:
             log.exception("a page could not be created")
             return PlainTextResponse("internal server error; see the log\n", 500)
-        return Response(page.body, page.status, page.headers, page.content_type)
 
     return handle

@@ -181,18 +181,11 @@ def fields(policy: Policy, outcome: Outcome) -> frozenset[str]:
     return frozenset(name for name in policy[outcome] if name.isidentifier())
 
 
-def members(policy: Policy, outcome: Outcome, field: str) -> frozenset[str]:
-    """The members of a field with this outcome."""
-    return frozenset(
-        name.removeprefix(f"{field}.") for name in policy[outcome] if name.startswith(f"{field}.")
-    )
-
-
-def values(policy: Policy, outcome: Outcome, field: str) -> frozenset[str]:
-    """The values of a field, or the types of its parts, with this outcome."""
-    return frozenset(
-        name.removeprefix(f"{field}: ") for name in policy[outcome] if name.startswith(f"{field}: ")
-    )
+def names_after(start: str, policy: Policy, outcome: Outcome) -> frozenset[str]:
+    """What follows this in names with this outcome: `FIELD.` for a field's members, `FIELD: ` for its values,
+    or the types of its parts.
+    """
+    return frozenset(name.removeprefix(start) for name in policy[outcome] if name.startswith(start))
 
 
 def check_fields(policy: Policy, body: Mapping[str, Any], neutral: Mapping[str, object]) -> None:

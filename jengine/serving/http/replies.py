@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from jengine import Logprob, RequestOutput, Tokenizer
-from jengine.serving.calls.portions import Parts, Portioned, array, long_array, width_of, with_members
+from jengine.serving.calls.portions import Parts, Portions, array, long_array, width_of, with_members
 
 Usage = dict[str, Any]
 LOWEST = -9999.0  # in place of -inf, which JSON cannot represent; as in vLLM
@@ -39,7 +39,7 @@ def _usage(prompt: int, completion: int, cached: int) -> Usage:
     }
 
 
-async def prompt_logprobs(portioned: Portioned, positions: Sequence[dict[int, Logprob] | None]) -> Parts:
+async def prompt_logprobs(portions: Portions, positions: Sequence[dict[int, Logprob] | None]) -> Parts:
     """Log probabilities of the prompt in vLLM's format."""
 
     def shown(positions: Sequence[dict[int, Logprob] | None]) -> list[Any]:
@@ -53,7 +53,7 @@ async def prompt_logprobs(portioned: Portioned, positions: Sequence[dict[int, Lo
             for position in positions
         ]
 
-    return await long_array(portioned, positions, width_of(positions), shown)
+    return await long_array(portions, positions, width_of(positions), shown)
 
 
 class TokenTexts:
@@ -74,7 +74,7 @@ class TokenTexts:
 
 
 async def chat_logprobs(
-    portioned: Portioned, positions: Sequence[Position], top: int, texts: TokenTexts
+    portions: Portions, positions: Sequence[Position], top: int, texts: TokenTexts
 ) -> Parts:
     """A choice's `logprobs`.
 
@@ -87,17 +87,17 @@ async def chat_logprobs(
 
     return with_members(
         [b'{"refusal":null}'],
-        {"content": await long_array(portioned, positions, width_of(positions), content)},
+        {"content": await long_array(portions, positions, width_of(positions), content)},
     )
 
 
 async def token_entries(
-    portioned: Portioned, positions: Sequence[Position], top: int, texts: TokenTexts
+    portions: Portions, positions: Sequence[Position], top: int, texts: TokenTexts
 ) -> list[msgspec.Raw]:
     """For each token, its entry in a choice's `logprobs`, as JSON. Arguments as for `chat_logprobs`."""
     return [
         msgspec.Raw(msgspec.json.encode(_chat_entry(position, top, texts)))
-        async for part in portioned.slices(positions, width_of(positions))
+        async for part in portions.slices(positions, width_of(positions))
         for position in part
     ]
 
@@ -140,14 +140,14 @@ class CompletionLogprobs:
         self._top, self._texts, self._push, self._offset = top, texts, push, 0
 
     async def add(
-        self, portioned: Portioned, token_ids: Sequence[int], positions: Sequence[Position] | Chain
+        self, portions: Portions, token_ids: Sequence[int], positions: Sequence[Position] | Chain
     ) -> Parts:
         """Adds the next tokens. Returns their `logprobs`, as OpenAI's TextLogprobs with None for a prompt's
         first token.
         """
         columns: tuple[list[Parts], ...] = ([], [], [], [])
         assert len(token_ids) == len(positions)
-        async for part in portioned.slices(range(len(token_ids)), width_of(positions)):
+        async for part in portions.slices(range(len(token_ids)), width_of(positions)):
             pairs = zip(token_ids[part[0] : part[-1] + 1], positions[part[0] : part[-1] + 1], strict=True)
             for column, values in zip(columns, self._columns(pairs), strict=True):
                 column.append([msgspec.json.encode(values)[1:-1]])

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import msgspec
 
 from jengine import CompletionOutput, InvalidArgument, RequestOutput, Tokenizer
-from jengine.serving.calls import portions
 from jengine.serving.calls.errors import Busy
 from jengine.serving.calls.named_model import NamedModel, named_model
-from jengine.serving.calls.portions import Parts
+from jengine.serving.calls.portions import Parts, encoded
 from jengine.serving.grpc.conversions import MAX_TOOLS_BYTES, check_messages
 from jengine.serving.guards.admission import Place, allowed_priority, client_of
 from jengine.serving.http.bodies import Body, BodyFields, most_bytes
 from jengine.serving.http.calls import BadBody, HttpCall, json_object
-from jengine.serving.http.endpoint import while_connected
+from jengine.serving.http.endpoint import Handler, while_connected
 from jengine.serving.http.parameters import names_of
 from jengine.serving.http.replies import Usage
 from jengine.serving.parsers.formats import AnswerFormat
-from jengine.serving.requests.answers import Answer
 from jengine.serving.requests.service import ParsedRequest, Service, Shared
 from jengine.serving.requests.tracking import TrackedRequest
 from jengine.serving.requests.transfer import NAME as KV_TRANSFER
 from jengine.serving.requests.transfer import answer_of
 
-Tracked = tuple[TrackedRequest, Place]  # of one prompt
 TEMPLATE_OPTIONS = (  # fields for the chat template
     "add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs",
     "mm_processor_kwargs",
@@ -42,6 +39,7 @@ class HttpService(Service):
 
     Attributes:
         PATH: of requests that need the engine, for logs.
+        create: answers these.
     """
 
     PATH: str
@@ -49,9 +47,10 @@ class HttpService(Service):
     def __init__(self, shared: Shared) -> None:
         super().__init__(shared)
         self._formats: WeakKeyDictionary[Tokenizer, AnswerFormat] = WeakKeyDictionary()
+        self.create = self.handler(self._create)
 
-    async def _json(self, call: HttpCall) -> tuple[dict[str, Any], int]:
-        """A request's body, and its size in bytes.
+    async def _json(self, call: HttpCall) -> dict[str, Any]:
+        """A request's body.
 
         Requires the content type: a web page could make a browser send other types to a server on its user's
         machine without asking.
@@ -63,9 +62,12 @@ class HttpService(Service):
         if encoding != "identity":
             raise BadBody(415, f"content-encoding must be identity, not {encoding[:100]}")
         raw = await call.body(self._config.max_message_bytes)
-        return await self._text_work.run(
-            client_of(call), len(raw), lambda: json_object(raw, most_bytes)
-        ), len(raw)
+        call.size = len(raw)
+        return await self._work(call, lambda: json_object(raw, most_bytes))
+
+    async def _work[T](self, call: HttpCall, work: Callable[[], T]) -> T:
+        """Works on a request's body, in a thread if it is long."""
+        return await self._text_work.run(client_of(call), call.size, work)
 
     async def _read(
         self,
@@ -105,24 +107,35 @@ class HttpService(Service):
             self._formats[tokenizer] = form
         return form
 
-    async def create(self, call: HttpCall) -> None:
-        """Answers a request that needs the engine."""
-        json_body, size = await self._json(call)
-        name = json_body.get("request_id")
-        await while_connected(
-            call, self._create(call, json_body, size, name if isinstance(name, str) else "")
-        )
+    def handler(self, work: Callable[[HttpCall, dict[str, Any]], Awaitable[None]]) -> Handler:
+        """A handler that works on the body while the client is connected."""
 
-    async def _create(self, call: HttpCall, json_body: dict[str, Any], size: int, request_id: str) -> None:
-        """Answers a request, whose body has `size` bytes. `request_id`: the client's, or empty."""
+        async def handle(call: HttpCall) -> None:
+            await while_connected(call, work(call, await self._json(call)))
+
+        return handle
+
+    async def _create(self, call: HttpCall, json_body: dict[str, Any]) -> None:
+        """Answers a request that needs the engine."""
         raise NotImplementedError
+
+    @contextmanager
+    def _tracked(self, call: HttpCall, json_body: dict[str, Any]) -> Iterator[TrackedRequest]:
+        """A context in which a request that needs the engine is answered."""
+        name = json_body.get("request_id")
+        request_id = name if isinstance(name, str) else ""
+        with self._tracker.track(f"POST {self.PATH}", request_id, call) as tracked:
+            self._admission.stream(call)
+            yield tracked
 
     def _track_all(
         self, first: TrackedRequest, places: list[Place], call: HttpCall, stack: ExitStack, start: int = 0
-    ) -> list[Tracked]:
-        """Tracks each prompt of an admitted request, from the one at `start` on; the first of all is tracked
-        already.
+    ) -> list[TrackedRequest]:
+        """Tracks each prompt of a request, from the one at `start` on, with its place; the first of all is
+        tracked already.
         """
+        for place in places:
+            stack.enter_context(place)
         tracked = []
         for part, place in enumerate(places, start):
             request = first
@@ -131,7 +144,7 @@ class HttpService(Service):
                 request = stack.enter_context(tracker)
                 request.model, request.adapter = first.model, first.adapter
             request.place = place
-            tracked.append((request, place))
+            tracked.append(request)
         return tracked
 
     async def _outputs(
@@ -155,14 +168,12 @@ class HttpService(Service):
             part = parsed[start : start + size]
             with ExitStack() as stack:
                 places = await self._later_places(len(part), call, field, wait=start > 0)
-                places = [stack.enter_context(place) for place in places]
                 answers = []
                 tracked = self._track_all(first, places, call, stack, start)
-                for make, (record, place) in zip(part, tracked, strict=True):
-                    name, begins = record.request_id, record is first
-                    request = await make()
-                    handle = await self._submit(model, request, "final", call, name, place, first=begins)
-                    answers.append(stack.enter_context(Answer(handle, record)))
+                for make, record in zip(part, tracked, strict=True):
+                    request, begins = await make(), record is first
+                    answer = await self._submit(model, request, "final", call, record, first=begins)
+                    answers.append(stack.enter_context(answer))
                 outputs += [await answer.next() for answer in answers]
         return outputs
 
@@ -180,7 +191,7 @@ class HttpService(Service):
 def transfer_facts(body: Body, model: NamedModel) -> dict[str, Parts]:
     """Where the pages of the prompt are, in an answer to a request that another server will answer."""
     answer = answer_of(body.get(KV_TRANSFER), model.provider.info.pages)
-    return {} if answer is None else {KV_TRANSFER: portions.encoded(answer)}
+    return {} if answer is None else {KV_TRANSFER: encoded(answer)}
 
 
 def level_of(body: Body) -> dict[str, Any]:
@@ -213,12 +224,8 @@ class StreamUsage:
     def during(self, usage: Callable[[], Usage]) -> dict[str, Parts]:
         """The member `usage` of an event before the last: null if the last has it, as in OpenAI's API."""
         if self.always:
-            return {"usage": portions.encoded(usage())}
-        return {"usage": portions.encoded(None)} if self.final else {}
-
-
-def tokens_of(outputs: Sequence[CompletionOutput]) -> int:
-    return sum(len(completion.token_ids) for completion in outputs)
+            return {"usage": encoded(usage())}
+        return {"usage": encoded(None)} if self.final else {}
 
 
 def stop_reason(completion: CompletionOutput) -> dict[str, Any]:

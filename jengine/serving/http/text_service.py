@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 
 from jengine import AsyncLLM, InvalidArgument, RequestOutput, SamplingParams, TokensPrompt
-from jengine.serving.calls import portions
 from jengine.serving.calls.model_provider import Adapter, ListedModel
 from jengine.serving.calls.named_model import listed_model, no_model
 from jengine.serving.calls.portions import Parts, array, encoded, long_array, with_members
@@ -34,7 +33,7 @@ from jengine.serving.http.bodies import (
 )
 from jengine.serving.http.calls import HttpCall, id_headers
 from jengine.serving.http.completion_service import MOST_PROMPTS, Prompt, listed
-from jengine.serving.http.endpoint import check_administrator, while_connected
+from jengine.serving.http.endpoint import check_administrator
 from jengine.serving.http.service import TEMPLATE_OPTIONS, HttpService, check_conversation, level_of
 from jengine.serving.options import LoraModule
 from jengine.serving.requests.lora_changes import LoraChanges
@@ -51,10 +50,7 @@ STARTED = int(time.time())
 class TextService(HttpService):
     """Requests that do not need the engine."""
 
-    async def tokenize(self, call: HttpCall) -> None:
-        await while_connected(call, self._tokenize(call, *await self._json(call)))
-
-    async def _tokenize(self, call: HttpCall, json_body: dict[str, Any], size: int) -> None:
+    async def tokenize(self, call: HttpCall, json_body: dict[str, Any]) -> None:
         body, model = await self._read(TOKENIZE, json_body, call)
         self._admission.stream(call)
         if ("prompt" in body.fields) == ("messages" in body.fields):
@@ -71,12 +67,12 @@ class TextService(HttpService):
         if is_chat:
             options = {name: body.get(name) for name in OPTIONS if name in body.fields}
             prompt = await self._render(
-                model, lambda: (body.get("messages"), options), body.get("chat_template"), size, call
+                model, lambda: (body.get("messages"), options), body.get("chat_template"), call.size, call
             )
             ids = prompt["prompt_token_ids"]
         else:
             text, special = body.get("prompt"), body.get("add_special_tokens", True)
-            ids = await self._text_work.run(client_of(call), size, lambda: tokenizer.encode(text, special))
+            ids = await self._work(call, lambda: tokenizer.encode(text, special))
         answer: dict[str, Any] = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids}
 
         def encode() -> bytes:
@@ -84,12 +80,9 @@ class TextService(HttpService):
                 answer["token_strs"] = [tokenizer.token_text(token) for token in ids]
             return msgspec.json.encode(answer)
 
-        await call.answer(200, await self._text_work.run(client_of(call), size, encode))
+        await call.answer(200, await self._work(call, encode))
 
-    async def detokenize(self, call: HttpCall) -> None:
-        await while_connected(call, self._detokenize(call, *await self._json(call)))
-
-    async def _detokenize(self, call: HttpCall, json_body: dict[str, Any], size: int) -> None:
+    async def detokenize(self, call: HttpCall, json_body: dict[str, Any]) -> None:
         body, model = await self._read(DETOKENIZE, json_body, call)
         self._admission.stream(call)
         tokens = body.get("tokens")
@@ -98,9 +91,7 @@ class TextService(HttpService):
         check_ids("tokens", len(tokens), model)
         check_vocabulary("tokens", tokens, model)
         tokenizer = model.llm.tokenizer
-        text = await self._text_work.run(
-            client_of(call), size, lambda: tokenizer.decode_unlocked(tokens, False)
-        )
+        text = await self._work(call, lambda: tokenizer.decode_unlocked(tokens, False))
         await call.answer(200, msgspec.json.encode({"prompt": text}))
 
     async def models(self, call: HttpCall) -> None:
@@ -162,19 +153,13 @@ class LoraService(HttpService):
         self._changes = LoraChanges(shared.config, shared.models)
 
     async def load(self, call: HttpCall) -> None:
-        check_administrator(call)
-        self._changes.check(call)
-        json_body, _ = await self._json(call)
-        body = LOAD_LORA.read(json_body)
+        body = await self._change(call, LOAD_LORA)
         name, path = (_text(body.fields, field) for field in ("lora_name", "lora_path"))
         await self._changes.load(call, LoraModule(name, path), body.get("load_inplace", False))
         await self._success(call, name, "added")
 
     async def unload(self, call: HttpCall) -> None:
-        check_administrator(call)
-        self._changes.check(call)
-        json_body, _ = await self._json(call)
-        body = UNLOAD_LORA.read(json_body)
+        body = await self._change(call, UNLOAD_LORA)
         name, number = body.get("lora_name", ""), body.get("lora_int_id")
         if number is None:
             name = _text(body.fields, "lora_name")
@@ -189,6 +174,12 @@ class LoraService(HttpService):
             [name] = named
         await self._changes.unload(call, name)
         await self._success(call, name, "removed")
+
+    async def _change(self, call: HttpCall, form: BodyFields) -> Body:
+        """The body of a request by an administrator."""
+        check_administrator(call)
+        self._changes.check(call)
+        return form.read(await self._json(call))
 
     async def _success(self, call: HttpCall, name: str, action: str) -> None:
         text = f"Success: LoRA adapter '{name}' {action} successfully."
@@ -209,36 +200,30 @@ class EmbeddingService(HttpService):
 
     PATH = "/v1/embeddings"
 
-    async def _create(self, call: HttpCall, json_body: dict[str, Any], size: int, request_id: str) -> None:
-        with self._tracker.track(f"POST {self.PATH}", request_id, call) as first:
-            self._admission.stream(call)
+    async def _create(self, call: HttpCall, json_body: dict[str, Any]) -> None:
+        with self._tracked(call, json_body) as first:
             body, model = await self._read(EMBEDDING, json_body, call, first)
             call.names = {"prompt": "input"}
-            llm, prompts = model.llm, listed("input", body.get("input"))
-            for prompt in prompts:
-                if isinstance(prompt, list):
-                    check_ids("input", len(prompt), model)
-            parsed = [partial(_parsed, llm, body, prompt, size) for prompt in prompts]
+            llm, prompts = model.llm, listed("input", body.get("input"), model)
+            parsed = [partial(_parsed, llm, body, prompt, call.size) for prompt in prompts]
             outputs = await self._outputs(call, model, first, parsed, "input")
             reply = await self._reply(model.name, outputs, body.get("encoding_format") == "base64")
         await call.answer(200, reply, id_headers(first.request_id))
 
     async def _reply(self, model: str, outputs: list[RequestOutput], as_text: bool) -> Parts:
         """Each embedding is a list of numbers, or text in base64 of little-endian float32."""
-        data, portioned = [], self._shared.portions.answer()
+        data, portions = [], self._shared.portions
         for index, output in enumerate(outputs):
             assert output.embedding is not None
             numbers: Any = output.embedding.astype("<f4")
             if as_text:
-                values = portions.encoded(base64.b64encode(numbers.tobytes()).decode())
+                values = encoded(base64.b64encode(numbers.tobytes()).decode())
             else:
-                values = await long_array(portioned, numbers, convert=lambda part: np.asarray(part).tolist())
-            data.append(
-                with_members(portions.encoded({"object": "embedding", "index": index}), {"embedding": values})
-            )
+                values = await long_array(portions, numbers, convert=lambda part: np.asarray(part).tolist())
+            data.append(with_members(encoded({"object": "embedding", "index": index}), {"embedding": values}))
         usage = replies.usage_sum([replies.usage(output, 0) for output in outputs])
         return with_members(
-            portions.encoded({"model": model, "object": "list", "usage": usage}), {"data": array(data)}
+            encoded({"model": model, "object": "list", "usage": usage}), {"data": array(data)}
         )
 
 
@@ -301,9 +286,8 @@ class ScoringService(HttpService):
         super().__init__(shared)
         self.PATH, self._kind = kind.path, kind
 
-    async def _create(self, call: HttpCall, json_body: dict[str, Any], size: int, request_id: str) -> None:
-        with self._tracker.track(f"POST {self.PATH}", request_id, call) as first:
-            self._admission.stream(call)
+    async def _create(self, call: HttpCall, json_body: dict[str, Any]) -> None:
+        with self._tracked(call, json_body) as first:
             body, model = await self._read(self._kind.form, json_body, call, first)
             texts = self._kind.read(body)
             llm, names = model.llm, dict(zip(("queries", "documents"), texts.names, strict=True))
@@ -324,12 +308,13 @@ class ScoringService(HttpService):
                 if (judgement := task.judgement) is not None:
                     if task.position not in judged:  # several tasks have the same prompt
                         judged.clear()
-                        judged[task.position] = await self._judged(model, judgement, call)
+                        rendered = await self._sandbox.judge(client_of(call), judgement, model.tokenizer)
+                        judged[task.position] = {"prompt_token_ids": rendered.token_ids}
                     prompt = partial(judged.__getitem__, task.position)
                 return ParsedRequest(
                     task.params or SamplingParams(),
                     prompt,
-                    size,
+                    call.size,
                     embedding={} if scoring.embeds else None,
                     **level_of(body),
                 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -30,6 +31,10 @@ class Histogram:
         self.sum += value * times
 
 
+# a number, or several by the values of further labels: a text, or a tuple of texts
+Values = float | Mapping[Any, float]
+
+
 class Families:
     """Metrics of one model, whose name is a label of each.
 
@@ -42,27 +47,13 @@ class Families:
     def __init__(self, model: str, prefix: str) -> None:
         self.model, self.prefix = model, prefix
 
-    def gauge(self, name: str, help: str, value: float) -> Metric:
-        return self.gauges(name, help, (), [((), value)])
+    def gauge(self, name: str, help: str, value: Values, *labels: str) -> Metric:
+        """A gauge; with further labels, one for each set of their values."""
+        return self._filled(GaugeMetricFamily, name, help, value, labels)
 
-    def gauges(
-        self, name: str, help: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
-    ) -> Metric:
-        """A gauge for each set of label values."""
-        return self._filled(
-            GaugeMetricFamily(self.prefix + name, help, labels=("model_name", *labels)), values
-        )
-
-    def counter(self, name: str, help: str, value: float) -> Metric:
-        return self.counters(name, help, (), [((), value)])
-
-    def counters(
-        self, name: str, help: str, labels: Sequence[str], values: Iterable[tuple[Sequence[str], float]]
-    ) -> Metric:
-        """A counter for each set of label values."""
-        return self._filled(
-            CounterMetricFamily(self.prefix + name, help, labels=("model_name", *labels)), values
-        )
+    def counter(self, name: str, help: str, value: Values, *labels: str) -> Metric:
+        """A counter; with further labels, one for each set of their values."""
+        return self._filled(CounterMetricFamily, name, help, value, labels)
 
     def histogram(
         self, name: str, help: str, bounds: Iterable[float], counts: Iterable[int], total: float
@@ -74,10 +65,16 @@ class Families:
         return family
 
     def _filled(
-        self, family: CounterMetricFamily | GaugeMetricFamily, values: Iterable[tuple[Sequence[str], float]]
+        self,
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        help: str,
+        value: Values,
+        labels: tuple[str, ...],
     ) -> Metric:
-        for labels, value in values:
-            family.add_metric((self.model, *labels), value)
+        family = kind(self.prefix + name, help, labels=("model_name", *labels))
+        for key, number in (value if isinstance(value, Mapping) else {(): value}).items():
+            family.add_metric((self.model, *([key] if isinstance(key, str) else key)), number)
         return family
 
 
@@ -126,35 +123,31 @@ def load_families(families: Families, load: Load) -> Iterator[Metric]:
     used_on_host = load.host_used / max(load.host_pages, 1)
     text = "Share of the host tier's pages in use; 1 is all"
     yield families.gauge("cpu_cache_usage_perc", text, used_on_host)
-    config = (("block_size", "num_gpu_blocks"), [((str(load.page_size), str(load.pages)), 1.0)])
-    yield families.gauges("cache_config_info", "Tokens of a page, and pages of the cache; always 1", *config)
+    text = "Tokens of a page, and pages of the cache; always 1"
+    config = {(str(load.page_size), str(load.pages)): 1.0}
+    yield families.gauge("cache_config_info", text, config, "block_size", "num_gpu_blocks")
     free = load.free_pages - load.cached_pages
-    states = [(("owned",), used), (("cached",), load.cached_pages), (("free",), free)]
-    yield families.gauges("kv_cache_pages_by_state", "Pages of the cache by state", ("state",), states)
-    groups = [((group,), count) for group, count in zip(load.cache_groups, load.hit_pages, strict=True)]
+    states = {"owned": used, "cached": load.cached_pages, "free": free}
+    yield families.gauge("kv_cache_pages_by_state", "Pages of the cache by state", states, "state")
+    groups = dict(zip(load.cache_groups, load.hit_pages, strict=True))
     text = "Pages found in the prefix cache, by cache group"
-    yield families.counters("prefix_cache_hit_pages", text, ("group",), groups)
+    yield families.counter("prefix_cache_hit_pages", text, groups, "group")
     accepted = load.accepted_tokens
     text = "Tokens of drafts that became output"
     yield families.counter("spec_decode_num_accepted_tokens", text, sum(accepted))
-    positions = [((str(position),), count) for position, count in enumerate(accepted)]
     text = "Tokens of drafts that became output, by position in the draft"
-    yield families.counters("spec_decode_num_accepted_tokens_per_pos", text, ("position",), positions)
-    places = zip(("cached", "swap", "recompute"), load.resumptions, strict=True)
+    yield families.counter("spec_decode_num_accepted_tokens_per_pos", text, _numbered(accepted), "position")
     text = (
         "Preempted requests that resumed, by the place of their pages: on the device, on the host, or to be"
         " recomputed"
     )
-    kinds = [((place,), count) for place, count in places]
-    yield families.counters("num_preemptions_by_kind", text, ("kind",), kinds)
-    outcomes = [
-        ((outcome,), getattr(load, f"targets_{outcome}")) for outcome in ("met", "missed", "rejected")
-    ]
+    kinds = dict(zip(("cached", "swap", "recompute"), load.resumptions, strict=True))
+    yield families.counter("num_preemptions_by_kind", text, kinds, "kind")
+    outcomes = {outcome: getattr(load, f"targets_{outcome}") for outcome in ("met", "missed", "rejected")}
     text = "Requests with ttft_ms or tpot_ms by how they ended"
-    yield families.counters("request_targets", text, ("outcome",), outcomes)
-    decisions = [((decision,), count) for decision, count in load.decisions]
+    yield families.counter("request_targets", text, outcomes, "outcome")
     text = "Steps with prompts, by strategy and the reason for their size"
-    yield families.counters("step_decisions", text, ("decision",), decisions)
+    yield families.counter("step_decisions", text, dict(load.decisions), "decision")
     if (first := load.first_token_seconds) is not None:
         text = "Predicted seconds to the first token of a typical request that would arrive now"
         yield families.gauge("predicted_time_to_first_token_seconds", text, first)
@@ -164,52 +157,40 @@ def load_families(families: Families, load: Load) -> Iterator[Metric]:
         text = (
             "Adapters that running and waiting requests use, and the most that may run; the value is the time"
         )
-        yield families.gauges("lora_requests_info", text, labels, [(now, time.time())])
+        yield families.gauge("lora_requests_info", text, {now: time.time()}, *labels)
         yield families.gauge("lora_adapters", "LoRA adapters in host memory", use.loaded)
     if (store := load.store) is not None:  # with kv_transfer_config
         for name, field, text in STORE_COUNTERS:
-            values = [((store.connector,), getattr(store, field))]
-            yield families.counters(f"kv_transfer_{name}", text, ("connector",), values)
+            values = {store.connector: getattr(store, field)}
+            yield families.counter(f"kv_transfer_{name}", text, values, "connector")
 
 
 def step_families(families: Families, totals: StepTotals) -> Iterator[Metric]:
     """Totals of steps since the start, at most a second old while the engine runs."""
-    programs = [(name.split("+"), count) for name, count in sorted(totals.steps.items())]
-    yield families.counters(
-        "engine_steps", "Steps by the rows and prompt tiles of their program", ("rows", "tiles"), programs
-    )
+    programs = {tuple(name.split("+")): count for name, count in sorted(totals.steps.items())}
+    text = "Steps by the rows and prompt tiles of their program"
+    yield families.counter("engine_steps", text, programs, "rows", "tiles")
     text = "Tokens computed in a step, without padding"
     computed = totals.rows + totals.prompt_tokens
     yield families.histogram("iteration_tokens_total", text, totals.token_bounds, totals.tokens, computed)
-    rows = [(("used",), totals.rows), (("padding",), totals.padded_rows)]
-    yield families.counters(
-        "step_rows", "Decode rows of steps, with and without a sequence", ("state",), rows
-    )
-    tokens = [(("used",), totals.prompt_tokens), (("padding",), totals.padded_tokens)]
-    yield families.counters(
-        "step_prompt_tokens", "Places in prompt tiles of steps, by use", ("state",), tokens
-    )
-    stages = [((stage,), seconds) for stage, seconds in totals.seconds.items()]
-    yield families.counters(
-        "loop_seconds", "Seconds of the engine's loop, by stage; wait is for the device", ("stage",), stages
-    )
-    yield families.counter(
-        "device_seconds", "Seconds of the device, for steps with a known duration", totals.device_seconds
-    )
-    yield families.counter(
-        "predicted_device_seconds",
-        "Predicted seconds of the device, for steps with a known duration",
-        totals.predicted_seconds,
-    )
-    pauses = [((str(generation),), count) for generation, count in enumerate(totals.pauses)]
-    yield families.counters(
-        "gc_collections",
-        "Collections of Python's garbage collector in the engine's process",
-        ("generation",),
-        pauses,
-    )
+    rows = {"used": totals.rows, "padding": totals.padded_rows}
+    yield families.counter("step_rows", "Decode rows of steps, with and without a sequence", rows, "state")
+    tokens = {"used": totals.prompt_tokens, "padding": totals.padded_tokens}
+    yield families.counter("step_prompt_tokens", "Places in prompt tiles of steps, by use", tokens, "state")
+    text = "Seconds of the engine's loop, by stage; wait is for the device"
+    yield families.counter("loop_seconds", text, totals.seconds, "stage")
+    text = "Seconds of the device, for steps with a known duration"
+    yield families.counter("device_seconds", text, totals.device_seconds)
+    text = "Predicted seconds of the device, for steps with a known duration"
+    yield families.counter("predicted_device_seconds", text, totals.predicted_seconds)
+    text = "Collections of Python's garbage collector in the engine's process"
+    yield families.counter("gc_collections", text, _numbered(totals.pauses), "generation")
     yield families.counter("gc_pause_seconds", "Seconds of garbage collections", totals.pause_seconds)
     yield families.gauge("engine_resident_memory_bytes", "Memory of the engine's process", totals.resident)
+
+
+def _numbered(counts: Iterable[float]) -> dict[str, float]:
+    return {str(number): count for number, count in enumerate(counts)}
 
 
 class ModelMetrics:
@@ -256,8 +237,8 @@ class ModelMetrics:
             "prompt_tokens_cached", "Prompt tokens taken from the prefix cache", self.cached_prompt_tokens
         )
         yield of.counter("generation_tokens", "Generated tokens", self.generation_tokens)
-        ends = [((reason,), count) for reason, count in list(self.finished.items())]
-        yield of.counters("request_success", "Completions by finish reason", ("finished_reason",), ends)
+        text = "Completions by finish reason"
+        yield of.counter("request_success", text, dict(self.finished), "finished_reason")
         for name, (text, _) in HISTOGRAMS.items():
             values = self.histograms[name]
             yield of.histogram(name, text, values.bounds, values.counts, values.sum)

@@ -14,14 +14,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from http import HTTPStatus
-from typing import NamedTuple
 
 import grpc
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
+from starlette.responses import PlainTextResponse, Response
 
 from jengine.serving.calls.call import ContextInterceptor, interruption
 from jengine.serving.calls.model_provider import RESTART_SECONDS
@@ -114,25 +113,18 @@ class Metrics(Collector):
         for (verb, path, answered), count in list(self.http.items()):
             http.add_metric((verb, path, str(answered or "")), count)
         yield http
-        rejections = list(self.rejections.items())
-        yield of.counters(
-            "request_rejections", "Calls rejected before they were queued", ("cause", "api_key"), rejections
-        )
-        yield from self._keys(of)
-
-    def _keys(self, of: Families) -> Iterator[Metric]:
-        """Metrics by API key."""
-        used = list(self.by_key.items())
-        requests = [
-            ((key, status), count) for key, use in used for status, count in list(use.requests.items())
-        ]
-        yield of.counters(
-            "api_key_requests", "Requests by key and gRPC status", ("api_key", "grpc_code"), requests
-        )
-        prompts = [((key,), use.prompt_tokens) for key, use in used]
-        yield of.counters("api_key_prompt_tokens", "Prompt tokens by key", ("api_key",), prompts)
-        generated = [((key,), use.generation_tokens) for key, use in used]
-        yield of.counters("api_key_generation_tokens", "Generated tokens by key", ("api_key",), generated)
+        text = "Calls rejected before they were queued"
+        yield of.counter("request_rejections", text, dict(self.rejections), "cause", "api_key")
+        used = dict(self.by_key)
+        requests = {
+            (key, status): count for key, use in used.items() for status, count in dict(use.requests).items()
+        }
+        text = "Requests by key and gRPC status"
+        yield of.counter("api_key_requests", text, requests, "api_key", "grpc_code")
+        prompts = {key: use.prompt_tokens for key, use in used.items()}
+        yield of.counter("api_key_prompt_tokens", "Prompt tokens by key", prompts, "api_key")
+        generated = {key: use.generation_tokens for key, use in used.items()}
+        yield of.counter("api_key_generation_tokens", "Generated tokens by key", generated, "api_key")
 
 
 # --- outcomes of RPCs -----------------------------------------------------------------------------
@@ -172,21 +164,7 @@ def _code_of(context: grpc.aio.ServicerContext) -> grpc.StatusCode | None:
 KEEP_FACTOR = 4  # metrics are kept for this many times the processor time that making them took
 
 
-class Page(NamedTuple):
-    """A response. retry_after: seconds after which another request is worthwhile."""
-
-    status: HTTPStatus
-    body: bytes
-    content_type: str = "text/plain; charset=utf-8"
-    retry_after: int | None = None
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Beside the content's."""
-        return {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
-
-
-MakePage = Callable[[str], Awaitable[Page]]  # maps a request's Accept header to a page
+MakePage = Callable[[str], Awaitable[Response]]  # maps a request's Accept header to a page
 Pages = Mapping[str, MakePage]
 
 
@@ -228,22 +206,19 @@ def pages_of(
     registry.register(metrics)
     ProcessCollector(registry=registry)
 
-    async def healthz(accept: str) -> Page:
-        return Page(HTTPStatus.OK, b"ok\n")  # the event loop is running
+    async def healthz(accept: str) -> Response:
+        return PlainTextResponse("ok\n")  # the event loop is running
 
-    async def readyz(accept: str) -> Page:
-        why = why_not_ready()
-        if why is None:
-            return Page(HTTPStatus.OK, b"ok\n")
-        return Page(
-            HTTPStatus.SERVICE_UNAVAILABLE, f"{why}\n".encode(), retry_after=math.ceil(retry_seconds())
-        )
+    async def readyz(accept: str) -> Response:
+        if (why := why_not_ready()) is None:
+            return PlainTextResponse("ok\n")
+        return PlainTextResponse(f"{why}\n", 503, {"Retry-After": str(math.ceil(retry_seconds()))})
 
     texts: dict[str, Recent] = {}  # by content type, of which there are a few
 
-    async def prometheus(accept: str) -> Page:
+    async def prometheus(accept: str) -> Response:
         encode, content_type = choose_encoder(accept)
         recent = texts.setdefault(content_type, Recent(lambda: encode(registry)))
-        return Page(HTTPStatus.OK, await recent.text(), content_type)
+        return Response(await recent.text(), media_type=content_type)
 
     return {"/metrics": prometheus, "/healthz": healthz, "/readyz": readyz}

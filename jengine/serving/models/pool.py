@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jengine import AsyncLLM, JengineError, OutOfMemory
+from jengine.serving.calls.call import Call
 from jengine.serving.calls.model_provider import (
     Adapters,
     ListedModel,
@@ -26,7 +27,6 @@ from jengine.serving.calls.model_provider import (
     ModelProvider,
     NotReady,
     Status,
-    User,
 )
 from jengine.serving.processes.supervisor import Supervisor
 from jengine.spi import BackOff, available_memory
@@ -110,7 +110,7 @@ class PooledModel:
     name: str
     supervisor: Supervisor
     need: MemoryNeed = field(default_factory=MemoryNeed)
-    users: set[User] = field(default_factory=set)
+    users: set[Call] = field(default_factory=set)
     usage: Usage = field(default_factory=lambda: Usage(time.monotonic()))
     loading: asyncio.Task[None] | None = None
     leaving: bool = False
@@ -239,7 +239,7 @@ class ModelPool:
         await asyncio.gather(*(task for task in tasks if task is not None), return_exceptions=True)
         await asyncio.gather(*(model.supervisor.close(drain_seconds) for model in self))
 
-    async def use(self, name: str, user: User) -> ModelProvider | None:
+    async def use(self, name: str, call: Call) -> ModelProvider | None:
         """ServedModels.use. Requests that arrive during the server's start do not wait."""
         model = self.default if not name or name in self._aliases else self._models.get(name)
         if model is None:
@@ -249,23 +249,23 @@ class ModelPool:
         while model.leaving:
             async with self._changing:  # until another one has its place
                 pass
-        self._lend(model, user)
+        self._lend(model, call)
         if not model.loaded:
             await self._load(model)
         return model.supervisor
 
-    def _lend(self, model: PooledModel, user: User) -> None:
+    def _lend(self, model: PooledModel, call: Call) -> None:
         model.usage.add(time.monotonic())
-        if user in model.users:
+        if call in model.users:
             return
-        model.users.add(user)
+        model.users.add(call)
 
         def give_back(_: object) -> None:
-            model.users.discard(user)
+            model.users.discard(call)
             model.usage.last = time.monotonic()
             self._released.set()
 
-        user.add_done_callback(give_back)
+        call.add_done_callback(give_back)
 
     # --- loading ------------------------------------------------------------------------------------
 

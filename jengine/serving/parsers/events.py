@@ -7,12 +7,9 @@ certain. The joined events do not depend on the pieces, so complete answers are 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
-
-from jengine import Tokenizer
 
 START, END = "<think>", "</think>"
 
@@ -109,19 +106,7 @@ def clean(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def split(text: str, marker: str) -> tuple[str, bool, str]:
-    """The text before the marker, whether it was found, and the rest. Without it, the rest is a possible
-    beginning of the marker."""
-    at = text.find(marker)
-    if at >= 0:
-        return text[:at], True, text[at + len(marker) :]
-    held = next(
-        (size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0
-    )
-    return text[: len(text) - held], False, text[len(text) - held :]
-
-
-def split_at(text: str, *markers: str) -> tuple[str, str, str]:
+def split(text: str, *markers: str) -> tuple[str, str, str]:
     """The text before the first of the markers, that marker, and the rest. Without one, the rest is a
     possible beginning of a marker.
     """
@@ -130,8 +115,14 @@ def split_at(text: str, *markers: str) -> tuple[str, str, str]:
     )
     if marker:
         return text[:at], marker, text[at + len(marker) :]
-    held = max(len(split(text, candidate)[2]) for candidate in markers)
+    held = max(_held(text, candidate) for candidate in markers)
     return text[: len(text) - held], "", text[len(text) - held :]
+
+
+def _held(text: str, marker: str) -> int:
+    """Number of characters at the text's end that may be the beginning of the marker."""
+    sizes = range(min(len(marker) - 1, len(text)), 0, -1)
+    return next((size for size in sizes if text.endswith(marker[:size])), 0)
 
 
 class ContentTrimmer:
@@ -156,22 +147,6 @@ class ContentTrimmer:
 
     def finish(self) -> list[Event]:
         return [Content(self._space)] if self._space and not self._called else []
-
-
-class Turns:
-    """Finds the last turn of a prompt: what follows the last of the tokens that templates write around
-    messages.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        added = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
-        marks = [token for token in added if token.strip() and token not in (START, END)]
-        self._marks = re.compile("|".join(map(re.escape, marks))) if marks else None
-
-    def last(self, prompt: str) -> str:
-        if self._marks is None:
-            return prompt
-        return prompt[max((mark.end() for mark in self._marks.finditer(prompt)), default=0) :]
 
 
 def open_thought(turn: str) -> bool | None:
@@ -214,9 +189,9 @@ class ThinkParser:
         if self._state == "open":  # before the first visible character
             self._buffer = self._buffer.lstrip("\r\n")
             self._state = "in" if self._buffer else "open"
-        text, marker, self._buffer = split_at(self._buffer, *self._ends)
+        text, marker, self._buffer = split(self._buffer, *self._ends)
         while self._quotes(text, marker):
-            more, following, self._buffer = split_at(self._buffer, *self._ends)
+            more, following, self._buffer = split(self._buffer, *self._ends)
             text, marker = text + marker + more, following
         shown = text.rstrip("\r\n")
         if shown:

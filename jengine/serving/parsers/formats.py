@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Container, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from jengine import ModelError, Tokenizer
 from jengine.serving.parsers.events import (
     END,
+    START,
     Arguments,
     Content,
     Event,
@@ -20,7 +23,6 @@ from jengine.serving.parsers.events import (
     Reasoning,
     ThinkParser,
     ToolCallStart,
-    Turns,
     clean,
     joined,
     open_thought,
@@ -99,37 +101,33 @@ def call_events(value: Any, first: int) -> list[Event]:
     return events
 
 
-TOOL_PARSERS: dict[str, Callable[[Tools], OutputParser]] = {
-    "deepseek": lambda tools: MarkedCalls(DEEPSEEK, tools),
-    "glm45": lambda tools: TaggedCalls(GLM, tools),
-    "harmony": Harmony,
-    "hermes": Hermes,
-    "kimi_k2": lambda tools: MarkedCalls(KIMI, tools),
-    "llama3_json": LlamaJson,
-    "minimax_m2": lambda tools: TaggedCalls(MINIMAX, tools),
-    "mistral": Mistral,
-    "pythonic": Pythonic,
-    "qwen3_coder": lambda tools: TaggedCalls(QWEN_CODER, tools),
-}
-MARKS = (  # markers in chat templates; the first one found decides
-    ("<arg_key>", "glm45"),
-    (MINIMAX.section, "minimax_m2"),
-    (QWEN_CODER.key, "qwen3_coder"),
-    ("<|channel|>analysis", "harmony"),
-    (DEEPSEEK.begin, "deepseek"),
-    (KIMI.begin, "kimi_k2"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("[func_name1(", "pythonic"),
-    ("<|python_tag|>", "llama3_json"),
-    ('"parameters": dictionary', "llama3_json"),
-    ("<tool_call>", "hermes"),
-)
+class ToolFormat(NamedTuple):
+    """A format of tool calls.
 
-CALL_MARKS = {  # at the beginning of a call, or of all
-    "deepseek": DEEPSEEK.begin,
-    "kimi_k2": KIMI.begin,
-    "minimax_m2": MINIMAX.section,
-    **dict.fromkeys(("glm45", "hermes", "qwen3_coder"), "<tool_call>"),
+    Attributes:
+        parser: makes a parser, for the tools that may be called.
+        marks: in the chat templates of its models.
+        begin: at the beginning of a call, or of all, where a thought may end; or empty.
+        special: whether its markers are special tokens, which texts normally omit.
+    """
+
+    parser: Callable[[Tools], OutputParser]
+    marks: tuple[str, ...]
+    begin: str = ""
+    special: bool = False
+
+
+TOOL_FORMATS = {  # the first one with a mark in the chat template decides
+    "glm45": ToolFormat(partial(TaggedCalls, GLM), ("<arg_key>",), "<tool_call>"),
+    "minimax_m2": ToolFormat(partial(TaggedCalls, MINIMAX), (MINIMAX.section,), MINIMAX.section),
+    "qwen3_coder": ToolFormat(partial(TaggedCalls, QWEN_CODER), (QWEN_CODER.key,), "<tool_call>"),
+    "harmony": ToolFormat(Harmony, ("<|channel|>analysis",), special=True),
+    "deepseek": ToolFormat(partial(MarkedCalls, DEEPSEEK), (DEEPSEEK.begin,), DEEPSEEK.begin, True),
+    "kimi_k2": ToolFormat(partial(MarkedCalls, KIMI), (KIMI.begin,), KIMI.begin, True),
+    "mistral": ToolFormat(Mistral, ("[TOOL_CALLS]",), special=True),
+    "pythonic": ToolFormat(Pythonic, ("[func_name1(",)),
+    "llama3_json": ToolFormat(LlamaJson, ("<|python_tag|>", '"parameters": dictionary')),
+    "hermes": ToolFormat(Hermes, ("<tool_call>",), "<tool_call>"),
 }
 
 
@@ -140,7 +138,7 @@ class AnswerFormat:
         tool_parser, reasoning_parser: as in ServerConfig.
 
     Attributes:
-        calls: the format of tool calls, a key of TOOL_PARSERS; None: it is unknown, or described by the
+        calls: the format of tool calls, a key of TOOL_FORMATS; None: it is unknown, or described by the
             response_template.
         tools: whether tool calls can be parsed.
         shows_special_tokens: whether their markers are special tokens, which texts normally omit.
@@ -155,21 +153,20 @@ class AnswerFormat:
         self._template = (
             _response_template(tokenizer) if (tool_parser, reasoning_parser) == ("auto", "auto") else None
         )
-        marked = next((name for mark, name in MARKS if mark in sources), None)
-        parser_name = marked if tool_parser == "auto" else tool_parser
-        self.calls = parser_name if self._template is None and parser_name in TOOL_PARSERS else None
-        self._tool_parser = TOOL_PARSERS.get(parser_name or "none")
+        marked = [name for name, form in TOOL_FORMATS.items() if any(mark in sources for mark in form.marks)]
+        name = next(iter(marked), "none") if tool_parser == "auto" else tool_parser
+        form = TOOL_FORMATS.get(name)
+        self._tool_parser = None if form is None else form.parser
+        self.calls = name if self._template is None and form is not None else None
+        self._begin = "" if self._template is not None or form is None else form.begin
         self._reasons = END in sources if reasoning_parser == "auto" else reasoning_parser != "none"
         self._assumes_open = reasoning_parser == "deepseek_r1"  # many templates only remove earlier thoughts
-        self._turns = Turns(tokenizer)
-        self.tools = self._template is not None or self._tool_parser is not None
-        self.shows_special_tokens = self._template is not None or parser_name in (
-            "deepseek",
-            "harmony",
-            "kimi_k2",
-            "mistral",
-        )
-        self.channels = self._template is None and parser_name == "harmony"
+        added = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values()]
+        marks = [re.escape(token) for token in added if token.strip() and token not in (START, END)]
+        self._turn = re.compile("|".join(marks) or "(?!)")  # what templates write around messages
+        self.tools = self._template is not None or form is not None
+        self.shows_special_tokens = self._template is not None or (form is not None and form.special)
+        self.channels = self._template is None and name == "harmony"
         self.marks_thoughts = self.channels or self._template is not None or self._reasons
 
     def reasoning(self, prompt: str, continues: bool = True) -> bool | None:
@@ -182,7 +179,8 @@ class AnswerFormat:
         """
         if self._template is not None or not self._reasons:
             return None
-        is_open = open_thought(self._turns.last(prompt) if continues else prompt.rstrip()[-len(END) :])
+        last = max((mark.end() for mark in self._turn.finditer(prompt)), default=0) if continues else None
+        is_open = open_thought(prompt.rstrip()[-len(END) :] if last is None else prompt[last:])
         if is_open is None:  # the model begins one, if it thinks
             return self._assumes_open
         return True if is_open else None
@@ -221,8 +219,8 @@ class AnswerFormat:
         calls = LlamaJson(types, calls) if plain else calls
         rest = calls if forced is None else forced
         inside = self.reasoning(prompt, continues) if thinks else None
-        call = CALL_MARKS.get(self.calls or "", "") if types and forced is None else ""
-        return rest if inside is None else ThinkParser(rest, inside, call)
+        begin = self._begin if types and forced is None else ""
+        return rest if inside is None else ThinkParser(rest, inside, begin)
 
 
 def _response_template(tokenizer: Tokenizer) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from jengine.serving.parsers.events import (
     Reasoning,
     Stepwise,
     ToolCallStart,
-    split_at,
+    split,
 )
 from jengine.serving.parsers.json_calls import JsonValue
 
@@ -54,7 +54,7 @@ class Harmony(Stepwise):
                 self._buffer, self._part = rest, "text"
                 self._begin(header, events)
             return bool(marker)
-        text, end, self._buffer = split_at(self._buffer, *ENDS)
+        text, end, self._buffer = split(self._buffer, *ENDS)
         self._emit(text, events)
         if end:
             self._finish_message(events)

@@ -62,7 +62,7 @@ class Hermes(Stepwise):
         self._show(text, events)
         if marker:
             self._call, self._opening = JsonCall(self._count), START
-        return marker
+        return bool(marker)
 
     def _read(self, call: JsonCall, events: list[Event]) -> bool:
         if call.empty:
@@ -226,9 +226,9 @@ class Mistral(Stepwise):
             if body[0] == "[" and not body.startswith(CALLS_START):
                 self._list = CallList(names=self._names, bare=True)
                 return True
-        text, self._called, self._buffer = split(self._buffer, CALLS_START)
+        text, self._opening, self._buffer = split(self._buffer, CALLS_START)
         events += self._content.text(text)
-        self._opening = CALLS_START
+        self._called = bool(self._opening)
         return self._called
 
     def _after_marker(self, events: list[Event]) -> bool:

@@ -16,7 +16,6 @@ from jengine.serving.parsers.events import (
     ToolCallStart,
     joined,
     split,
-    split_at,
 )
 from jengine.serving.parsers.json_calls import STRING, JsonValue, argument, quoted
 
@@ -92,7 +91,7 @@ class MarkedCalls(Stepwise):
         self._arguments = JsonValue()
 
     def _outside(self, events: list[Event]) -> bool:
-        text, mark, self._buffer = split_at(self._buffer, self._marks.begin, self._marks.call)
+        text, mark, self._buffer = split(self._buffer, self._marks.begin, self._marks.call)
         events += self._content.text(text) if text else []
         self._state = {self._marks.begin: self._between, self._marks.call: self._head}.get(
             mark, self._outside
@@ -115,10 +114,10 @@ class MarkedCalls(Stepwise):
         head, brace, _ = split(self._buffer, "{")
         before, ended, rest = head.partition(self._marks.call_end)
         if ended and self._marks.separator in before:  # no arguments
-            brace, self._buffer = True, rest
+            self._buffer = rest
         elif ended:
             return self._no_call(events)
-        if not brace:
+        elif not brace:
             return False
         name = self._marks.name(before, self._names)
         if not name:
@@ -149,7 +148,7 @@ class MarkedCalls(Stepwise):
     def _after(self, events: list[Event]) -> bool:
         """What may follow arguments, such as the end of a code block, belongs to the call."""
         marks = self._marks
-        text, mark, rest = split_at(self._buffer, marks.call_end, marks.call, marks.end)
+        text, mark, rest = split(self._buffer, marks.call_end, marks.call, marks.end)
         if not mark:
             return False
         self._leave(text, events)
@@ -259,7 +258,7 @@ class TaggedCalls(Stepwise):
 
     def _outside(self, events: list[Event]) -> bool:
         section, call = self._tags.section, self._tags.call
-        text, tag, self._buffer = split_at(self._buffer, *filter(None, (section, call)))
+        text, tag, self._buffer = split(self._buffer, *filter(None, (section, call)))
         events += self._content.text(text) if text else []
         if tag:
             self._read, self._bare = tag, bool(section) and tag == call
@@ -292,14 +291,15 @@ class TaggedCalls(Stepwise):
     def _head(self, events: list[Event]) -> bool:
         end = self._tags.name_end
         head, marker, rest = split(self._buffer, end or "<")
-        if not self._may_be_name(head, marker):
+        whole = bool(marker)
+        if not self._may_be_name(head, whole):
             return self._no_call(events)
-        if not end and marker:
+        if not end and whole:
             rest = "<" + rest
             if not any(tag.startswith(rest[: len(tag)]) for tag in (self._tags.key, self._tags.call_end)):
                 return self._no_call(events)
-            marker = rest.startswith((self._tags.key, self._tags.call_end))
-        if not marker:
+            whole = rest.startswith((self._tags.key, self._tags.call_end))
+        if not whole:
             return False
         self._name, self._buffer, self._read, self._keys = head.strip(), rest, "", set()
         self._content.call()
@@ -335,7 +335,7 @@ class TaggedCalls(Stepwise):
         key, marker, rest = split(self._buffer, self._tags.key_end)
         if marker:
             self._key, self._buffer, self._state = key.strip(), rest, self._before_value
-        return marker
+        return bool(marker)
 
     def _before_value(self, events: list[Event]) -> bool:
         tag, body = self._tags.value, self._buffer.lstrip() if self._tags.value else self._buffer
@@ -373,7 +373,7 @@ class TaggedCalls(Stepwise):
             if meaning == ENDS:
                 self._state = self._between_parameters
             return meaning == ENDS
-        shown, _, self._buffer = split_at(buffer[at:], *self._value_tags)
+        shown, _, self._buffer = split(buffer[at:], *self._value_tags)
         self._add(buffer[:at] + shown, False, events)
         return False
 

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -172,23 +171,14 @@ def _shorten(records: dict[int, Any], limit: int) -> None:
         del records[number]
 
 
-class Viewer:
-    """An open page, and the events that wait for it."""
+Viewer = asyncio.Queue[bytes]  # the events that wait for an open page
 
-    def __init__(self) -> None:
-        self._events: deque[bytes] = deque(maxlen=MOST_EVENTS)
-        self._news = asyncio.Event()
 
-    def put(self, event: bytes) -> None:
-        self._events.append(event)
-        self._news.set()
-
-    async def next(self) -> bytes:
-        """Waits for and returns the oldest event."""
-        while not self._events:
-            self._news.clear()
-            await self._news.wait()
-        return self._events.popleft()
+def show(viewer: Viewer, event: bytes) -> None:
+    """Queues an event; if too many wait, the oldest is dropped."""
+    if viewer.full():
+        viewer.get_nowait()
+    viewer.put_nowait(event)
 
 
 class LiveFeed:
@@ -218,7 +208,7 @@ class LiveFeed:
             raise Busy(
                 f"{MOST_VIEWERS} pages already show the engine, the maximum", EXPLAIN_SECONDS, "viewers"
             )
-        viewer = Viewer()
+        viewer = Viewer(MOST_EVENTS)
         self._viewers.add(viewer)
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name="playground")
@@ -235,7 +225,7 @@ class LiveFeed:
         while True:
             event = msgspec.json.encode(await self._event())
             for viewer in self._viewers:
-                viewer.put(event)
+                show(viewer, event)
             await asyncio.sleep(INTERVAL)
 
     async def _event(self) -> dict[str, Any]:
@@ -344,7 +334,7 @@ async def _stream(call: HttpCall, feed: LiveFeed) -> None:
     with feed.watch() as viewer:
         await call.start_events({})
         while True:
-            await call.event([await viewer.next()])
+            await call.event([await viewer.get()])
 
 
 @cache

@@ -183,11 +183,13 @@ class _Origin:
 
 
 class _Copy:
-    """A TokenMask that keeps its origin alive."""
+    """A TokenMask that keeps its origin alive, and tells it of failures."""
 
     def __init__(self, origin: _Origin) -> None:
         mask: Any = origin.mask
         self._origin, self._mask = origin, mask.copy()
+        self.accept, self.rollback, self.forced = self._mask.accept, self._mask.rollback, self._mask.forced
+        self.free, self.is_complete = self._mask.free, self._mask.is_complete
 
     def fill(self, words: np.ndarray) -> None:
         try:
@@ -195,22 +197,6 @@ class _Copy:
         except JengineError:
             self._origin.failed = True
             raise
-
-    def accept(self, token: int) -> None:
-        self._mask.accept(token)
-
-    def rollback(self, count: int) -> None:
-        self._mask.rollback(count)
-
-    def forced(self) -> list[int]:
-        tokens: list[int] = self._mask.forced()
-        return tokens
-
-    def free(self) -> int:
-        return int(self._mask.free())
-
-    def is_complete(self) -> bool:
-        return bool(self._mask.is_complete())
 
 
 class EngineChild:

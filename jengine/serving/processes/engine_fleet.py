@@ -14,10 +14,9 @@ from pathlib import Path
 import msgspec
 
 from jengine import EngineConfig, EngineDead, InvalidArgument
-from jengine.serving.calls.model_provider import PagesInfo
+from jengine.serving.calls.model_provider import EngineInfo, PagesInfo
 from jengine.serving.config import KV_TOKEN, ServerConfig
 from jengine.serving.processes.engine_process import ANYWHERE, EngineProcess, OnEnd, Place, StartProgress
-from jengine.serving.processes.wire import EngineInfo
 from jengine.spi import BackOff, EngineState, Fleet
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -118,16 +117,6 @@ class EngineFleet:
     def pid(self) -> int | None:
         """The first engine's process."""
         return self.processes[0].pid
-
-    @property
-    def generated(self) -> int:
-        """Number of tokens generated so far."""
-        return self.backend.generated
-
-    @property
-    def restarts(self) -> int:
-        """Number of engines started after the first ones."""
-        return self.backend.restarts
 
     def spawn(self) -> None:
         """Starts the first engine's process; see EngineProcess."""

@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
@@ -29,14 +28,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from jengine import EngineConfig, EngineDead, InvalidArgument, JengineError, Load
-from jengine.serving.processes.watchdog import Watchdog
+from jengine.serving.calls.model_provider import EngineInfo
+from jengine.serving.processes.watchdog import Watchdog, ending_of, environment
 from jengine.serving.processes.wire import (
     RECEIVE,
     Answered,
     Configure,
     Do,
     End,
-    EngineInfo,
     Failed,
     Frames,
     Quit,
@@ -56,10 +55,6 @@ OnEnd = Callable[[EngineDead | None], None]
 PROGRAM = "program"  # the unit of work whose time is estimated
 
 
-def _imports() -> Starting:
-    return Starting("loading libraries", "", 0, 0)
-
-
 @dataclass(frozen=True, slots=True)
 class StartProgress:
     """The progress of a start.
@@ -71,7 +66,7 @@ class StartProgress:
         since: monotonic seconds of that moment.
     """
 
-    now: Starting = field(default_factory=_imports)
+    now: Starting = field(default_factory=lambda: Starting("loading libraries", "", 0, 0))
     first: int = 0
     since: float = field(default_factory=time.monotonic)
 
@@ -191,14 +186,8 @@ class EngineProcess:
         state: EngineState | None = None,
     ) -> EngineProcess:
         """An engine process that runs a model."""
-        return cls(
-            "jengine.serving.processes.engines:model_engine",
-            dataclasses.asdict(config),
-            on_end,
-            watchdog_seconds,
-            place,
-            state,
-        )
+        engine, options = "jengine.serving.processes.engines:model_engine", dataclasses.asdict(config)
+        return cls(engine, options, on_end, watchdog_seconds, place, state)
 
     @property
     def backend(self) -> EngineProcess:
@@ -235,40 +224,30 @@ class EngineProcess:
             self.spawn()
             child, self._awaited = self._child, True
             assert child is not None
+        ready = False
         try:
-            ready, others = self._answer(child)
-            if isinstance(ready, Failed):
-                raise error_of(ready)
+            for messages in child.messages():
+                for message in messages:
+                    if isinstance(message, Starting):
+                        self.progress = self.progress.after(message)
+                    elif isinstance(message, Ready):
+                        ready, self.limits, self.info = True, message.limits, message.info
+                        self.load, self.totals = message.load, StepTotals()
+                    elif isinstance(message, StepUpdates):  # that came with it
+                        self.load = message.load
+                    elif isinstance(message, Failed):
+                        raise error_of(message)
+                if ready:
+                    break
             with self._lock:
-                if not isinstance(ready, Ready) or self._quitting:
+                if not ready or self._quitting:
                     raise child.hung or child.end()
-                self.limits = ready.limits
-                self.load = ready.load
-                self.totals = StepTotals()
-                self.info = ready.info
                 self._ready = True
-            for batch in others:
-                self.load = batch.load
         except BaseException:
             child.process.kill()
             child.end()
             self._gone.set()
             raise
-
-    def _answer(self, child: _Child) -> tuple[Ready | Failed | None, list[StepUpdates]]:
-        """Waits for the end of the start. Returns the answer, None if the child has ended, and batches that
-        came with it.
-        """
-        for messages in child.messages():
-            for message in messages:
-                if isinstance(message, Starting):
-                    self.progress = self.progress.after(message)
-            answers = [message for message in messages if isinstance(message, Ready | Failed)]
-            if answers or not all(isinstance(message, Starting) for message in messages):
-                return answers[0] if answers else None, [
-                    message for message in messages if isinstance(message, StepUpdates)
-                ]
-        return None, []
 
     def connect(self, deliver: Callable[[Updates], None], fail: Callable[[BaseException], None]) -> None:
         """Backend.connect. Messages of the child that arrive together are delivered together."""
@@ -461,9 +440,7 @@ class _Child:
         if code is None:
             log.error("the engine process %d cannot be killed, and is left behind", self.process.pid)
             return EngineDead("the engine process cannot be killed")
-        if code < 0:
-            return EngineDead(f"the engine process was ended by signal {-code} ({signal.strsignal(-code)})")
-        return EngineDead(f"the engine process exited with code {code}")
+        return EngineDead(f"the engine process {ending_of(code)}")
 
     def _wait(self) -> int | None:
         for seconds in (EXIT_SECONDS, KILL_SECONDS):
@@ -476,24 +453,14 @@ class _Child:
 
 def _spawn(its_end: socket.socket, place: Place, beats: int, interval: float) -> subprocess.Popen[bytes]:
     ours = [its_end.fileno(), beats]
+    arguments = map(str, (*ours, interval, os.getpid()))
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "jengine.serving.processes.engine_main",
-            *map(str, (*ours, interval, os.getpid())),
-        ],
+        [sys.executable, "-P", "-m", "jengine.serving.processes.engine_main", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=2,  # library output must not mix with this process's stdout
         pass_fds=ours,
         start_new_session=True,  # a terminal's Ctrl-C is for the server, even before the child ignores it
-        # the same import path as here
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            **place.variables,
-        },
+        env={**environment(), **place.variables},
     )
     if place.cpus:  # before it has further threads, which inherit this
         os.sched_setaffinity(process.pid, place.cpus)

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jengine import EngineConfig, InvalidArgument, SamplingParams, StructuredOutputs, Tokenizer
-from jengine.serving.calls.model_provider import EventSource, PagesInfo
-from jengine.serving.processes.wire import EngineInfo
+from jengine.serving.calls.model_provider import EngineInfo, EventSource, PagesInfo
 from jengine.spi import Steps
 
 

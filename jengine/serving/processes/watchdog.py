@@ -32,6 +32,7 @@ LONGEST_INTERVAL = 1.0
 STARTING, IDLE, WORKING = range(3)  # phases
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+Spawn = Callable[[int, float], subprocess.Popen[bytes]]
 log = logging.getLogger("jengine.serving")
 
 
@@ -155,12 +156,7 @@ class Watchdog:
         Any error raised by `spawn`.
     """
 
-    def __init__(
-        self,
-        seconds: float,
-        spawn: Callable[[int, float], subprocess.Popen[bytes]],
-        on_hang: Callable[[str], None],
-    ) -> None:
+    def __init__(self, seconds: float, spawn: Spawn, on_hang: Callable[[str], None]) -> None:
         self._seconds, self._on_hang = seconds, on_hang
         self._interval = min(seconds / 10, LONGEST_INTERVAL)  # seconds between heartbeats
         spawned: Future[subprocess.Popen[bytes]] = Future()
@@ -174,9 +170,7 @@ class Watchdog:
         """Waits for the thread's end, which follows that of the process."""
         self._thread.join(seconds)
 
-    def _live(
-        self, spawn: Callable[[int, float], subprocess.Popen[bytes]], spawned: Future[subprocess.Popen[bytes]]
-    ) -> None:
+    def _live(self, spawn: Spawn, spawned: Future[subprocess.Popen[bytes]]) -> None:
         ours, theirs = os.pipe()
         try:
             try:
@@ -226,6 +220,18 @@ def _state(pid: int) -> str:
     except OSError:
         return "unknown"
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("State:")), "unknown")
+
+
+def environment() -> dict[str, str]:
+    """Variables for a child process, which imports from where this one does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
+def ending_of(code: int) -> str:
+    """How a process with this return code has ended."""
+    if code < 0:
+        return f"was ended by signal {-code} ({signal.strsignal(-code)})"
+    return f"exited with code {code}"
 
 
 def die_with_parent(parent: int) -> None:

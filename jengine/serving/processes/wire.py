@@ -26,7 +26,7 @@ from jengine import (
     SamplingParams,
     Tokenizer,
 )
-from jengine.serving.calls.model_provider import NO_PAGES, EventSource, PagesInfo
+from jengine.serving.calls.model_provider import EngineInfo
 from jengine.spi import (
     BeamsFound,
     Ended,
@@ -175,30 +175,6 @@ Order = Configure | Picture | Add | End | Do | Quit
 
 # --- from the engine to the server
 # -----------------------------------------------------------------------------
-
-
-class EngineInfo(msgspec.Struct, array_like=True, gc=False):
-    """Facts about an engine that has started, mostly from jengine.Started."""
-
-    tokenizer_folder: str | None
-    dtype: str
-    devices: str
-    quantization: str = ""
-    mesh: dict[str, int] = {}
-    kernels: str = ""
-    advice: str = ""  # the fastest quantization for the processor
-    programs_compiled: int = 0
-    programs_loaded: int = 0
-    sampling_defaults: dict[str, Any] = {}  # defaults for requests, where they differ from SamplingParams
-    longest_step: float = 0.0
-    stream_interval: int = 1
-    image_folder: str | None = None  # the folder that says how the model reads images; None: it reads none
-    max_images: int = 0  # of a prompt
-    image_rows: int = 0  # the most embeddings of an image
-    image_processing: dict[str, Any] = {}  # mm_processor_kwargs
-    chat_template: str | None = None  # the one that replaces those of the tokenizer's folder
-    page_events: EventSource | None = None
-    pages: PagesInfo = NO_PAGES
 
 
 class Starting(WireMessage):

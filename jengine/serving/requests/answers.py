@@ -8,17 +8,15 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import grpc
 
 from jengine import RequestHandle, RequestOutput
-from jengine.serving.calls.call import SlowReader
 from jengine.serving.calls.errors import Refusal
 from jengine.serving.calls.model_provider import RESTART_SECONDS
-from jengine.serving.guards.admission import Place
 from jengine.serving.requests.tracking import TrackedRequest
 from jengine.spi import Readers
 
@@ -116,6 +114,9 @@ class Answer:
     Args:
         pace: of streams; None for a request that gets one output.
         aborts: those that the API shows.
+
+    Attributes:
+        request: the tracked request.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Answer:
         pace: Pace | None = None,
         aborts: Aborts = "none",
     ) -> None:
-        self._handle, self._request, self._pace, self._aborts = handle, request, pace, aborts
+        self._handle, self.request, self._pace, self._aborts = handle, request, pace, aborts
         self._counted: AbstractContextManager[None] = nullcontext() if pace is None else pace.stream()
         request.queued(handle.output)
 
@@ -138,7 +139,18 @@ class Answer:
         if self._pace is not None:
             self._pace.writing.pop(self, None)
         self._handle.close()
-        self._request.over()
+        self.request.over()
+
+    @property
+    def output(self) -> RequestOutput:
+        """Everything so far."""
+        return self._handle.output
+
+    def abandon(self) -> None:
+        """Frees the request's resources while its handler is blocked in a write."""
+        if self.request.place is not None:
+            self.request.place.release()
+        self._handle.abort()
 
     async def next(self) -> RequestOutput:
         """Returns the next output, which the caller must write. There is none after a finished one.
@@ -150,8 +162,8 @@ class Answer:
         if self._pace is not None:
             self._pace.writing.pop(self, None)
         output = await anext(self._handle)
-        output.request_id = self._request.request_id
-        self._request.tokens(output)
+        output.request_id = self.request.request_id
+        self.request.tokens(output)
         check_ending(output, self._aborts)
         if self._pace is not None:
             now = time.monotonic()
@@ -161,46 +173,34 @@ class Answer:
 
 
 class PatientWriter:
-    """Writes a stream's messages. The client must read each within a time limit.
+    """Writes an answer's messages to a gRPC stream. The client must read each within a time limit.
 
-    A write waits for HTTP/2's flow control. If it waits too long, `abandon` is called, which frees the
-    request's resources. The write cannot be cancelled, so the error is raised, and reaches the client, only
-    when the client reads on or disconnects. Until then the stream holds one message and the transport's
-    buffers.
+    A write waits for HTTP/2's flow control. If it waits too long, the answer is abandoned. The write cannot
+    be cancelled, so the error is raised, and reaches the client, only when the client reads on or
+    disconnects. Until then the stream holds one message and the transport's buffers.
     """
 
-    def __init__(
-        self,
-        write: Callable[[Any], Awaitable[object]],
-        peer: Callable[[], str],
-        seconds: float,
-        abandon: Callable[[], object],
-    ) -> None:
-        self._write, self._peer, self._seconds, self._abandon = write, peer, seconds, abandon
+    def __init__(self, context: grpc.aio.ServicerContext, seconds: float, answer: Answer) -> None:
+        self._context, self._seconds, self._answer = context, seconds, answer
         self._call_later = asyncio.get_running_loop().call_later
         self._stalled = False
 
     async def write(self, message: Any) -> None:
-        """Raises SlowReader if the client did not read in time."""
+        """Raises Refusal if the client did not read in time."""
         timer = self._call_later(self._seconds, self._stall)
         try:
-            await self._write(message)
+            await self._context.write(message)
         finally:
             timer.cancel()
         if self._stalled:
-            raise SlowReader(f"slow reader: a message was not read within {self._seconds} s")
+            message = f"slow reader: a message was not read within {self._seconds} s"
+            raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, message, cause="slow_reader")
 
     def _stall(self) -> None:
         self._stalled = True
         log.warning(
             "slow reader: %s left a message unread for %g s; its request is aborted",
-            self._peer(),
+            self._context.peer(),
             self._seconds,
         )
-        self._abandon()
-
-
-def abandon(handle: RequestHandle, place: Place) -> None:
-    """Frees a request's resources while its handler is blocked in a write."""
-    place.release()
-    handle.abort()
+        self._answer.abandon()

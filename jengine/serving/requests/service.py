@@ -8,29 +8,28 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from jengine import InvalidArgument, PromptTooLong, RequestHandle, SamplingParams, Tokenizer, TokensPrompt
+from jengine import InvalidArgument, PromptTooLong, SamplingParams, Tokenizer, TokensPrompt
 from jengine.serving.calls.call import Call, NamedImage
 from jengine.serving.calls.errors import Busy, in_use
 from jengine.serving.calls.model_provider import NotReady, ServedModels
 from jengine.serving.calls.named_model import NamedModel, no_model
 from jengine.serving.calls.portions import Portions
 from jengine.serving.config import ServerConfig
-from jengine.serving.guards.admission import Place, RequestBounds, ServerAdmission, client_of
+from jengine.serving.guards.admission import RequestBounds, ServerAdmission, client_of
 from jengine.serving.guards.media import Media
 from jengine.serving.guards.sandbox import Sandbox
 from jengine.serving.guards.security import salted, scoped
 from jengine.serving.logs import RequestLog
 from jengine.serving.metrics.server_metrics import Metrics
 from jengine.serving.options import variables_of
-from jengine.serving.requests.answers import Pace
-from jengine.serving.requests.tracking import RequestTracker, Spans
+from jengine.serving.requests.answers import Aborts, Answer, Pace
+from jengine.serving.requests.tracking import RequestTracker, Spans, TrackedRequest
 from jengine.serving.requests.transfer import pages_from
 from jengine.spi import (
     MAX_CLIENT,
     CutImage,
     GenerationParams,
     ImageReader,
-    Judgement,
     OutputKind,
     PreparedPrompt,
     chat_tokens,
@@ -218,7 +217,7 @@ class Shared(NamedTuple):
         spans: Spans | None = None,
     ) -> Shared:
         """Must be called in the server's event loop. Close it after the server has stopped."""
-        admission = ServerAdmission(config, models)
+        admission = ServerAdmission(config, models, metrics)
         sandbox = Sandbox(charge=admission.charge_work)
         media = Media(config.media_domains, config.media_folder)
         return cls(
@@ -288,18 +287,21 @@ class Service:
         parsed: ParsedRequest,
         kind: OutputKind,
         call: Call,
-        request_id: str,
-        place: Place,
+        tracked: TrackedRequest,
+        aborts: Aborts = "none",
         *,
         first: bool = True,
-    ) -> RequestHandle:
-        """Validates and queues a prompt. Slow work runs in threads, dangerous work in the sandbox's
-        processes.
+    ) -> Answer:
+        """Validates and queues a prompt, which has a place. Slow work runs in threads, dangerous work in the
+        sandbox's processes.
 
         Args:
+            aborts: those that the API shows.
             first: whether this is the request's first prompt; its grammar is checked once.
         """
         client, params, llm, longest = client_of(call), parsed.params, model.llm, model.max_model_len
+        place = tracked.place
+        assert place is not None
         source = pages_from(parsed.kv_transfer_params, model.provider.info.pages)
         salt = salted(parsed.cache_salt)  # computed here, since threads do not know the key
         if first:
@@ -324,9 +326,9 @@ class Service:
         place.reserve(prompt_tokens, _output_tokens(parsed, prompt_tokens, longest), first)
         timeout = self._bounds.timeout(parsed.timeout)
         try:
-            return llm.submit(
+            handle = llm.submit(
                 prepared,
-                request_id=scoped(request_id),
+                request_id=scoped(tracked.request_id),
                 priority=parsed.priority,
                 ttft_ms=parsed.ttft_ms,
                 tpot_ms=parsed.tpot_ms,
@@ -338,7 +340,10 @@ class Service:
         except InvalidArgument as wrong:
             if wrong.field == "lora_request":  # it was unloaded meanwhile
                 raise no_model(model.name, self._models) from None
-            raise wrong if wrong.field != "request_id" else in_use(request_id, wrong.limit) from None
+            if wrong.field == "request_id":
+                raise in_use(tracked.request_id, wrong.limit) from None
+            raise
+        return Answer(handle, tracked, self._pace if kind == "delta" else None, aborts)
 
     async def _render(
         self, model: NamedModel, read: Callable[[], Conversation], template: str | None, size: int, call: Call
@@ -368,11 +373,6 @@ class Service:
         trusted = template is None and tokenizer is model.llm.tokenizer
         text, ids = await self._sandbox.render(client, messages, options, tokenizer, trusted=trusted)
         return chat_tokens(tokenizer, text, ids, images)
-
-    async def _judged(self, model: NamedModel, judgement: Judgement, call: Call) -> TokensPrompt:
-        """The prompt of a reranker."""
-        rendered = await self._sandbox.judge(client_of(call), judgement, model.tokenizer)
-        return {"prompt_token_ids": rendered.token_ids}
 
 
 def check_ids(field: str, count: int, model: NamedModel) -> None:

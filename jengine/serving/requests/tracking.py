@@ -183,9 +183,7 @@ class TrackedRequest:
     @property
     def output_tokens(self) -> int:
         """Tokens generated so far, in all completions."""
-        return (
-            0 if self.output is None else sum(len(completion.token_ids) for completion in self.output.outputs)
-        )
+        return 0 if self.output is None else tokens_of(self.output)
 
     def _charge(self) -> None:
         if self.place is not None and self.place.limited:
@@ -267,6 +265,11 @@ class RequestTracker:
                 self._request_log.write(request.entry(refused, status))
             if self._spans is not None:
                 self._spans.over(request, status, call)
+
+
+def tokens_of(output: RequestOutput) -> int:
+    """Tokens of all completions."""
+    return sum(len(completion.token_ids) for completion in output.outputs)
 
 
 def new_id() -> str:

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 
 from jengine import CompletionOutput, RequestOutput
-from jengine.serving.calls import portions
-from jengine.serving.calls.portions import Parts, Portioned
+from jengine.serving.calls.portions import Parts, encoded
 from jengine.serving.http.blocks import Block, BlockReader, Blocks, Step
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.chat_service import Chat, ChatApi, ChatInput
@@ -29,37 +28,34 @@ class Messages(ChatApi):
     def read(self, json_body: dict[str, Any]) -> ChatInput:
         return read(json_body)
 
-    def headers(self, request_id: str) -> dict[str, str]:
-        headers = super().headers(request_id)
-        return {**headers, "request-id": request_id} if headers else headers
+    def headers(self, chat: Chat) -> dict[str, str]:
+        headers = super().headers(chat)
+        return {**headers, "request-id": chat.request_id} if headers else headers
 
-    async def whole(self, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned) -> Parts:
+    async def whole(self, chat: Chat, output: RequestOutput) -> Parts:
         [completion] = output.outputs
         blocks, tokens = Blocks(chat.read(completion.text)), len(completion.token_ids)
         cut = blocks.all[-1:] if completion.finish_reason == "length" else []
         content = [shown for block in blocks.all if (shown := _whole(block, block in cut)) is not None]
         called = any(shown["type"] == "tool_use" for shown in content)
-        return portions.encoded(
+        return encoded(
             {
-                **_head(chat, request_id),
+                **_head(chat),
                 "content": content,
                 **_stop(chat, completion, called, tokens),
                 "usage": await _usage(chat, output, blocks, tokens),
             }
         )
 
-    def stream(
-        self, call: HttpCall, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned
-    ) -> MessagesStream:
-        return MessagesStream(call, chat, request_id)
+    def stream(self, call: HttpCall, chat: Chat, output: RequestOutput) -> MessagesStream:
+        return MessagesStream(call, chat)
 
 
 class MessagesStream:
     """An AnswerStream. It begins with the first output, which tells how much of the prompt was cached."""
 
-    def __init__(self, call: HttpCall, chat: Chat, request_id: str) -> None:
-        self._call, self._chat, self._id, self._reader = call, chat, request_id, BlockReader(chat)
-        self.finished = False
+    def __init__(self, call: HttpCall, chat: Chat) -> None:
+        self._call, self._chat, self._reader, self.finished = call, chat, BlockReader(chat), False
 
     async def start(self) -> None:
         pass
@@ -68,10 +64,10 @@ class MessagesStream:
         if self._reader.last is None:
             usage = await _usage(self._chat, output, self._reader.blocks, 0)
             nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-            message = {**_head(self._chat, self._id), **nothing, "usage": usage}
+            message = {**_head(self._chat), **nothing, "usage": usage}
             await self._send("message_start", message=message)
             await self._send("ping")
-        for step in self._reader.take(output):
+        for step in await self._reader.take(output):
             await self._show(step)
         self.finished = output.finished
 
@@ -98,8 +94,8 @@ class MessagesStream:
         await self._call.event([msgspec.json.encode({"type": kind, **fields})], kind)
 
 
-def _head(chat: Chat, request_id: str) -> dict[str, Any]:
-    return {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": chat.model.name}
+def _head(chat: Chat) -> dict[str, Any]:
+    return {"id": f"msg_{chat.request_id}", "type": "message", "role": "assistant", "model": chat.model.name}
 
 
 def _opened(block: Block) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from jengine.serving.grpc.conversions import MAX_MESSAGES
 from jengine.serving.http.bodies import LEVEL, Body, BodyFields, checked, without_nulls
 from jengine.serving.http.chat_service import ChatInput
 from jengine.serving.http.parameters import forces_calls
-from jengine.serving.http.policy import RESPONSES, check_fields, fields, log_accepted, members, values
+from jengine.serving.http.policy import RESPONSES, check_fields, fields, log_accepted, names_after
 from jengine.serving.http.responses.types import (
     ALLOWED_TOOLS,
     ITEMS,
@@ -28,8 +28,8 @@ from jengine.serving.http.responses.types import (
 from jengine.serving.http.turns import Turns, image, text, type_of
 from jengine.serving.parsers.events import clean
 
-HOSTED = values(RESPONSES, "accepted", "tools")
-WITHOUT_EFFECT = members(RESPONSES, "accepted", "tools")
+HOSTED = names_after("tools: ", RESPONSES, "accepted")
+WITHOUT_EFFECT = names_after("tools.", RESPONSES, "accepted")
 CHOICES = ("none", "auto", "required")
 SEPARATOR = "__"
 INPUT = "input"  # the parameter of a custom tool's function
@@ -221,7 +221,7 @@ NAMES = {
     "logprobs": "top_logprobs",
 }
 LOGPROBS = "message.output_text.logprobs"
-INCLUDABLE = values(RESPONSES, "accepted", "include") | {LOGPROBS}
+INCLUDABLE = names_after("include: ", RESPONSES, "accepted") | {LOGPROBS}
 STORED_INPUT = "stored input"  # of ChatInput.request: the items as JSON, if the response will be stored
 COMPACTED = "[Earlier turns of this conversation are missing: another server has compacted them.]"
 RESULTS = ("output", "outputs", "results", "result", "error")  # members of calls that another server ran

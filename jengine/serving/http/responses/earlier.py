@@ -149,8 +149,8 @@ class EarlierResponses:
     def __init__(self, store: ResponseStore, text_work: TextWork, max_bytes: int) -> None:
         self._store, self._text_work, self._max_bytes = store, text_work, max_bytes
 
-    async def expand(self, call: HttpCall, body: dict[str, Any], size: int) -> tuple[dict[str, Any], int]:
-        """A request of `size` bytes with the items to which it refers, and their size."""
+    async def expand(self, call: HttpCall, body: dict[str, Any]) -> dict[str, Any]:
+        """A request with the items to which it refers."""
         previous, items = body.get(PREVIOUS), body.get("input")
         before = self._earlier(previous) if isinstance(previous, str) else None
         named: dict[str, bytes] = {}
@@ -158,17 +158,17 @@ class EarlierResponses:
             if (item_id := _reference(item)) is not None:
                 named[item_id] = self._with_item(item_id)
         if before is None and not named:
-            return body, size
-        size += sum(map(len, {id(text): text for text in named.values()}.values()))
-        size += 0 if before is None else before.size
-        if size > self._max_bytes:
-            limit = f"with its earlier items, the request has {size} bytes: at most {self._max_bytes}"
+            return body
+        call.size += sum(map(len, {id(text): text for text in named.values()}.values()))
+        call.size += 0 if before is None else before.size
+        if call.size > self._max_bytes:
+            limit = f"with its earlier items, the request has {call.size} bytes: at most {self._max_bytes}"
             raise BadBody(413, f"{limit} (max_message_bytes)")
 
         def whole() -> dict[str, Any]:
             return {**body, "input": [*_items_of(before), *_resolved(items, named)]}
 
-        return await self._text_work.run(client_of(call), size, whole), size
+        return await self._text_work.run(client_of(call), call.size, whole)
 
     def _earlier(self, response_id: str) -> StoredResponse:
         """Raises Refusal, as OpenAI's API does."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from jengine import CompletionOutput, RequestOutput
-from jengine.serving.calls.portions import Parts, Portioned
+from jengine.serving.calls.portions import Parts
 from jengine.serving.http.blocks import Block, BlockReader, Blocks, Step
 from jengine.serving.http.calls import HttpCall
 from jengine.serving.http.chat_service import Chat, ChatApi, ChatInput
@@ -43,14 +43,14 @@ class LogprobReader(BlockReader):
         self._coming: deque[Token] = deque()  # whose text has not come yet
         self._parsed: list[Token] = []  # whose text no block has yet
 
-    async def expect(self, output: RequestOutput, portioned: Portioned) -> None:
-        """Must be called with each output before `take`."""
-        top = self._chat.body.get("top_logprobs", 0)
+    async def take(self, output: RequestOutput) -> list[Step]:
+        portions, top = self._chat.portions, self._chat.body.get("top_logprobs", 0)
         for completion in output.outputs:
-            entries = await token_entries(portioned, completion.logprobs or (), top, self._texts)
+            entries = await token_entries(portions, completion.logprobs or (), top, self._texts)
             for token, entry in zip(completion.token_ids, entries, strict=True):
                 size = len(self._detokenizer.push([token]))
                 self._coming.append((size, None if token in self._hidden else entry))
+        return await super().take(output)
 
     def _read(self, completion: CompletionOutput) -> list[Step]:
         steps = []
@@ -142,7 +142,7 @@ def item(chat: Chat, block: Block, status: Status) -> dict[str, Any]:
     return {"type": "message", **head, "role": "assistant", "content": content}
 
 
-def response(chat: Chat, request_id: str, **more: Any) -> dict[str, Any]:
+def response(chat: Chat, **more: Any) -> dict[str, Any]:
     """A response: the request's parameters, and `more`."""
     request, params = chat.request, chat.params
     form = request.get("text", {}).get("format", {"type": "text"})
@@ -155,7 +155,7 @@ def response(chat: Chat, request_id: str, **more: Any) -> dict[str, Any]:
         "safety_identifier", "user",
     )  # fmt: skip
     return {
-        "id": f"resp_{request_id}",
+        "id": f"resp_{chat.request_id}",
         "object": "response",
         "created_at": chat.created,
         "completed_at": None,
@@ -189,14 +189,7 @@ def reader_of(chat: Chat) -> BlockReader:
     return BlockReader(chat) if chat.params.logprobs is None else LogprobReader(chat)
 
 
-async def take(reader: BlockReader, output: RequestOutput, portioned: Portioned) -> list[Step]:
-    """What an output changes."""
-    if isinstance(reader, LogprobReader):
-        await reader.expect(output, portioned)
-    return reader.take(output)
-
-
-async def ended(chat: Chat, request_id: str, reader: BlockReader) -> dict[str, Any]:
+async def ended(chat: Chat, reader: BlockReader) -> dict[str, Any]:
     """A response that has ended."""
     assert reader.completion is not None
     reason = reader.completion.finish_reason
@@ -204,17 +197,17 @@ async def ended(chat: Chat, request_id: str, reader: BlockReader) -> dict[str, A
     if reason == "length":
         state = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
     items, usage = _items(chat, reader.blocks, cut=reason != "stop"), await _usage(chat, reader)
-    return response(chat, request_id, **state, output=items, usage=usage)
+    return response(chat, **state, output=items, usage=usage)
 
 
-async def failed(chat: Chat, request_id: str, reader: BlockReader, error: HttpError) -> dict[str, Any]:
+async def failed(chat: Chat, reader: BlockReader, error: HttpError) -> dict[str, Any]:
     """A response that has failed after it had begun: what was shown of it."""
     shown = {"code": error.code or "server_error", "message": error.message}
     usage = None
     with contextlib.suppress(Exception):  # another error must not hide this one
         usage = await _usage(chat, reader)
     items = _items(chat, reader.blocks, cut=True)
-    return response(chat, request_id, status="failed", error=shown, output=items, usage=usage)
+    return response(chat, status="failed", error=shown, output=items, usage=usage)
 
 
 def _items(chat: Chat, blocks: Blocks, cut: bool) -> list[dict[str, Any]]:
@@ -253,38 +246,34 @@ class Responses(ChatApi):
     def read(self, body: dict[str, Any]) -> ChatInput:
         return read(body, self._store.on)
 
-    async def begin_too_long(self, call: HttpCall, chat: Chat, request_id: str, portioned: Portioned) -> None:
+    async def begin_too_long(self, call: HttpCall, chat: Chat) -> None:
         """Fail in the stream, as OpenAI's server: after a 400, Codex would not shorten its conversation."""
-        await call.start_events(self.headers(request_id))
-        await ResponseStream(call, chat, request_id, portioned, self._store).start()
+        await call.start_events(self.headers(chat))
+        await ResponseStream(call, chat, self._store).start()
 
-    async def whole(self, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned) -> Parts:
+    async def whole(self, chat: Chat, output: RequestOutput) -> Parts:
         reader = reader_of(chat)
-        await take(reader, output, portioned)
-        return [keep(self._store, chat, await ended(chat, request_id, reader))]
+        await reader.take(output)
+        return [keep(self._store, chat, await ended(chat, reader))]
 
-    def stream(
-        self, call: HttpCall, chat: Chat, output: RequestOutput, request_id: str, portioned: Portioned
-    ) -> ResponseStream:
-        return ResponseStream(call, chat, request_id, portioned, self._store)
+    def stream(self, call: HttpCall, chat: Chat, output: RequestOutput) -> ResponseStream:
+        return ResponseStream(call, chat, self._store)
 
 
 class ResponseStream:
     """An AnswerStream."""
 
-    def __init__(
-        self, call: HttpCall, chat: Chat, request_id: str, portioned: Portioned, store: ResponseStore
-    ) -> None:
-        self._call, self._chat, self._id, self._store = call, chat, request_id, store
-        self._reader, self._portioned, self.finished = reader_of(chat), portioned, False
+    def __init__(self, call: HttpCall, chat: Chat, store: ResponseStore) -> None:
+        self._call, self._chat, self._store = call, chat, store
+        self._reader, self.finished = reader_of(chat), False
         call.end_failed = self._fail
 
     async def start(self) -> None:
         for kind in ("created", "in_progress"):
-            await self._send(f"response.{kind}", response=response(self._chat, self._id))
+            await self._send(f"response.{kind}", response=response(self._chat))
 
     async def show(self, output: RequestOutput) -> None:
-        steps = await take(self._reader, output, self._portioned)
+        steps = await self._reader.take(output)
         self.finished = output.finished
         for step in steps:
             await self._show(step)
@@ -327,12 +316,12 @@ class ResponseStream:
         return None if completion is None else completion.finish_reason
 
     async def _fail(self, error: HttpError) -> None:
-        last = await failed(self._chat, self._id, self._reader, error)
+        last = await failed(self._chat, self._reader, error)
         await self._send("response.failed", response=last)
         await self._call.end_events(b"")
 
     async def end(self) -> None:
-        last = await ended(self._chat, self._id, self._reader)
+        last = await ended(self._chat, self._reader)
         text = keep(self._store, self._chat, last)
         await self._send(f"response.{last['status']}", response=msgspec.Raw(text))
         await self._call.end_events(b"")
