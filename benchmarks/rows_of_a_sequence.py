@@ -12,6 +12,7 @@ other processes disturb less.
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +27,6 @@ from benchmarks.steps import PAGE_SIZE, Model, Step, least
 from jengine.models.config import ModelConfig
 from pallas_kernels.attention import dispatch
 from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.llvm import team
 
 Clock = Callable[[], float]
 MOST = 8
@@ -95,7 +95,8 @@ def main() -> None:
     options = parser.parse_args()
     contexts, seconds = ([256, 4096], 10) if options.quick else (options.contexts, options.seconds)
     clock = time.process_time if options.cpu_time else time.perf_counter
-    team.limit(1 if options.cpu_time else None)
+    if options.cpu_time:
+        os.environ["NPROC"] = "1"
     model = Model(made_model(options.model), "bfloat16")
     steps = {n: model.step(rows=n, context=max(contexts)) for n in (1, MOST)}
     attention = Attention(model.config, max(contexts) + 1, clock)

@@ -153,6 +153,11 @@ BLACKWELL = Target(
 CPU = Target("CPU", "llvm", "CPUs", on_cpu)
 
 
+def why_no_dtype(x: Any) -> str | None:
+    """Why kernels for GPUs do not take queries, or rows of a product, of x's dtype, or None."""
+    return None if str(x.dtype) in DTYPES else f"dtype={x.dtype}: the kernel takes {' and '.join(DTYPES)}"
+
+
 def choose(table: Table, impl: Impl, device: jax.Device | None, *call: Any) -> Implementation | None:
     """The first implementation that supports the call; None: XLA's.
 

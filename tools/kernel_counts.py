@@ -35,13 +35,14 @@ import jax
 import jax.numpy as jnp
 from ampere_attention import AMPERE_CASES, BLACKWELL_CASES
 from ampere_products import AMPERE_FORMATS, AMPERE_PRODUCTS
+from compiler_report import KernelFacts, kernel_facts
 from docs_kernels import MACHINES
 from kernel_facts import AMPERE, Case, decode, decode_eight_bits
 
 from jengine.devices.device_spec import device_spec
 from pallas_kernels.attention import blackwell
 from pallas_kernels.attention.ampere import LATENT_PROMPTS, LATENT_ROWS, shape_of_block
-from pallas_kernels.compilation.ahead_of_time import KernelFacts, device, kernel_facts
+from pallas_kernels.compilation.ahead_of_time import device
 from pallas_kernels.mosaic import blackwell as tcgen05
 from pallas_kernels.mosaic.ampere import DEPTH
 from pallas_kernels.products import weights

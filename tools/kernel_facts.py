@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from compiler_report import KernelFacts, kernel_facts
 
 from pallas_kernels.attention import dispatch
 from pallas_kernels.attention.hopper.decode import paged_attention_decode
@@ -23,7 +24,7 @@ from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.cache.hopper_write import kv_write
 from pallas_kernels.cache.page_copy import copy_pages
 from pallas_kernels.cache.qkv import HeadNorm, QkvProduct
-from pallas_kernels.compilation.ahead_of_time import KernelFacts, device, kernel_facts
+from pallas_kernels.compilation.ahead_of_time import device
 from pallas_kernels.products.groups import grouped, one_group
 from pallas_kernels.products.hopper.grouped_product import grouped_product
 from pallas_kernels.products.hopper.int4_product import grouped_int4_product, int4_product

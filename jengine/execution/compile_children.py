@@ -37,6 +37,7 @@ from jengine.execution.kinds import Key
 from jengine.execution.memory import ProgramMemory
 from jengine.execution.program_store import difference
 from jengine.execution.spec import JAX_OPTIONS, ExecutionSpec
+from pallas_kernels.compilation import ahead_of_time
 
 log = logging.getLogger("jengine")
 MODULE = "jengine.execution.compile_child"
@@ -62,15 +63,11 @@ class Target:
     memory: int
 
     def devices(self) -> list[jax.Device]:
-        from pallas_kernels.compilation import ahead_of_time  # imports Mosaic
-
         return ahead_of_time.devices(self.name, self.count, self.memory)
 
     @classmethod
     def of(cls, devices: Sequence[jax.Device]) -> Target | None:
         """Describe GPUs that are present; None: programs for them cannot be compiled without them."""
-        from pallas_kernels.compilation import ahead_of_time  # imports Mosaic
-
         name = ahead_of_time.target_of(devices[0])
         limit = (devices[0].memory_stats() or {}).get("bytes_limit")
         if name is None or limit is None:

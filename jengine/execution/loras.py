@@ -21,7 +21,8 @@ from jengine.parallel.collectives import TENSOR
 from jengine.parallel.mesh import partition
 from pallas_kernels.products.adapted import Adapted, Stack, columns_of
 from pallas_kernels.products.weight import Forms
-from pallas_kernels.products.weights import is_weight, stored, weight_of
+from pallas_kernels.products.weights import is_weight, weight_of
+from pallas_kernels.products.weights import prepare as prepare_product
 
 HEADER = 64  # bytes before an adapter's numbers: the place to write them to; keeps these aligned
 
@@ -204,9 +205,9 @@ def lora(
 
 
 def prepare(shapes: LoraShapes) -> None:
-    """Registers the CPU kernels of products with adapters; see `StoredWeight.prepare`."""
+    """Registers the CPU kernels of products with adapters, if there are any."""
     if shapes.mesh.devices.flat[0].platform == "cpu" and shapes.stacks:
-        stored(shapes.stacks[0].a).prepare()
+        prepare_product(shapes.stacks[0].a)
 
 
 def _shards(array: np.ndarray, spec: PartitionSpec, devices: int) -> list[np.ndarray]:

@@ -44,7 +44,7 @@ from pallas_kernels.mosaic.ampere import (
     copy,
     gathered,
     in_order,
-    left_of_bytes,
+    left_side,
     right_side,
     tiled,
     transposed,
@@ -389,7 +389,7 @@ def _run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
         numbers = plgpu.load(smem.k.at[slot], layout=NUMBERS, optimized=False)
         for step in range(head_dim // DEPTH):
             q = plgpu.load(smem.q.at[:, pl.ds(step * DEPTH, DEPTH)], layout=INPUTS, optimized=False)
-            s = plgpu.mma(s, left_of_bytes(numbers, step, kind, dtype), right_side(q, eight_bits=True))
+            s = plgpu.mma(s, left_side(numbers, step, kind, dtype), right_side(q, eight_bits=True))
         return s
 
     def values(slot: Any, part: Any) -> Any:

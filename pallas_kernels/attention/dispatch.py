@@ -18,18 +18,24 @@ import jax
 from pallas_kernels.attention import xla
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.support import (
+    TILE_GRID,
     why_no_ampere_attention,
     why_no_cpu_attention,
     why_no_gpu_attention,
 )
-from pallas_kernels.attention.work_list import WorkList, decode_blocks, even_work, fixed_work, most_rows
-from pallas_kernels.quantization.quantized import Pages, Quantized
+from pallas_kernels.attention.work_list import (
+    QUERIES,
+    WorkList,
+    decode_blocks,
+    even_work,
+    fixed_work,
+    most_rows,
+)
+from pallas_kernels.quantization.quantized import Pages
 from pallas_kernels.targets import AMPERE, BLACKWELL, CPU, HOPPER, Impl, Implementation, choose, lazy
 
 
 def _why_no_hopper_decode(q: Any, k_pages: Pages, v_pages: Pages, options: AttentionOptions) -> str | None:
-    from pallas_kernels.attention.hopper.decode import QUERIES
-
     heads, kv_heads = q.shape[-2], k_pages.shape[1]
     if heads > QUERIES * kv_heads:
         return f"heads={heads}: the kernel takes at most {QUERIES} for each of {kv_heads} kv heads"
@@ -39,8 +45,6 @@ def _why_no_hopper_decode(q: Any, k_pages: Pages, v_pages: Pages, options: Atten
 def _why_no_hopper_prefill(
     q: Any, k_pages: Pages, v_pages: Pages, options: AttentionOptions, ahead: bool = False
 ) -> str | None:
-    from pallas_kernels.attention.hopper.prefill import TILE_GRID
-
     if (refused := why_no_gpu_attention(q, k_pages, v_pages, options)) is not None:
         return refused
     return f"tile={q.shape[1]}: the kernel takes multiples of {TILE_GRID}" if q.shape[1] % TILE_GRID else None
@@ -49,9 +53,7 @@ def _why_no_hopper_prefill(
 def _hopper_decode_work(
     k_pages: Pages, lengths: jax.Array, tokens: int | None, device: jax.Device, **grouping: Any
 ) -> WorkList:
-    kv_heads, _, head_dim = k_pages.shape[1:]
-    stored = k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype
-    grouping["blocks"] = decode_blocks(str(stored), head_dim, device)
+    kv_heads, grouping["blocks"] = k_pages.shape[1], decode_blocks(k_pages, device)
     if tokens is None:
         return even_work(lengths, kv_heads, **grouping)
     return fixed_work(lengths, kv_heads, tokens=tokens, **grouping)

@@ -13,19 +13,16 @@ import jax
 
 from pallas_kernels.attention import dispatch
 from pallas_kernels.attention.options import AttentionOptions
+from pallas_kernels.attention.support import KEY_CHANNELS, RANKS
 from pallas_kernels.attention.work_list import WorkList
 from pallas_kernels.cache.support import why_page_size_unsupported
 from pallas_kernels.quantization.quantized import Pages, Quantized
-from pallas_kernels.targets import AMPERE, CPU, DTYPES, HOPPER, Impl, Implementation, choose, lazy
+from pallas_kernels.targets import AMPERE, CPU, HOPPER, Impl, Implementation, choose, lazy, why_no_dtype
 
 
 def _why_no_gpu_latent(q: Any, pages: Pages, options: AttentionOptions, rank: int) -> str | None:
-    from pallas_kernels.attention.hopper.latent import KEY_CHANNELS, RANKS
-
-    if (refused := options.refused()) is not None:
+    if (refused := options.refused() or why_no_dtype(q)) is not None:
         return refused
-    if str(q.dtype) not in DTYPES:
-        return f"dtype={q.dtype}: the kernel takes {' and '.join(DTYPES)}"
     if isinstance(pages, Quantized):
         return f"pages={pages.kind}: the kernel takes no quantized cache"
     if pages.dtype != q.dtype:

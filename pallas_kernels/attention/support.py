@@ -10,10 +10,14 @@ from typing import Any
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.cache.support import why_no_cpu_cache, why_no_gpu_cache
 from pallas_kernels.quantization.quantized import Pages, Quantized
-from pallas_kernels.targets import DTYPES
+from pallas_kernels.targets import why_no_dtype
 
 GPU_OPTIONS = "window", "soft_cap", "sinks"  # of attention, besides the scale
 CPU_OPTIONS = *GPU_OPTIONS, "slopes"
+TILE_GRID = 8  # the number of tokens of a tile is a multiple of this, in Hopper's kernel
+# of latent attention: channels of a value, of which each half is whole tiles of shared memory; a key has a
+# multiple of the others, up to as many more than the largest rank
+RANKS, KEY_CHANNELS = (128, 256, 384, 512), 64
 
 
 def why_no_cpu_attention(
@@ -36,10 +40,8 @@ def why_no_ampere_attention(
 
 
 def why_no_gpu_attention(q: Any, k_pages: Pages, v_pages: Pages, options: AttentionOptions) -> str | None:
-    if (why := options.refused(*GPU_OPTIONS)) is not None:
+    if (why := options.refused(*GPU_OPTIONS) or why_no_dtype(q)) is not None:
         return why
-    if str(q.dtype) not in DTYPES:
-        return f"dtype={q.dtype}: the kernel takes {' and '.join(DTYPES)}"
     if not isinstance(k_pages, Quantized) and k_pages.dtype != q.dtype:
         return (
             f"k_pages={k_pages.dtype}: the kernel takes the queries' dtype, {q.dtype}, or a quantized cache"

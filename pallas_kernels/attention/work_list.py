@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantization.quantized import Pages
 from pallas_kernels.targets import BLOCKS, cores
 
 TILE = 64  # tokens
@@ -296,12 +297,9 @@ def _table(columns: list[jax.Array], there: jax.Array) -> jax.Array:
     return jnp.where(there[:, None], jnp.stack(columns, axis=1), 0).astype(jnp.int32)
 
 
-def decode_blocks(cache: str, head_dim: int, device: jax.Device | None) -> int:
-    """Thread blocks of a work list of decode attention: as many as the device runs at a time, for any number
-    of rows.
-
-    Args:
-        cache: stored dtype.
+def decode_blocks(pages: Pages, device: jax.Device | None) -> int:
+    """Thread blocks of a work list of decode attention over such pages: as many as the device runs at a time,
+    for any number of rows.
     """
-    itemsize = jnp.dtype(cache).itemsize
-    return cores(device) * (BLOCKS if head_dim <= 64 * itemsize else 1)
+    stored, *_ = jax.tree.leaves(pages)
+    return cores(device) * (BLOCKS if pages.shape[3] <= 64 * stored.dtype.itemsize else 1)

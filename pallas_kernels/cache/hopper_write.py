@@ -224,7 +224,7 @@ def _in_order(shape: tuple[int, ...], dtype: Any, pairs: int = 0) -> Any:
     numbers.
 
     Without transforms, Mosaic would choose tiles of fewer than 8 rows, swizzled, of which registers cannot
-    use slices: see `swizzle`. Warps read whole rows here, so they need no swizzle.
+    use slices: see `tools/swizzle_check.py`. Warps read whole rows here, so they need no swizzle.
     """
     tiles = plgpu.TilingTransform((math.gcd(pairs, shape[-1]),))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiles,))

@@ -1,1 +1,1 @@
-"""Compiles kernels for GPUs that are absent, checks the result, shares lowered kernels, and times them."""
+"""Compiles kernels for GPUs that are absent, and shares lowered ones."""

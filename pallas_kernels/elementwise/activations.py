@@ -45,7 +45,7 @@ def gated(gate_up: jax.Array, activation: str) -> jax.Array:
         return xla(gate_up)
     from pallas_kernels.elementwise import cpu as elementwise
 
-    if elementwise.why_not_gated(gate_up) is not None:
+    if not elementwise.gates(gate_up):
         return xla(gate_up)
     y: jax.Array = lax.platform_dependent(
         gate_up, cpu=partial(elementwise.gated, activation=kernel), default=xla

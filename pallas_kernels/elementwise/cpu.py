@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.llvm import native
-from pallas_kernels.llvm.calls import call, register
-from pallas_kernels.llvm.code import Code, share
+from pallas_kernels.llvm.calls import call, functions, register
+from pallas_kernels.llvm.code import Code, share, write_parts
 from pallas_kernels.llvm.formats import SIZES, processor
 from pallas_kernels.llvm.kinds import INPUTS
 from pallas_kernels.llvm.math import LARGEST_POWER, LOG2_E, power_of_two, rounded
@@ -17,21 +17,19 @@ from pallas_kernels.llvm.types import F32, I16, I32, LANES, vector
 from pallas_kernels.llvm.values import Value
 
 GATES = "silu", "gelu_tanh"
-SHARED = 1 << 14  # minimum numbers for several threads
-ALONE = "define i64 @one(i64 %frame, i64 %most) { ret i64 1 }"
+ALONE = (1 << 14) - 1  # numbers up to which one thread is as fast as several
 GELU = 2 * (2 / 3.141592653589793) ** 0.5, 0.044715  # gelu(x) is about x * sigmoid(a * (x + b * x ** 3))
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate as `rotary.rotate_by_xla` does, for arguments that `why_no_rotation` accepts.
+    """Rotate as `rotary.rotate_by_xla` does, for arguments that `rotates` accepts.
 
     Args:
         x: bfloat16 or float32 [tokens, heads, head_dim].
         cos, sin: float32 [tokens, pairs].
     """
-    y: jax.Array = call(
-        _register("rotate", str(x.dtype), x.size), jax.ShapeDtypeStruct(x.shape, x.dtype), x, cos, sin
-    )
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    y: jax.Array = call(_register("rotate", str(x.dtype)), out, x, cos, sin)
     return y
 
 
@@ -45,67 +43,44 @@ def rotate_qkv(rows: jax.Array, group: int, cos: jax.Array, sin: jax.Array) -> t
     shapes = [
         jax.ShapeDtypeStruct((tokens, heads, dim), rows.dtype) for heads in (kv_heads * group, kv_heads)
     ]
-    q, k = call(_register("rotate_qkv", str(rows.dtype), rows.size), shapes, rows, cos, sin)
+    q, k = call(_register("rotate_qkv", str(rows.dtype)), shapes, rows, cos, sin)
     return q, k
 
 
-def why_no_rotation(dtype: str, head_dim: int, pairs: int) -> str | None:
-    """The reason why `rotate` does not support these, or None."""
-    if dtype not in INPUTS:
-        return f"dtype={dtype}: the kernel takes {' and '.join(INPUTS)}"
-    if pairs < LANES:
-        return f"pairs={pairs}: the kernel takes at least {LANES}"
-    rest = head_dim - 2 * pairs
-    return (
-        f"head_dim={head_dim}: the kernel takes 0 or at least {LANES} channels that do not rotate"
-        if 0 < rest < LANES
-        else None
-    )
+def rotates(dtype: str, head_dim: int, pairs: int) -> bool:
+    """Whether `rotate` supports these: at least a vector of pairs, and none or a vector of other channels."""
+    return dtype in INPUTS and pairs >= LANES and not 0 < head_dim - 2 * pairs < LANES
 
 
 def gated(gate_up: jax.Array, activation: str) -> jax.Array:
     """activation(gate) * up in float32, rounded once.
 
     Args:
-        gate_up: [rows, size, 2], accepted by `why_not_gated`; each gate is next to its factor.
+        gate_up: [rows, size, 2], accepted by `gates`; each gate is next to its factor.
         activation: one of GATES.
     """
     out = jax.ShapeDtypeStruct(gate_up.shape[:-1], gate_up.dtype)
-    y: jax.Array = call(_register(activation, str(gate_up.dtype), gate_up.size), out, gate_up)
+    y: jax.Array = call(_register(activation, str(gate_up.dtype)), out, gate_up)
     return y
 
 
-def why_not_gated(gate_up: jax.Array) -> str | None:
-    """The reason why `gated` does not support this, or None."""
-    if str(gate_up.dtype) not in INPUTS:
-        return f"gate_up={gate_up.dtype}: the kernel takes {' and '.join(INPUTS)}"
-    return (
-        f"gate_up={gate_up.size // 2} gates: the kernel takes at least {LANES}"
-        if gate_up.size < 2 * LANES
-        else None
-    )
+def gates(gate_up: jax.Array) -> bool:
+    """Whether `gated` supports this: at least a vector of gates."""
+    return str(gate_up.dtype) in INPUTS and gate_up.size >= 2 * LANES
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float) -> jax.Array:
-    """Normalize as `qkv.rms_norm` does, for arguments that `why_no_norm` accepts."""
+    """Normalize as `qkv.rms_norm` does, for arguments that `norms` accepts."""
     options = jnp.array([eps, offset], jnp.float32)
     rows = x.reshape(-1, x.shape[-1])
     out = jax.ShapeDtypeStruct(rows.shape, x.dtype)
-    y: jax.Array = call(_register("norm", str(x.dtype), x.size), out, rows, weight, options)
+    y: jax.Array = call(_register("norm", str(x.dtype)), out, rows, weight, options)
     return y.reshape(x.shape)
 
 
-def why_no_norm(x: jax.Array, weight: jax.Array) -> str | None:
-    """The reason why `rms_norm` does not support these, or None."""
-    if str(x.dtype) not in INPUTS or weight.dtype != x.dtype:
-        return (
-            f"x={x.dtype}, weight={weight.dtype}: the kernel takes twice the same of {' and '.join(INPUTS)}"
-        )
-    return (
-        f"x={x.shape}: the kernel takes at least {LANES} channels"
-        if x.shape[-1] < LANES or x.size == 0
-        else None
-    )
+def norms(x: jax.Array, weight: jax.Array) -> bool:
+    """Whether `rms_norm` supports these: of one dtype, and at least a vector of channels."""
+    return str(x.dtype) in INPUTS and weight.dtype == x.dtype and x.shape[-1] >= LANES and x.size > 0
 
 
 def prepare(dtype: str) -> None:
@@ -113,31 +88,33 @@ def prepare(dtype: str) -> None:
     some in float32.
     """
     if dtype in INPUTS:
-        for size in 0, SHARED:
-            for what in "rotate", "rotate_qkv", *GATES:
-                _register(what, dtype, size)
-            for kind in INPUTS:
-                _register("norm", kind, size)
+        for what in "rotate", "rotate_qkv", *GATES:
+            _register(what, dtype)
+        for kind in INPUTS:
+            _register("norm", kind)
 
 
 def source(target: native.Target, what: str, dtype: str) -> str:
-    """The source of a module with the function `compute` of (frame, part, parts), and `one`, which returns
-    one part.
+    """The source of a module with the function `compute` of (frame, part, parts), and `parts`, the number of
+    these.
     """
     code = Code()
     arrays = _Arrays(code, dtype, processor(target).pairs and target.architecture == "x86")
-    {"rotate": _rotate, "rotate_qkv": _rotate_qkv, "norm": _norm}.get(what, _gate)(arrays, what)
-    return code.text() + ALONE
+    write, axes = {"rotate": (_rotate, 3), "rotate_qkv": (_rotate_qkv, 4), "norm": (_norm, 2)}.get(
+        what, (_gate, 3)
+    )
+    write(arrays, what)
+    write_parts(code, "parts", axes, ALONE)
+    return code.text()
 
 
-def _register(what: str, dtype: str, size: int) -> str:
+def _register(what: str, dtype: str) -> str:
+    name = f"jengine_{what}_{dtype}"
+
     def make() -> list[int | tuple[int, int]]:
-        compute, target = native.compiled(
-            lambda: source(native.host(), what, dtype), "compute", "one", name=f"jengine_{what}_{dtype}"
-        )
-        return [compute if size >= SHARED else (compute, target)]
+        return functions(name, lambda: source(native.host(), what, dtype), ("compute", "parts"))
 
-    return register(f"jengine_{what}_{dtype}{'' if size >= SHARED else '_alone'}", make)
+    return register(name, make)
 
 
 class _Arrays:
@@ -145,19 +122,8 @@ class _Arrays:
 
     def __init__(self, code: Code, dtype: str, converts: bool) -> None:
         self.code, self.dtype, self.size, self._converts = code, dtype, SIZES[dtype], converts
-        self._frame, self.part, self.parts = code.kernel("compute")
-        self.out, _ = self.result(0)
-
-    def argument(self, index: int) -> tuple[Value, Value]:
-        """Addresses of its numbers and its shape."""
-        return self.code.argument(self._frame, index)
-
-    def result(self, index: int) -> tuple[Value, Value]:
-        return self.code.result(self._frame, index)
-
-    def share(self, count: Value) -> tuple[Value, Value]:
-        """First and end of this part's share of `count`."""
-        return share(count, self.part, self.parts)
+        self.frame, *self.part = code.kernel("compute")  # and how many there are
+        self.out, _ = code.result(self.frame, 0)
 
     def raw(self, place: Value) -> Value:
         """Loads numbers without conversion."""
@@ -178,20 +144,20 @@ class _Arrays:
 
 
 def _rotate(arrays: _Arrays, _: str) -> None:
-    code, (x, shape) = arrays.code, arrays.argument(0)
+    code, (x, shape) = arrays.code, arrays.code.argument(arrays.frame, 0)
     tokens, heads, dim = (code.word(shape, axis) for axis in range(3))
-    with code.loop(*arrays.share(tokens)) as token, code.loop(0, heads) as head:
+    with code.loop(*share(tokens, *arrays.part)) as token, code.loop(0, heads) as head:
         base = (token * heads + head) * dim * arrays.size
         _rotate_head(arrays, token, dim, x + base, arrays.out + base)
 
 
 def _rotate_qkv(arrays: _Arrays, _: str) -> None:
-    code, size = arrays.code, arrays.size
-    (x, shape), (q, q_shape), (k, _shape) = arrays.argument(0), arrays.result(0), arrays.result(1)
+    code, size, (x, shape) = arrays.code, arrays.size, arrays.code.argument(arrays.frame, 0)
+    (q, q_shape), (k, _shape) = (code.result(arrays.frame, n) for n in range(2))
     tokens, kv_heads, each, dim = (code.word(shape, axis) for axis in range(4))
     group = code.word(q_shape, 1) // kv_heads
     with (
-        code.loop(*arrays.share(tokens)) as token,
+        code.loop(*share(tokens, *arrays.part)) as token,
         code.loop(0, kv_heads) as kv_head,
         code.loop(0, group + 1) as head,
     ):
@@ -201,7 +167,8 @@ def _rotate_qkv(arrays: _Arrays, _: str) -> None:
 
 
 def _rotate_head(arrays: _Arrays, token: Value, dim: Value, source: Value, target: Value) -> None:
-    code, size, (cos, angles), (sin, _) = arrays.code, arrays.size, arrays.argument(1), arrays.argument(2)
+    code, size = arrays.code, arrays.size
+    (cos, angles), (sin, _) = (code.argument(arrays.frame, n) for n in (1, 2))
     pairs = code.word(angles, 1)
     with code.loop(0, pairs, LANES) as lane:
         at = lane.least(pairs - LANES)  # the last vector starts earlier instead of ending later
@@ -217,11 +184,11 @@ def _rotate_head(arrays: _Arrays, token: Value, dim: Value, source: Value, targe
 
 def _norm(arrays: _Arrays, _: str) -> None:
     code, size = arrays.code, arrays.size
-    (x, shape), (weight, _shape), (options, _length) = (arrays.argument(n) for n in range(3))
+    (x, shape), (weight, _shape), (options, _length) = (code.argument(arrays.frame, n) for n in range(3))
     rows, count = (code.word(shape, axis) for axis in range(2))
     eps, offset = (code.load(F32, options + 4 * n) for n in range(2))
     whole = count // LANES * LANES
-    with code.loop(*arrays.share(rows)) as row:
+    with code.loop(*share(rows, *arrays.part)) as row:
         base = row * count * size
         lanes = code.variable(code.constant(vector(F32), 0.0))
         with code.loop(0, whole, LANES) as n:
@@ -242,9 +209,9 @@ def _norm(arrays: _Arrays, _: str) -> None:
 
 
 def _gate(arrays: _Arrays, activation: str) -> None:
-    code, size, (x, shape) = arrays.code, arrays.size, arrays.argument(0)
+    code, size, (x, shape) = arrays.code, arrays.size, arrays.code.argument(arrays.frame, 0)
     count = code.word(shape, 0) * code.word(shape, 1)
-    with code.loop(*arrays.share((count + (LANES - 1)) // LANES)) as n:
+    with code.loop(*share((count + (LANES - 1)) // LANES, *arrays.part)) as n:
         at = (n * LANES).least(count - LANES)
         place = x + at * (2 * size)
         if size == 2:

@@ -23,7 +23,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, offset: float = 0.0) -
 
     from pallas_kernels.elementwise import cpu
 
-    if cpu.why_no_norm(x, weight) is not None:
+    if not cpu.norms(x, weight):
         return xla(x, weight)
     y: jax.Array = lax.platform_dependent(
         x, weight, cpu=partial(cpu.rms_norm, eps=eps, offset=offset), default=xla

@@ -44,4 +44,4 @@ def cpu_rotates(x: jax.Array, rotation: Rotation, device: jax.Device | None) -> 
         return False
     from pallas_kernels.elementwise import cpu
 
-    return cpu.why_no_rotation(str(x.dtype), x.shape[-1], rotation[0].shape[-1]) is None
+    return cpu.rotates(str(x.dtype), x.shape[-1], rotation[0].shape[-1])

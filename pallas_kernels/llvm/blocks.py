@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pallas_kernels.llvm.code import LINE, Code
@@ -16,19 +15,6 @@ NONE, ALL, SPREAD, CONVERT = range(4)  # what a block prefetches; see `block`
 CHUNK = 4096  # bytes of a row of weights that many rows are multiplied by at a time
 # bytes from one converted row of a chunk to the next, so that rows take different sets of a cache
 CONVERTED = CHUNK + 3 * LINE
-
-
-@dataclass(frozen=True)
-class Out:
-    """Post-processing of sums before they are stored as bfloat16, rounded to nearest even, or as float32.
-
-    Attributes:
-        scaled: whether sums are multiplied by a number for each output.
-        bytes: whether sums are of eight-bit numbers, and multiplied by a number for each row.
-    """
-
-    scaled: bool = False
-    bytes: bool = False
 
 
 class Operands(NamedTuple):
@@ -69,10 +55,11 @@ class Operands(NamedTuple):
 KINDS = (PTR, I64, PTR, I64, I64, PTR, I64, I64, PTR, I64, PTR, PTR, PTR, I64, PTR, I64, PTR)  # of Operands
 
 
-def block(code: Code, name: str, fmt: Format, rows: int, outs: int, out: Out, *, fetch: int = NONE) -> None:
+def block(code: Code, name: str, fmt: Format, rows: int, outs: int, scaled: bool, fetch: int = NONE) -> None:
     """Writes a function with this name and Operands for a block of this size.
 
     Args:
+        scaled: whether sums are multiplied by a number for each output.
         fetch: which weights it prefetches: NONE; ALL: its own, AHEAD bytes; SPREAD: those at `ahead`;
             CONVERT: these too, and weights are stored as they are multiplied.
     """
@@ -130,7 +117,7 @@ def block(code: Code, name: str, fmt: Format, rows: int, outs: int, out: Out, *,
     at_once = max(1, fmt.sums.count // outs)
     for first in range(0, rows, at_once):
         outputs = range(first, min(rows, first + at_once))
-        _finish(code, fmt, totals(sums[first * outs : outputs.stop * outs]), outputs, outs, out, operands)
+        _finish(code, fmt, totals(sums[first * outs : outputs.stop * outs]), outputs, outs, scaled, operands)
 
 
 def zeros(code: Code, fmt: Format, count: int) -> list[Variable]:
@@ -194,20 +181,20 @@ def transposed(lines: list[Value]) -> list[Value]:
 
 
 def _finish(
-    code: Code, fmt: Format, sums: Value, outputs: range, outs: int, out: Out, operands: Operands
+    code: Code, fmt: Format, sums: Value, outputs: range, outs: int, scaled: bool, operands: Operands
 ) -> None:
-    """Stores these rows of a block, computed from their sums."""
+    """Stores these rows of a block, computed from their sums; those of bytes are times scales of rows."""
 
     def of_rows(place: Value, kind: Any) -> Value:
         loaded = code.load(vector(kind, len(outputs)), place + 4 * outputs.start, 4)
         return loaded.pick([row for row in range(len(outputs)) for _ in range(outs)])
 
-    if out.bytes:
+    if fmt.x == "int8":
         sums = sums - of_rows(operands.row_sum, I32) if fmt.offset else sums
         sums = sums.to(vector(F32, len(outputs) * outs)) * of_rows(operands.row_scale, F32)
     if fmt.factor != 1:
         sums = sums * fmt.factor
-    if out.scaled:
+    if scaled:
         scales = code.load(vector(F32, outs), operands.out_scale, 4)
         sums = sums * scales.pick(list(range(outs)) * len(outputs))
 

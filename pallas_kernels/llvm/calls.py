@@ -80,6 +80,17 @@ def register(name: str, make: Callable[[], Sequence[int | tuple[int, int]]]) -> 
     return name
 
 
+def functions(
+    name: str, text: Callable[[], str], *wanted: str | tuple[str, str]
+) -> list[int | tuple[int, int]]:
+    """Addresses of functions of a module, for `register`; see `native.compiled`. Of a pair, the second one
+    says how many parts the first one has.
+    """
+    pairs = [(each,) if isinstance(each, str) else each for each in wanted]
+    compiled = iter(native.compiled(text, *itertools.chain(*pairs), name=name))
+    return [next(compiled) if len(pair) == 1 else (next(compiled), next(compiled)) for pair in pairs]
+
+
 def _handler(divided: Sequence[bool]) -> str:
     """The source for so many functions; divided: whether each has a function for the number of parts."""
     calls, max_parts = "", team.parts()

@@ -269,6 +269,18 @@ class Code:
         return self.constant(vector(I1, kind.count), [int(lane < count) for lane in range(kind.count)])
 
 
+def write_parts(code: Code, name: str, axes: int, alone: int) -> None:
+    """Writes a function with this name: the number of parts of a call, one if its first argument, of this
+    many axes, has at most so many numbers.
+    """
+    frame, limit = code.function(name, [PTR, I64], internal=False, result=I64)
+    _, shape = code.argument(frame, 0)
+    numbers = code.word(shape, 0)
+    for axis in range(1, axes):
+        numbers = numbers * code.word(shape, axis)
+    code.ret((numbers <= alone).choose(1, limit))
+
+
 def share(count: Value, part: Value, parts: Value) -> tuple[Value, Value]:
     """First and end of a part's share of `count`."""
     return count * part // parts, count * (part + 1) // parts

@@ -23,7 +23,6 @@ PAUSE = {"x86": "@llvm.x86.sse2.pause()", "aarch64": "@llvm.aarch64.isb(i32 15)"
 PARTS = 8  # per thread; if one loses its core for a while, others take the remaining parts
 
 _lock = threading.Lock()
-_limit: int | None = None
 
 
 def threads() -> int:
@@ -32,25 +31,12 @@ def threads() -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pool = os.environ.get("NPROC", "")
-    return min(cores, _limit or cores, int(pool) if pool.isdecimal() and int(pool) else cores)
+    return min(cores, int(pool) if pool.isdecimal() and int(pool) else cores)
 
 
 def parts() -> int:
     """Number of parts into which kernels divide their work."""
     return 1 if threads() == 1 else PARTS * threads()
-
-
-def limit(count: int | None) -> None:
-    """Limits the number of threads that compute a call, for the whole process; None: one per core.
-
-    Raises:
-        ValueError: count is not positive.
-    """
-    global _limit
-    if count is not None and count < 1:
-        raise ValueError(f"count={count}: must be at least 1")
-    _limit = count
-    runner()
 
 
 def runner() -> int:

@@ -9,7 +9,7 @@ which each becomes a number in two rows (`transposed`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -38,12 +38,8 @@ PAIRS = plgpu.Layout.TILED(  # 16 bits [n, DEPTH]: words of two rows, eight in e
 def tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any], size: int) -> Any:
     """Shared memory in tiles of 8 rows by `size` bytes, swizzled, so that loads of the tensor cores have no
     bank conflicts."""
-    return plgpu.SMEM(shape, dtype, transforms=_tiles(dtype, size))
-
-
-def _tiles(dtype: jnp.dtype[Any], size: int) -> tuple[Any, ...]:
     tiles = plgpu.TilingTransform((8, size // dtype.itemsize))  # type: ignore[abstract]
-    return tiles, plgpu.SwizzleTransform(size)  # type: ignore[abstract]
+    return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(size)))  # type: ignore[abstract]
 
 
 def copy(source: Any, target: Any, landed: Any) -> None:
@@ -122,36 +118,25 @@ def _first(register: Any) -> Any:
     return mgpu.utils.bitcast(first, ir.IntegerType.get_signless(32))
 
 
-def left_side(
-    numbers: jax.Array,
-    layout: Any,
-    place: tuple[int, ...],
-    pairs_of: Callable[[list[Any]], list[Any]],
-    dtype: Any,
-) -> jax.Array:
-    """[ROWS, DEPTH] in dtype, a 16-bit float.
+def left_side(numbers: jax.Array, step: int, kind: str, dtype: Any) -> jax.Array:
+    """Columns from DEPTH * step on of numbers in NUMBERS, [ROWS, DEPTH] in dtype, a 16-bit float.
 
     Args:
-        layout: of the numbers, whose registers at `place` have a row's numbers, in one half of a warp's rows.
-        pairs_of: converts the words of such a register to two words of two numbers each.
+        kind: of numbers of eight bits, int8 or the bits of fp8; others have dtype.
     """
     returned = plgpu.ShapeDtypeStruct((ROWS, DEPTH), dtype, layout=plgpu.Layout.MMA_LHS(dtype))
 
     def convert(_: Any, numbers: Any) -> Any:
         registers, layout = left_registers(ROWS, dtype)
         for half in range(2):
-            words = words_of(numbers.registers[(0, *place, half)].item())
-            for number, pair in enumerate(pairs_of(words)):
+            words = words_of(numbers.registers[0, step, 0, 0, half].item())
+            pairs = of_bytes(words[0], kind, dtype) if len(words) == 1 else words
+            for number, pair in enumerate(pairs):
                 registers[0, 0, 0, number, half] = pair_of(pair, dtype)
         return fragment(registers, layout)
 
-    converted: jax.Array = plgpu.inline_mgpu(arg_types=(layout,), return_type=returned)(convert)(numbers)
+    converted: jax.Array = plgpu.inline_mgpu(arg_types=(NUMBERS,), return_type=returned)(convert)(numbers)
     return converted
-
-
-def left_of_bytes(numbers: jax.Array, step: int, kind: str, dtype: Any) -> jax.Array:
-    """Columns from DEPTH * step on, [ROWS, DEPTH] in dtype, of int8 or the bits of fp8 in NUMBERS."""
-    return left_side(numbers, NUMBERS, (step, 0, 0), lambda words: of_bytes(words[0], kind, dtype), dtype)
 
 
 def right_side(x: jax.Array, *, eight_bits: bool) -> jax.Array:
@@ -208,7 +193,7 @@ def transposed(ref: Any, size: int, kind: str, dtype: Any) -> jax.Array:
                     registers[tile, 0, 0, half, odd] = pair_of(pair, dtype)
         return fragment(registers, layout)
 
-    smem = plgpu.RefType(_tiles(ref.dtype, size))
+    smem = plgpu.RefType(tiled(ref.shape, ref.dtype, size).transforms)
     converted: jax.Array = plgpu.inline_mgpu(arg_types=(smem,), return_type=returned)(load)(ref)
     return converted
 

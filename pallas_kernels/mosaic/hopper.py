@@ -23,7 +23,7 @@ def tiled(shape: tuple[int, ...], dtype: jnp.dtype[Any], columns: int = COLUMNS,
 
     TMA copies whole tiles, so copies of fewer rows need smaller ones. Then use them for arrays of `columns`
     columns only: in wider ones, the columns after the first tile begin inside the swizzle's pattern of 8
-    rows, see `swizzle`.
+    rows, see `tools/swizzle_check.py`.
     """
     tiles = plgpu.TilingTransform((rows, columns))  # type: ignore[abstract]
     return plgpu.SMEM(shape, dtype, transforms=(tiles, plgpu.SwizzleTransform(columns * dtype.itemsize)))  # type: ignore[abstract]

@@ -34,14 +34,10 @@ def rotated(word: Any, bits: int) -> Any:
     return word if bits % 32 == 0 else arith.ori(shifted(word, bits % 32), shifted(word, bits % 32 - 32))
 
 
-def both(half: int) -> Any:
-    """A word with this number in both halves."""
-    return np.uint32(half << 16 | half).astype(np.int32)
-
-
 def constant(half: int) -> Any:
-    """`both` in a register."""
-    return mgpu.c(int(both(half)), ir.IntegerType.get_signless(32))
+    """A word with this number in both halves, in a register."""
+    word = np.uint32(half << 16 | half).astype(np.int32)
+    return mgpu.c(int(word), ir.IntegerType.get_signless(32))
 
 
 def bits_of(number: float, dtype: jnp.dtype[Any]) -> int:

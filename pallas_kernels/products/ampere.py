@@ -4,38 +4,45 @@ of its group.
 A dense product has a single group. A thread block, one warpgroup, computes a block of rows and 64 outputs. It
 copies tiles of 128 inputs several ahead of the computation: with cp.async or, where Pallas has none, with
 TMA. Weights are the left side, so that few rows waste little, and each warp reads a separate part of them. A
-thread unpacks them in its registers (`ampere_registers.py`), so they are read once per block of rows and
-never stored unpacked. Four-bit numbers are multiplied by their scales there; unpacked numbers of eight bits
-are exact, and the sum over inputs with a common scale is multiplied by that scale in float32.
+thread unpacks them in its registers, without exchanging data between lanes (see `mosaic/ampere.py`), so they
+are read once per block of rows and never stored unpacked. Four-bit numbers are multiplied by their scales
+there; unpacked numbers of eight bits are exact, and the sum over inputs with a common scale is multiplied by
+that scale in float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.devices import traced_for
-from pallas_kernels.mosaic.ampere import DEPTH, INPUTS, copy, right_side, tiled
+from pallas_kernels.mosaic.ampere import (
+    DEPTH,
+    INPUTS,
+    NUMBERS,
+    ROWS,
+    copy,
+    fragment,
+    left_registers,
+    left_side,
+    right_side,
+    tiled,
+)
 from pallas_kernels.mosaic.refs import Refs, body
 from pallas_kernels.mosaic.versions import store
-from pallas_kernels.products.ampere_registers import (
-    OUTS,
-    SUMS,
-    by_grid,
-    layout_of_weights,
-    operand,
-    scaled_operands,
-)
-from pallas_kernels.products.four_bit_numbers import SCALED
+from pallas_kernels.mosaic.words import pair_of, words_of
+from pallas_kernels.products.four_bit_numbers import SCALED, ScaledNumbers
 from pallas_kernels.products.groups import GRID, Groups, input_splits, one_group
-from pallas_kernels.products.scales_in_registers import columns_of, layout_of_scales
+from pallas_kernels.products.scales_in_registers import columns_of, elements, layout_of_scales
 from pallas_kernels.quantization.formats import FP8
 from pallas_kernels.quantization.int4 import KINDS, SCALES, TILE, WORDS, Int4
 from pallas_kernels.targets import has_tma
@@ -46,6 +53,14 @@ MOST_ROWS = 64  # of a thread block, for which registers suffice
 BLOCKS = 4  # desired thread blocks per multiprocessor
 SHARED = 96 << 10  # bytes for their tiles, of which each block has at least two
 LEAST_TILES = 4  # minimum tiles per block if several blocks share a product's inputs
+OUTS = ROWS  # of a warpgroup
+PACKED = plgpu.Layout.TILED(  # int32 [OUTS, 16], four-bit numbers
+    plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,))), warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1
+)
+SUMS = plgpu.Layout.MMA_ACC(np.dtype("float16"))  # [OUTS, rows]
+APART = plgpu.Layout.TILED(  # sums [OUTS, GRID], a number in each register
+    plgpu.Tiling(((64, 8), (16, 8), (8, 8), (2,), (1,))), warp_dims=(-8,), lane_dims=(-4, -3), vector_dim=-1
+)
 
 
 class Inputs(NamedTuple):
@@ -278,15 +293,15 @@ def _multiply(refs: Refs[Inputs, Outputs, Scratch], form: Form, group: Any, star
         slot, in_tile = lax.rem(i, stages), TILE // (form.scaled or TILE)
         wait(i)
         pl.when(i + stages - 1 < tiles)(partial(fetch, i + stages - 1))
-        numbers = load(smem.w.at[slot], layout=layout_of_weights(form.kind))
+        numbers = load(smem.w.at[slot], layout=PACKED if form.kind in KINDS else NUMBERS)
         if form.kind in KINDS:
             some = slice(place * in_tile, (place + 1) * in_tile)
-            for step, left in enumerate(scaled_operands(numbers, now, some, form.kind, dtype)):
+            for step, left in enumerate(_scaled_operands(numbers, now, some, form.kind, dtype)):
                 total = plgpu.mma(total, left, right(slot, step))
             return total
         y = zeros() if form.scaled else total
         for step in range(TILE // DEPTH):
-            y = plgpu.mma(y, operand(numbers, step, form.kind, dtype), right(slot, step))
+            y = plgpu.mma(y, left_side(numbers, step, form.kind, dtype), right(slot, step))
         return total + y * spread(columns_of(now[0], SUMS.reduce(1))[place], 0) if form.scaled else y
 
     def fold(chunk: Any, carry: Any) -> Any:
@@ -303,6 +318,49 @@ def _multiply(refs: Refs[Inputs, Outputs, Scratch], form: Form, group: Any, star
         total *= SCALED[str(dtype)]
     elif inputs.scale is not None and not form.scaled:
         total *= spread(load(inputs.scale.at[group, outs], layout=SUMS.reduce(1)), 0)
-    for at, of_rows in enumerate(by_grid(total.astype(out.dtype))):
+    for at, of_rows in enumerate(_by_grid(total.astype(out.dtype))):
         place = pl.ds((start + at) * GRID, GRID)
         pl.when(at < length)(partial(store, out.at[split, place, outs].T, of_rows))
+
+
+def _by_grid(sums: jax.Array) -> list[jax.Array]:
+    """Splits the sums [OUTS, rows] into arrays of GRID rows that can be stored transposed."""
+
+    def split(_: Any, sums: Any) -> Any:
+        layout = APART.to_mgpu()
+        shape = layout.registers_shape((OUTS, GRID))
+        columns = np.moveaxis(sums.registers, 1, 0)
+        apart = [np.array([*map(elements, column.flat)], object) for column in columns]
+        return [fragment(registers.reshape(shape), layout) for registers in apart]
+
+    returned = [plgpu.ShapeDtypeStruct((OUTS, GRID), sums.dtype, layout=APART)] * (sums.shape[1] // GRID)
+    arrays: list[jax.Array] = plgpu.inline_mgpu(arg_types=(SUMS,), return_type=returned)(split)(sums)
+    return arrays
+
+
+def _scaled_operands(
+    weights: jax.Array, scales: Sequence[jax.Array], groups: slice, kind: str, dtype: Any
+) -> list[jax.Array]:
+    """The operands of a tile of four-bit weights, [OUTS, DEPTH] each, in units of SCALED.
+
+    Args:
+        scales: scales and perhaps offsets, float32 [OUTS, n].
+        groups: the tile's among these.
+    """
+
+    def convert(_: Any, numbers: Any, *scales: Any) -> list[Any]:
+        operands = [left_registers(OUTS, dtype) for _ in range(TILE // DEPTH)]
+        for half, of_row in enumerate(zip(*(array.registers.flat for array in scales), strict=True)):
+            scaled = ScaledNumbers(kind, dtype, [elements(register)[groups] for register in of_row])
+            for step, (registers, _) in enumerate(operands):
+                words = words_of(numbers.registers[0, step % 2, 0, 0, half].item())
+                for number, word in enumerate(words):
+                    pair = scaled.pair(word, step // 2, step / len(operands))
+                    registers[0, 0, 0, number, half] = pair_of(pair, dtype)
+        return [fragment(*operand) for operand in operands]
+
+    layouts = PACKED, *(layout_of_scales(array.shape[1]) for array in scales)
+    returned = plgpu.ShapeDtypeStruct((OUTS, DEPTH), dtype, layout=plgpu.Layout.MMA_LHS(dtype))
+    converted = plgpu.inline_mgpu(arg_types=layouts, return_type=[returned] * (TILE // DEPTH))(convert)
+    operands: list[jax.Array] = converted(weights, *scales)
+    return operands

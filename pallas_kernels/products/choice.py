@@ -16,7 +16,7 @@ from pallas_kernels.llvm.formats import Processor, processor
 from pallas_kernels.llvm.kinds import INPUTS
 from pallas_kernels.llvm.max_isa import limit
 from pallas_kernels.products.cpu import panels
-from pallas_kernels.products.cpu.products import by_float32, by_row, why_no_tiles
+from pallas_kernels.products.cpu.products import by_float32, by_row, tiles_serve
 from pallas_kernels.products.cpu.tiles import OUTS
 from pallas_kernels.products.weight import ROW_CLASSES, form_key
 from pallas_kernels.products.weights import abstract, product, stored
@@ -41,7 +41,7 @@ def candidates(at: Processor, x: str, weight: WeightFormat, rows: int) -> tuple[
     For fewer rows by `w4a8`, that depends on the size of groups.
     """
     able = panels.serves(at, x, weight)
-    by_tiles = ("amx",) if at.tiles and rows > 1 and why_no_tiles(x, weight, OUTS) is None else ()
+    by_tiles = ("amx",) if at.tiles and rows > 1 and tiles_serve(x, weight, OUTS) else ()
     if weight.bits == 4:
         if rows == 1 and by_row(at, x, weight):
             return ("row",)

@@ -16,13 +16,12 @@ import numpy as np
 from pallas_kernels.products import xla
 from pallas_kernels.products.groups import BLOCK, Groups, block_rows, one_group
 from pallas_kernels.products.groups import GRID as ROW_GRID
-from pallas_kernels.products.quantize_rows import quantize_rows
+from pallas_kernels.products.quantize_rows import hopper_rows, quantize_rows
 from pallas_kernels.products.rows import Rows, array_of
 from pallas_kernels.products.support import (
     EIGHT_BIT_ROWS,
     SIZE_GRID,
     why_no_hopper_rows,
-    why_no_product,
     why_sizes_unsupported,
 )
 from pallas_kernels.products.weight import Axes, QuantizedWeight
@@ -38,6 +37,7 @@ from pallas_kernels.targets import (
     capability,
     choose,
     cores,
+    why_no_dtype,
     why_none,
 )
 
@@ -79,7 +79,7 @@ def _why_no_ampere_dense(x: Any, weight: EightBits, *, fp8_inputs: bool = False)
 
 
 def _why_no_product(x: Any, weight: EightBits, *, grouped: bool = True, **sizes: int) -> str | None:
-    return why_no_product(x) or why_sizes_unsupported(weight.shape, grouped=grouped, **sizes)
+    return why_no_dtype(x) or why_sizes_unsupported(weight.shape, grouped=grouped, **sizes)
 
 
 def _dense(
@@ -105,23 +105,18 @@ def _dense(
     return y[:size]
 
 
-def _hopper_grouped(x: jax.Array, weight: EightBits, groups: Groups) -> jax.Array:
-    from pallas_kernels.products.hopper.grouped_product import grouped_product
-    from pallas_kernels.products.hopper.quantize_rows import quantize_rows
-
-    if not weight.multiplies_groups:
-        return grouped_product(weight.rounded(x), *weight.matrices, groups)
-    rows, x_scale, _ = quantize_rows(x, weight.numbers.kind, by_group=True)
-    return grouped_product(rows, *weight.matrices, groups, dtype=x.dtype, x_scale=x_scale)
-
-
-def _blackwell_grouped(x: jax.Array, weight: EightBits, groups: Groups) -> jax.Array:
-    from pallas_kernels.products.blackwell import grouped_product
-
-    if not weight.multiplies_groups:
-        return grouped_product(weight.rounded(x), *weight.matrices, groups)
-    rows, x_scale = quantize_rows(x, weight.numbers.kind, by_group=True, impl="xla")
-    return grouped_product(rows, *weight.matrices, groups, dtype=x.dtype, x_scale=x_scale)
+def _grouped(
+    x: jax.Array, weight: EightBits, groups: Groups, *, kernel: str, quantized: Callable[..., Any]
+) -> jax.Array:
+    """By the kernel in a module; quantized: quantizes rows, if both sides have eight bits."""
+    module = import_module(f"pallas_kernels.products.{kernel}")
+    options: dict[str, Any] = {}
+    if weight.multiplies_groups:
+        rows, options["x_scale"] = quantized(x, weight.numbers.kind, by_group=True)
+    else:
+        rows = weight.rounded(x)
+    y: jax.Array = module.grouped_product(rows, *weight.matrices, groups, dtype=x.dtype, **options)
+    return y
 
 
 def _ampere_dense(x: Rows, weight: EightBits, dtype: jnp.dtype[Any], device: jax.Device) -> jax.Array:
@@ -162,8 +157,14 @@ class EightBits(QuantizedWeight[Quantized]):
         Implementation(WITHOUT_FP8, partial(_why_no_ampere_dense, fp8_inputs=True), _ampere_dense),
     )
     GROUPED = (
-        Implementation(BLACKWELL, _why_no_blackwell, _blackwell_grouped),
-        Implementation(HOPPER, _why_no_product, _hopper_grouped),
+        Implementation(
+            BLACKWELL,
+            _why_no_blackwell,
+            partial(_grouped, kernel="blackwell", quantized=partial(quantize_rows, impl="xla")),
+        ),
+        Implementation(
+            HOPPER, _why_no_product, partial(_grouped, kernel="hopper.grouped_product", quantized=hopper_rows)
+        ),
         Implementation(AMPERE, partial(_why_no_product, inputs=SIZE_GRID), _ampere_grouped),
     )
     bits: ClassVar[int] = 8
@@ -212,12 +213,10 @@ class EightBits(QuantizedWeight[Quantized]):
             return (y * rows.scale[:, None]).astype(dtype)
         return products.in_form(form, x, numbers.values, numbers.scale, dtype, self.format, numbers.hadamard)
 
-    def prepare(self, x: str | None = None) -> None:
-        if not self.has_cpu_kernel:
-            return
+    def prepare(self) -> None:
         from pallas_kernels.products.cpu import products
 
-        products.prepare(x or self.dtype, self.format, self.numbers.hadamard)
+        products.prepare(self.dtype, self.format, self.numbers.hadamard)
 
     def on_gpu(
         self, x: Rows, dtype: jnp.dtype[Any], *, impl: Impl = "auto", device: jax.Device | None = None
@@ -239,12 +238,11 @@ class EightBits(QuantizedWeight[Quantized]):
         return x if self.numbers.hadamard == 1 else transform(array_of(x), self.numbers.hadamard)
 
     def rounded(self, x: jax.Array) -> jax.Array:
-        """Rows, rounded as a product of eight-bit numbers would."""
+        """Rows, rounded as a product of eight-bit numbers would, in their dtype."""
         if not self.numbers.inputs:
             return x
-        x, by_group = transform(x, self.numbers.hadamard), self.numbers.by_group
-        rows = quantize(x, self.numbers.kind, by_group=by_group)
-        return dequantize(rows).astype(x.dtype)
+        spread, by_group = transform(x, self.numbers.hadamard), self.numbers.by_group
+        return dequantize(quantize(spread, self.numbers.kind, by_group=by_group)).astype(x.dtype)
 
     @property
     def matrices(self) -> tuple[jax.Array, jax.Array]:

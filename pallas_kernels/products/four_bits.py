@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from pallas_kernels.products import xla
 from pallas_kernels.products.groups import Groups
 from pallas_kernels.products.rows import Rows, array_of
-from pallas_kernels.products.support import why_no_product, why_sizes_unsupported
+from pallas_kernels.products.support import why_sizes_unsupported
 from pallas_kernels.products.weight import QuantizedWeight
 from pallas_kernels.quantization.formats import WeightFormat
 from pallas_kernels.quantization.hadamard import transform
@@ -31,14 +31,22 @@ from pallas_kernels.quantization.int4 import (
     words,
 )
 from pallas_kernels.quantization.quantized import dequantize, quantize
-from pallas_kernels.targets import AMPERE_OR_NEWER, HOPPER, Implementation, Table, cores, why_none
+from pallas_kernels.targets import (
+    AMPERE_OR_NEWER,
+    HOPPER,
+    Implementation,
+    Table,
+    cores,
+    why_no_dtype,
+    why_none,
+)
 
 LEAST_GROUP = 16  # inputs with a common scale, for Ampere's kernel
 FORM = "group", "dtype", "kind", "hadamard", "inputs"  # of an Int4, whatever its arrays
 
 
 def _why_not(x: Any, weight: FourBits, *, grouped: bool, least: int) -> str | None:
-    if (why := why_no_product(x)) is not None:
+    if (why := why_no_dtype(x)) is not None:
         return why
     if weight.divided_into != 1:
         return f"parts={weight.divided_into}: the kernel takes inputs in one part"
@@ -63,7 +71,7 @@ def _hopper_grouped(x: jax.Array, weight: FourBits, groups: Groups) -> jax.Array
 def _ampere_dense(x: Rows, weight: FourBits, dtype: jnp.dtype[Any], device: jax.Device) -> jax.Array:
     from pallas_kernels.products import ampere
 
-    matrix = ampere.matrices_of(weight.numbers.map(lambda array: array[None]))
+    matrix = ampere.matrices_of(weight.numbers[None])
     return ampere.product(weight.transformed(array_of(x)), matrix, dtype=dtype, cores=cores(device))
 
 
@@ -141,10 +149,10 @@ class FourBits(QuantizedWeight[Int4]):
         form = products.supported(form, str(x.dtype), self.format, *self.shape)
         return products.product_of_int4(x, self.numbers, dtype, form)
 
-    def prepare(self, x: str | None = None) -> None:
+    def prepare(self) -> None:
         from pallas_kernels.products.cpu import products
 
-        products.prepare_int4(x or self.dtype, self.numbers, self.format)
+        products.prepare_int4(self.dtype, self.numbers, self.format)
 
     def grouped_by_xla(self, x: jax.Array, groups: Groups) -> jax.Array:
         inputs = self.numbers.inputs

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from pallas_kernels.llvm.kinds import WEIGHTS
 from pallas_kernels.products import xla
 from pallas_kernels.products.groups import Groups
-from pallas_kernels.products.support import GRID, SIZE_GRID, why_no_product, why_sizes_unsupported
+from pallas_kernels.products.support import GRID, SIZE_GRID, why_sizes_unsupported
 from pallas_kernels.products.weight import StoredWeight
 from pallas_kernels.quantization.formats import WeightFormat
-from pallas_kernels.targets import AMPERE, BLACKWELL, HOPPER, Implementation
+from pallas_kernels.targets import AMPERE, BLACKWELL, HOPPER, Implementation, why_no_dtype
 
 
 def _why_not(x: Any, weight: Plain, *, inputs: int, outs: int = GRID) -> str | None:
-    if (why := why_no_product(x)) is not None:
+    if (why := why_no_dtype(x)) is not None:
         return why
     if weight.dtype != x.dtype:
         return f"weight={weight.dtype}: the kernel takes x's dtype, {x.dtype}, or a quantized weight"
@@ -79,12 +79,10 @@ class Plain(StoredWeight[jax.Array]):
 
         return products.in_form(form, x, self.numbers, None, dtype, self.format)
 
-    def prepare(self, x: str | None = None) -> None:
-        if not self.has_cpu_kernel:
-            return
+    def prepare(self) -> None:
         from pallas_kernels.products.cpu import products
 
-        products.prepare(x or str(self.dtype), self.format)
+        products.prepare(str(self.dtype), self.format)
 
     @property
     def matrices(self) -> jax.Array:

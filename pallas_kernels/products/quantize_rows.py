@@ -13,7 +13,7 @@ from pallas_kernels.quantization.quantized import quantize
 from pallas_kernels.targets import HOPPER, Impl, Implementation, choose
 
 
-def _hopper_rows(x: Rows, kind: str, **options: Any) -> tuple[jax.Array, jax.Array]:
+def hopper_rows(x: Rows, kind: str, **options: Any) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.products.hopper import quantize_rows as kernel
 
     whole: Any = None
@@ -31,7 +31,7 @@ def _hopper_rows(x: Rows, kind: str, **options: Any) -> tuple[jax.Array, jax.Arr
     return values, scale
 
 
-ROW_QUANTIZATION = (Implementation(HOPPER, why_no_hopper_rows, _hopper_rows),)
+ROW_QUANTIZATION = (Implementation(HOPPER, why_no_hopper_rows, hopper_rows),)
 
 
 def quantize_rows(

@@ -15,11 +15,6 @@ SIZE_GRID = 128  # the size of a quantized row is a multiple of this
 EIGHT_BIT_ROWS = 512  # maximum of a dense product; for more, cuBLAS is faster, even if it converts the weight
 
 
-def why_no_product(x: Rows) -> str | None:
-    """Why no kernel for products supports rows x."""
-    return None if str(x.dtype) in DTYPES else f"dtype={x.dtype}: the kernel takes {' and '.join(DTYPES)}"
-
-
 def why_sizes_unsupported(
     shape: tuple[int, ...], *, grouped: bool, inputs: int = GRID, outs: int = GRID
 ) -> str | None:

@@ -148,7 +148,29 @@ class StoredWeight[P](ABC):
         return replace(self, numbers=taken).dequantized()
 
     def product(self, x: Rows, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-        return product_by_form(x, self.flat(), dtype)
+        weight = self.flat()
+        dtype = jnp.dtype(dtype or x.dtype)
+        if not traced_for_cpu():
+            return weight.on_gpu(x, dtype, device=traced_for())
+        form, x = weight._form(x), array_of(x)
+        if form == "xla":
+            return weight.by_xla(x, dtype)
+
+        def kernel(x: jax.Array, weight: Self) -> jax.Array:
+            return weight.by_cpu_kernel(x, dtype, form)
+
+        def xla(x: jax.Array, weight: Self) -> jax.Array:
+            return weight.by_xla(x, dtype)
+
+        y: jax.Array = lax.platform_dependent(x, weight, cpu=kernel, default=xla)
+        return y
+
+    def _form(self, x: Rows) -> str:
+        """The form of the product by a flat weight on a CPU."""
+        supported = str(x.dtype) in INPUTS and self.has_cpu_kernel
+        if devices.cpu_refused() is not None or not supported or min(x.shape[0], *self.shape) == 0:
+            return "xla"
+        return dict(self.forms).get(form_key(x.shape[0], str(x.dtype), self.format.name), "kernel")
 
     def grouped_product(
         self, x: jax.Array, groups: Groups, *, impl: Impl = "auto", device: jax.Device | None = None
@@ -180,12 +202,9 @@ class StoredWeight[P](ABC):
         """
         raise NotImplementedError(f"{self.format.name}: a CPU has no kernel")
 
-    def prepare(self, x: str | None = None) -> None:
-        """Registers with XLA the CPU kernels for products with this weight, if there are any; see
-        `weights.prepare`.
-        """
-        if self.has_cpu_kernel:
-            raise NotImplementedError(f"{self.format.name}: nothing registers the kernel")
+    def prepare(self) -> None:
+        """Registers the kernels of a weight with `has_cpu_kernel`; see `weights.prepare`."""
+        raise NotImplementedError(f"{self.format.name}: nothing registers the kernel")
 
     def on_gpu(
         self, x: Rows, dtype: jnp.dtype[Any], *, impl: Impl = "auto", device: jax.Device | None = None
@@ -270,31 +289,3 @@ def form_key(rows: int, x: str, weight: str) -> str:
 def forms_of(forms: Mapping[str, str]) -> Forms:
     """Forms by `form_key`, for weights."""
     return tuple(sorted(forms.items()))
-
-
-def product_by_form(x: Rows, weight: StoredWeight[Any], dtype: jax.typing.DTypeLike | None) -> jax.Array:
-    """The product of x [rows, in] and a flat weight [out, in], in the form for the default device."""
-    dtype = jnp.dtype(dtype or x.dtype)
-    if not traced_for_cpu():
-        return weight.on_gpu(x, dtype, device=traced_for())
-    form, x = _form(x, weight), array_of(x)
-    if form == "xla":
-        return weight.by_xla(x, dtype)
-
-    def kernel(x: jax.Array, weight: StoredWeight[Any]) -> jax.Array:
-        return weight.by_cpu_kernel(x, dtype, form)
-
-    def xla(x: jax.Array, weight: StoredWeight[Any]) -> jax.Array:
-        return weight.by_xla(x, dtype)
-
-    y: jax.Array = lax.platform_dependent(x, weight, cpu=kernel, default=xla)
-    return y
-
-
-def _form(x: Rows, weight: StoredWeight[Any]) -> str:
-    if devices.cpu_refused() is not None:
-        return "xla"
-    supported = str(x.dtype) in INPUTS and weight.has_cpu_kernel
-    if not supported or min(x.shape[0], *weight.shape) == 0:
-        return "xla"
-    return dict(weight.forms).get(form_key(x.shape[0], str(x.dtype), weight.format.name), "kernel")

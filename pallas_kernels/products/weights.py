@@ -55,14 +55,13 @@ def is_weight(node: object) -> bool:
     return type(node) in PARAMETERS or isinstance(node, Weight)
 
 
-def prepare(parameter: Any, x: str | None = None) -> None:
-    """Registers with XLA the CPU kernels for products with this parameter, if there are any.
-
-    Args:
-        x: dtype of the other operand; None: the parameter's.
+def prepare(parameter: Any) -> None:
+    """Registers with XLA the CPU kernels for products of this parameter and rows of its dtype, if there are
+    any.
     """
-    if devices.cpu_refused() is None:
-        stored(parameter).prepare(x)
+    weight = stored(parameter)
+    if devices.cpu_refused() is None and weight.has_cpu_kernel:
+        weight.prepare()
 
 
 def product(x: Rows, weight: Any, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:

@@ -269,7 +269,8 @@ def check_layer(model: dict[str, Any], keys: list[TrunkKey], more: int) -> None:
         assert len(thunks) == 1
         # rows of a sequence read its pages together: a part that ends at a border has eight rows' results
         slots = {call.results[1].shape[0] for call in instructions if DECODE in call.source}
-        borders = work_list.decode_blocks("bfloat16", HEADS["head_dim"], None) - 1
+        pages: Any = jax.ShapeDtypeStruct((1, 1, 64, HEADS["head_dim"]), "bfloat16")
+        borders = work_list.decode_blocks(pages, None) - 1
         assert slots == {8 * borders + 8 * HEADS["num_key_value_heads"]}
         assert third - second <= KERNELS[key] + more, kernels[second:third]
 

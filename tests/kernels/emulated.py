@@ -177,7 +177,7 @@ def emulated(landing: Landing) -> Iterator[None]:
         floats = np.asarray(numbers).view(jnp.dtype(kind)).astype(np.float32)
         return jnp.asarray(np.where(np.isnan(floats), 480, floats).astype(dtype))
 
-    def left_of_bytes(numbers: jax.Array, step: int, kind: str, dtype: Any) -> jax.Array:
+    def left_side(numbers: jax.Array, step: int, kind: str, dtype: Any) -> jax.Array:
         return converted(numbers[:, step * DEPTH : (step + 1) * DEPTH], kind, dtype)
 
     def transposed(ref: Ref, size: int, kind: str, dtype: Any) -> jax.Array:
@@ -206,7 +206,7 @@ def emulated(landing: Landing) -> Iterator[None]:
     }
     in_registers = {
         "gathered": gathered,
-        "left_of_bytes": left_of_bytes,
+        "left_side": left_side,
         "right_side": lambda x, *, eight_bits: x.T,
         "transposed": transposed,
     }

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from compiler_report import KernelFacts, kernel_facts
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_facts import (
@@ -39,7 +40,7 @@ from pallas_kernels.attention import dispatch
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.cache import dispatch as cache_dispatch
 from pallas_kernels.cache.qkv import QkvProduct
-from pallas_kernels.compilation.ahead_of_time import KernelFacts, device, kernel_facts, lower_for
+from pallas_kernels.compilation.ahead_of_time import device, lower_for
 from tests.extras import compiler_for_gpus
 
 compiler_for_gpus()

@@ -207,7 +207,7 @@ def test_work_lists_are_for_hopper_and_as_batch_invariance_asks() -> None:
         for fixed in (False, True)
     )
     assert even is not None and fixed is not None
-    assert even.blocks == fixed.blocks == work_list.decode_blocks(str(k.dtype), k.shape[-1], HOPPER)
+    assert even.blocks == fixed.blocks == work_list.decode_blocks(k, HOPPER)
     assert len(even.joins) == even.blocks and len(fixed.joins) == len(lengths) * k.shape[1]
     assert even.most_rows == fixed.most_rows == 1
 

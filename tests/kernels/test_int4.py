@@ -299,7 +299,7 @@ def test_weights_are_unpacked_once_for_all_rows() -> None:
     target = native.Target(triple, "znver4", features)
     functions = int4_module(target, "bfloat16", 128, True).split("define ")[1:]
     where = {re.split(r"[@\"(]+", text)[1] for text in functions if "permvar" in text}
-    assert where == {"block", "single", "unpack"}
+    assert where == {"alone", "single", "unpack"}
     assert 'call void @"unpack"' in next(text for text in functions if '@"multiply"' in text.splitlines()[0])
 
 

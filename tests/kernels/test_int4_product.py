@@ -14,8 +14,13 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 
 from pallas_kernels.products.groups import Groups, grouped
-from pallas_kernels.products.hopper.int4_product import grouped_int4_product, int4_product, splits_of
-from pallas_kernels.products.hopper.int4_registers import STEP, WORD_LAYOUT
+from pallas_kernels.products.hopper.int4_product import (
+    STEP,
+    WORD_LAYOUT,
+    grouped_int4_product,
+    int4_product,
+    splits_of,
+)
 from pallas_kernels.products.scales_in_registers import layout_of_scales
 from pallas_kernels.quantization.int4 import SCALES, TILE, WORDS, Int4, wide
 from tests.kernels.executed import FEW, Executed

@@ -241,6 +241,26 @@ def test_other_sizes_take_the_other_kernel(size: int, outs: int) -> None:
     assert_close(multiplied(x, weight, "float32", "jengine_product"), exact(x, weight), "float32")
 
 
+@pytest.mark.parametrize(
+    "inputs", [pytest.param(False, marks=needs_pairs), pytest.param(True, marks=needs_bytes)]
+)
+def test_kernels_of_fused_weights_are_registered_before_programs_are_loaded(
+    inputs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gates and their factors lie side by side, so the second axis has two outputs."""
+    names: list[str] = []
+    monkeypatch.setattr(products, "register", lambda name, make: names.append(name) or name)
+    flat = replace(four_bits(80, 128, 32, offset=False, inputs=inputs), dtype="bfloat16")
+    weight = stored(flat.map(lambda array: array.reshape(40, 2, -1)))
+    weight.prepare()
+    prepared = {*names}
+    x = normal((70, 128), 0, "bfloat16")
+    for form in "panels", "kernel":
+        key = forms.form_key(len(x), str(x.dtype), weight.format.name)
+        jax.jit(lambda x, weight: weight.product(x)).trace(x, weight.with_forms(((key, form),)))
+    assert {*names} == prepared and any("panels" in name for name in prepared)
+
+
 @pytest.mark.parametrize("inputs", [False, True])
 @pytest.mark.parametrize("size, outs", [(130, panels.OUTS), (128, panels.OUTS - 1)])
 def test_other_sizes_of_four_bits_take_the_other_kernel(size: int, outs: int, inputs: bool) -> None:

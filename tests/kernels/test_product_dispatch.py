@@ -14,10 +14,12 @@ import pytest
 from pallas_kernels import devices
 from pallas_kernels.products import dispatch as product_dispatch
 from pallas_kernels.products import weight as products
+from pallas_kernels.products.eight_bits import EightBits
 from pallas_kernels.products.groups import grouped
 from pallas_kernels.products.weights import product, stored
 from pallas_kernels.quantization.int4 import Int4, pack
 from pallas_kernels.quantization.quantized import quantize
+from tests.kernels.interpreted import normal
 
 HOPPER: Any = SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
 AMPERE: Any = SimpleNamespace(device_kind="NVIDIA A100", compute_capability="8.0")
@@ -50,6 +52,19 @@ def test_what_the_grouped_product_takes_and_why_not() -> None:
         assert product_dispatch.why_product_unsupported(*arrays, grouped=True, device=device) == reason
     with pytest.raises(ValueError, match=r"impl='mosaic': device=.*compute capability 9\.0"):
         stored(weight).grouped_product(x, grouped(jnp.zeros(1, jnp.int32), 2), impl="mosaic")
+
+
+def test_experts_of_eight_bits_take_rows_in_their_dtype() -> None:
+    """Also if rows are transformed, which makes them float32, before they are rounded."""
+    x, weight = normal((8, 128), 0, "bfloat16"), normal((2, 32, 2, 128), 1)
+    groups = grouped(jnp.arange(8, dtype=jnp.int32) % 2, 2)
+    for kind, options in ("int8", {"hadamard": 128}), ("int8", {}), ("float8_e4m3fn", {"by_group": True}):
+        experts = EightBits(quantize(weight, kind, inputs=True, **options))
+        assert experts.rounded(x).dtype == jnp.bfloat16  # what kernels multiply
+        y = experts.grouped_product(x[groups.row], groups, impl="xla")[groups.place]
+        want = jnp.einsum("ri,roui->rou", x.astype(jnp.float32), weight[jnp.arange(8) % 2])
+        assert y.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(y, np.float64), want, atol=0.06 * float(jnp.abs(want).max()))
 
 
 def four_bits(*shape: int, group: int = 32, **how: Any) -> Int4:

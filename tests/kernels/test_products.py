@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from jengine.execution import loras
 from pallas_kernels.llvm.blocks import CHUNK
 from pallas_kernels.llvm.formats import SIZES
 from pallas_kernels.llvm.kinds import INPUTS, WEIGHTS
@@ -255,4 +257,8 @@ def test_without_llvmlite_xla_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pallas_kernels.devices.cpu_refused", lambda: "llvmlite is not installed")
     jax.clear_caches()  # of what was traced
     assert not any(has_kernel(jax.jit(product).lower(jnp.ones((1, 8)), one)) for one in weights)
+    monkeypatch.setitem(sys.modules, "pallas_kernels.products.cpu", None)  # an import of it fails
     prepare(weight)
+    devices = np.array(jax.devices())
+    stacks = [SimpleNamespace(a=weights[0])]
+    loras.prepare(SimpleNamespace(mesh=SimpleNamespace(devices=devices), stacks=stacks))  # type: ignore[arg-type]

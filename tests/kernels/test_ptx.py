@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pallas_kernels.mosaic.ptx import bulk_copies
+from copy_alignment import bulk_copies
 
 LOAD = "cp.async.bulk.tensor.3d.shared::cta.global.mbarrier::complete_tx::bytes"
 PTX = """

@@ -12,7 +12,7 @@ from pallas_kernels.attention.cpu.kernel import NO_SINK, source
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.llvm import native
 from pallas_kernels.llvm.calls import call, register
-from pallas_kernels.quantization.quantized import Pages, Quantized
+from pallas_kernels.quantization.quantized import Pages
 
 
 def paged_attention_decode(
@@ -79,7 +79,7 @@ def prepare(q: Any, k_pages: Pages, *, ahead: bool = False) -> None:
 
 def _registered(q: Any, k_pages: Pages, *, decode: bool, ahead: bool = False) -> str:
     """Registers a kernel and returns its name."""
-    stored = str(k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype)
+    stored = str(jax.tree.leaves(k_pages)[0].dtype)
     _, kv_heads, page_size, head_dim = k_pages.shape
     made = form(
         native.host(),
@@ -108,10 +108,6 @@ def _call(
     decode: bool,
 ) -> jax.Array:
     name = _registered(q, k_pages, decode=decode, ahead=len(where) == 4)
-    k, v = (
-        ([pages.values, pages.scale] if isinstance(pages, Quantized) else [pages])
-        for pages in (k_pages, v_pages)
-    )
     queries = q.astype(_inputs(q.dtype))
     out: jax.Array = call(
         name,
@@ -119,8 +115,7 @@ def _call(
         queries,
         *where,
         _packed(options, q.shape[-2]),
-        *k,
-        *v,
+        *jax.tree.leaves((k_pages, v_pages)),
     )
     return out.astype(q.dtype)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from pallas_kernels.attention.cpu.form import Form
 from pallas_kernels.llvm import amx
 from pallas_kernels.llvm.blocks import joined, transposed
 from pallas_kernels.llvm.code import Code
@@ -142,33 +143,22 @@ class Product:
             move("tilestored64", n, out + n * BYTES, self.out)
 
 
-def pack_keys(
-    code: Code,
-    places: Value,
-    later: Value,
-    base: Value,
-    to: Value,
-    stored: str,
-    head_dim: int,
-    pairs: bool,
-    fetched: int = SPAN,
-) -> None:
+def pack_keys(code: Code, form: Form, places: Value, later: Value, base: Value, to: Value) -> None:
     """Transposes keys of SPAN tokens: to[depth][SPAN].
 
     Args:
         places: addresses of the tokens' keys, int64 [SPAN], in an array of keys that begins at base.
-        later: addresses of the next block's keys.
-        fetched: how many of the next block's keys are prefetched.
+        later: addresses of the next block's keys, which are prefetched; of `Form.spread`, half of them.
     """
-    total, row = 2 * LANES if pairs else LANES, head_dim * SIZES[stored]
-    whole, rest = divmod(head_dim, total)
-    share = fetched * LANES // SPAN
+    total, row = 2 * LANES if form.pair_keys else LANES, form.head_dim * SIZES[form.stored]
+    whole, rest = divmod(form.head_dim, total)
+    share = LANES // 2 if form.spread else LANES
 
     def turn(group: Value, line: Value | int, count: int) -> None:
-        start, lines = base + line * (total * SIZES[stored]), []
+        start, lines = base + line * (total * SIZES[form.stored]), []
         for n in range(LANES):
             place = code.load(I64, places + (group * LANES + n) * 8)
-            lines.append(numbers(code, place * row + start, stored, pairs, count))
+            lines.append(numbers(code, place * row + start, form.stored, form.pair_keys, count))
         for n in range(share):
             place = code.load(I64, later + (group * share + n) * 8)
             code.prefetch(place * row + start, far=True)
@@ -182,20 +172,11 @@ def pack_keys(
             turn(group, whole, rest)
 
 
-def pack_values(
-    code: Code,
-    places: Value,
-    later: Value,
-    base: Value,
-    to: Value,
-    stored: str,
-    head_dim: int,
-    pairs: bool,
-    vectors: int,
-) -> None:
+def pack_values(code: Code, form: Form, places: Value, later: Value, base: Value, to: Value) -> None:
     """Arranges values of SPAN tokens: to[SPAN][vectors], or pairs of two tokens to[SPAN / 2][vectors]. Lanes
-    after head_dim are 0."""
-    at_once, row = 2 if pairs else 1, head_dim * SIZES[stored]
+    after head_dim are 0. Arguments are as in `pack_keys`."""
+    pairs, stored, vectors = form.pair_values, form.stored, form.vectors
+    at_once, row = 2 if pairs else 1, form.head_dim * SIZES[stored]
     total = 2 * LANES if pairs else LANES
 
     with code.loop(0, SPAN // at_once) as k:
@@ -208,7 +189,7 @@ def pack_values(
                 code.prefetch(token + at, far=True)
         line = to + k * (vectors * BYTES)
         for first in range(0, vectors * LANES, total):
-            count = head_dim - first
+            count = form.head_dim - first
             if count <= 0:
                 code.store(code.constant(vector(I32), 0), line + first * 4)
                 continue

@@ -193,29 +193,9 @@ class _Item:
         with code.loop(start, block.end, SPAN) as first:
             places, later = self._places(first), self._places(first + SPAN)
             self._find(self._next(block, head, first + SPAN), later)
-            pack_keys(
-                code,
-                places,
-                later,
-                args.keys,
-                self.keys,
-                form.stored,
-                form.head_dim,
-                form.pair_keys,
-                SPAN // 2 if form.spread else SPAN,
-            )
+            pack_keys(code, form, places, later, args.keys, self.keys)
             if not form.in_place:
-                pack_values(
-                    code,
-                    places,
-                    later,
-                    args.values,
-                    self.values,
-                    form.stored,
-                    form.head_dim,
-                    form.pair_values,
-                    form.vectors,
-                )
+                pack_values(code, form, places, later, args.values, self.values)
             for to, scales in (soft.k_scale, args.k_scales), (soft.v_scale, args.v_scales):
                 if to is not None and scales is not None:
                     with code.loop(0, SPAN, LANES) as lane:

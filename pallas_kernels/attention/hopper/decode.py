@@ -29,11 +29,10 @@ from pallas_kernels.attention.hopper.decode_feed import QUERY_UNIT, product_dtyp
 from pallas_kernels.attention.hopper.decode_kernel import Form, Inputs, Outputs, Scratch, run
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.attention.support import GPU_OPTIONS
-from pallas_kernels.attention.work_list import QUERIES as QUERIES
 from pallas_kernels.attention.work_list import TILE, WorkList, decode_blocks, even_work, lines_of
 from pallas_kernels.mosaic.hopper import COLUMNS, ROWS, tiled
 from pallas_kernels.mosaic.refs import body
-from pallas_kernels.quantization.quantized import Pages, Quantized
+from pallas_kernels.quantization.quantized import Pages
 from pallas_kernels.targets import BLOCKS
 
 
@@ -82,19 +81,14 @@ def paged_attention_decode(
     kv_heads = k_pages.shape[1]
     group = heads // kv_heads
     lines = lines_of(group)
-    stored = k_pages.values.dtype if isinstance(k_pages, Quantized) else k_pages.dtype
+    at_a_time = decode_blocks(k_pages, device)
     if work is None:
-        blocks = decode_blocks(str(stored), head_dim, device)
-        work = even_work(lengths, kv_heads, blocks=blocks, window=options.window)
+        work = even_work(lengths, kv_heads, blocks=at_a_time, window=options.window)
     if work.most_rows * lines > ROWS:
         raise ValueError(
             f"work.most_rows={work.most_rows}: a product holds {ROWS // lines} rows of {group} queries"
         )
-    pairs = (
-        BLOCKS
-        if decode_blocks(str(stored), head_dim, device) > targets.cores(device) and work.blocks % BLOCKS == 0
-        else 1
-    )
+    pairs = BLOCKS if at_a_time > targets.cores(device) and work.blocks % BLOCKS == 0 else 1
     of_pairs, parts = (pairs,) if pairs > 1 else (), head_dim // COLUMNS
     queries = q.reshape(rows * heads, head_dim)
     if len(queries) < lines:

@@ -62,14 +62,16 @@ class WorkItem(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Keys or values in flight in shared memory. Barriers are of all pairs of warpgroups, one pair after
-    another; arrays have an axis of pairs first if a block has several.
+    """Keys or values: those in flight in shared memory, and their pages. Barriers are of all pairs of
+    warpgroups, one pair after another; arrays have an axis of pairs first if a block has several.
 
     Attributes:
         eight, scale: for an eight-bit cache, tiles as stored [tiles ahead, TILE, head_dim] and their scales
             [more, TILE].
         free, full: barriers, one per stage and pair of warpgroups.
         smem: [stages, TILE, head_dim] in the dtype of the product.
+        pages: [num_pages, kv_heads, page_size, head_dim], followed by their scales for an eight-bit cache; of
+            a pair, see `of_pair`.
     """
 
     eight: Any
@@ -77,6 +79,16 @@ class Slots(NamedTuple):
     full: Any
     scale: Any
     smem: Any
+    pages: Any = ()
+
+    def of_pair(self, pages: Any, pair: jax.Array | None) -> Slots:
+        """A pair's arrays, all barriers, and the pages; pair: as in `Feed`."""
+        eight, scale, smem = (
+            ref if ref is None or pair is None else ref.at[pair]
+            for ref in (self.eight, self.scale, self.smem)
+        )
+        sources = (pages,) if eight is None else (pages.values, pages.scale)
+        return self._replace(eight=eight, scale=scale, smem=smem, pages=sources)
 
 
 class PagesInFlight(NamedTuple):
@@ -120,35 +132,6 @@ def ring_of(dtype: jnp.dtype[Any], pages: Pages, pairs: int) -> PagesInFlight:
     return PagesInFlight(arrived, slots._replace(smem=keys), slots)
 
 
-class Side(NamedTuple):
-    """Keys or values: their pages and their ring in shared memory.
-
-    Attributes:
-        pages: [num_pages, kv_heads, page_size, head_dim], followed by their scales for an eight-bit cache.
-        smem: [stages, TILE, head_dim] in the dtype of the product.
-        full, free: barriers, one per stage and pair of warpgroups.
-        eight, scale: for an eight-bit cache, tiles as stored [tiles ahead, TILE, head_dim] and their scales
-            [more, TILE].
-    """
-
-    pages: Any
-    smem: Any
-    full: Any
-    free: Any
-    eight: Any = None
-    scale: Any = None
-
-    @staticmethod
-    def of(pages: Any, slots: Slots, pair: jax.Array | None) -> Side:
-        """A pair's side, given all pairs' slots; pair: as in `Feed`."""
-        eight, scale, smem = (
-            ref if ref is None or pair is None else ref.at[pair]
-            for ref in (slots.eight, slots.scale, slots.smem)
-        )
-        sources = (pages,) if eight is None else (pages.values, pages.scale)
-        return Side(sources, smem, slots.full, slots.free, eight, scale)
-
-
 @dataclass(frozen=True)
 class Feed:
     """Copies keys and values for one pair of warpgroups.
@@ -162,8 +145,8 @@ class Feed:
         in_registers: False: convert by operations that Pallas interprets.
     """
 
-    k: Side
-    v: Side
+    k: Slots
+    v: Slots
     items: Any
     tables: Any
     window: int | None

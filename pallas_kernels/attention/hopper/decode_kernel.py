@@ -22,7 +22,6 @@ from pallas_kernels.attention.hopper.decode_feed import (
     QUERY_UNIT,
     Feed,
     PagesInFlight,
-    Side,
     WorkItem,
     seen,
     tokens_of,
@@ -144,9 +143,7 @@ def run(refs: Refs[Inputs, Outputs, Scratch], form: Form) -> None:
         block = block * pairs + pair
     first, end, first_join, end_join = (inputs.first[block + i, kind] for kind in range(2) for i in range(2))
     part = scratch if pair is None else scratch.of_pair(pair)
-    k, v = (
-        Side.of(pages, slots, pair) for pages, slots in ((inputs.k, part.ring.k), (inputs.v, part.ring.v))
-    )
+    k, v = part.ring.k.of_pair(inputs.k, pair), part.ring.v.of_pair(inputs.v, pair)
     in_registers = scratch.p is None
     feed = Feed(k, v, inputs.items, inputs.tables, form.options.window, part.ring.arrived, pair, in_registers)
     compute = Compute(inputs, refs.outputs, part, form, feed)

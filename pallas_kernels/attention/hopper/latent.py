@@ -44,9 +44,6 @@ from pallas_kernels.attention.work_list import TILE, WorkList, even_work
 from pallas_kernels.mosaic.hopper import COLUMNS, ROWS, tiled
 from pallas_kernels.mosaic.refs import body
 
-RANKS = 128, 256, 384, 512  # channels of a value: of each half, whole tiles of shared memory
-KEY_CHANNELS = COLUMNS  # a key has a multiple of these; up to as many more than the largest rank fit
-
 
 def latent_attention_decode(
     q: jax.Array,

@@ -33,8 +33,6 @@ from pallas_kernels.mosaic.hopper import tiled
 from pallas_kernels.mosaic.refs import body
 from pallas_kernels.quantization.quantized import Pages, Quantized, numbers
 
-TILE_GRID = 8  # the number of tokens of a tile is a multiple of this
-
 
 def paged_attention_prefill(
     q: jax.Array,

@@ -22,7 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.hopper import COLUMNS, ROWS, tiled
-from pallas_kernels.mosaic.ptx import TENSOR
+
+ALIGNED = 128  # bytes, in shared memory, for a copy with a tensor map
 
 
 class Ring(NamedTuple):
@@ -113,7 +114,7 @@ def feed(
     def copy(blocks: Blocks, i: jax.Array, pages: list[jax.Array], ref: Any, smem: Any, full: Any) -> None:
         # Scales of 16 tokens are 64 bytes apart. Only a plain copy, without a tensor map's bounds check, may
         # begin there.
-        narrow = len(smem.shape) == 1 and piece * smem.dtype.itemsize % TENSOR
+        narrow = len(smem.shape) == 1 and piece * smem.dtype.itemsize % ALIGNED
         mode = plgpu.OOBFillMode.PROMISE_IN_BOUNDS if narrow else None
         for at, page in zip(places, pages, strict=True):
             part_of_page = pl.ds(lax.rem(token_of(blocks, i) + at, page_size), piece)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pallas_kernels.llvm import native
 from pallas_kernels.llvm.blocks import rounded
-from pallas_kernels.llvm.code import Code, share
+from pallas_kernels.llvm.code import Code, share, write_parts
 from pallas_kernels.llvm.formats import SIZES, Processor, as_floats, processor
 from pallas_kernels.llvm.types import F32, I64, PTR, VOID, vector
 from pallas_kernels.llvm.values import Value
@@ -24,7 +24,7 @@ def transform_module(target: native.Target, x: str, block: int) -> str:
     """
     at, code = processor(target), Code()
     transform_row(code, at, x, block)
-    write_parts(code, "transform_parts")
+    write_parts(code, "transform_parts", 2, ALONE)
     frame, part, parts = code.kernel("transform")
     (source, shape), (result, _), (sums, _) = (
         code.argument(frame, 0),
@@ -41,16 +41,6 @@ def transform_module(target: native.Target, x: str, block: int) -> str:
             values = code.load(vector(F32, lanes), row + n * 4, 4)
             code.store(rounded(values) if x == "bfloat16" else values, target_row + n * SIZES[x])
     return code.text()
-
-
-def write_parts(code: Code, name: str) -> None:
-    """Writes a function with this name: the number of parts for work on the rows of a call's first
-    argument.
-    """
-    frame, limit = code.function(name, [PTR, I64], internal=False, result=I64)
-    _, shape = code.argument(frame, 0)
-    few = code.word(shape, 0) * code.word(shape, 1) <= ALONE
-    code.ret(few.choose(1, limit))
 
 
 def transform_row(code: Code, at: Processor, x: str, block: int) -> None:

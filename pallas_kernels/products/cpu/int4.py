@@ -8,12 +8,12 @@ multiplied by it. Both ways give the same weights and add in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from pallas_kernels.llvm import native
-from pallas_kernels.llvm.blocks import AHEAD, NONE, Operands, Out, padded, store_rows, totals, zeros
+from pallas_kernels.llvm.blocks import AHEAD, NONE, Operands, padded, store_rows, totals, zeros
 from pallas_kernels.llvm.code import LINE, Code
 from pallas_kernels.llvm.formats import SIZES, Format, Processor, plain_format, processor
 from pallas_kernels.llvm.types import BF16, F32, I8, I16, I32, I64, LANES, PTR, VOID, vector
@@ -76,25 +76,29 @@ class Int4Format:
     """Parameters of the generated code.
 
     Attributes:
-        pairs: weights are unpacked to bfloat16.
-        format: how unpacked weights are multiplied.
+        format: how unpacked weights are multiplied; they are unpacked to its dtype of weights.
         group: inputs per scale.
         offset: weights have offsets.
         kind: `Int4.kind`.
-        alone: outputs by which a single row is multiplied at once. With few, each sum would wait for its
-            previous term.
     """
 
     at: Processor
-    pairs: bool
     format: Format
     group: int
     offset: bool
     kind: str
 
-    @property
-    def alone(self) -> int:
-        return self.at.outs * (2 if self.at.lanes == LANES else 1)
+
+def tiles_of(size: Value) -> Value:
+    """Tiles of this many inputs, of which the last may be partial."""
+    return (size + (TILE - 1)) // TILE
+
+
+def alone(at: Processor) -> int:
+    """Outputs by which a single row is multiplied at once. With few, each sum would wait for its previous
+    term.
+    """
+    return at.outs * (2 if at.lanes == LANES else 1)
 
 
 def in_pairs(at: Processor, x: str) -> bool:
@@ -107,12 +111,12 @@ def int4_module(target: native.Target, x: str, group: int, offset: bool, kind: s
     offset.
     """
     at, code = processor(target).for_floats(), Code()
-    pairs = in_pairs(at, x)
-    fmt = Int4Format(at, pairs, plain_format(at, x, "bfloat16" if pairs else "float32"), group, offset, kind)
-    _single(code, "block", fmt, fmt.alone)
+    form = plain_format(at, x, "bfloat16" if in_pairs(at, x) else "float32")
+    fmt = Int4Format(at, form, group, offset, kind)
+    _single(code, "alone", fmt, alone(at))
     _single(code, "single", fmt, 1)
     _unpack(code, fmt)
-    dispatch(code, "unpacked", at, fmt.format, Out(), (NONE,))
+    dispatch(code, "unpacked", at, fmt.format, False, (NONE,))
     _multiply(code, fmt)
     return code.text()
 
@@ -126,54 +130,70 @@ def _multiply(code: Code, fmt: Int4Format) -> None:
     weight = packed_of(code, frame, fmt.offset, size)
     x_row, out_size = size * SIZES[fmt.format.x], code.result_size(frame, 0)
     result_row = count * out_size
-    first, end, last = blocks_of(count, at.outs, part, parts)
-    # rows begin in different sets of a cache
-    unpacked_row = weight.row * (2 * SIZES[fmt.format.weight]) + 3 * LINE
-    many = (SCRATCH // unpacked_row).rounded_down(at.outs).least(PANEL).most(at.outs)
-    panel = (rows > UNPACKED_FEW).choose(many, at.outs)
 
     def one_row(name: str, row: Value | int, out: Value) -> None:
         into = result + (result_row * row + out * out_size)
         code.call(name, VOID, x + x_row * row, *weight.at(out), into, out_size)
 
-    single = rows.equals(1)
-    # a weight with fewer outputs than a block
-    with code.when(count < single.choose(code.whole(fmt.alone), at.outs)):
-        with code.loop(first, end) as out, code.loop(0, rows) as row:
-            one_row("single", row, out)
-        code.ret()
-    with code.when(single):
-        begin, until, final = blocks_of(count, fmt.alone, part, parts)
-        with code.loop(begin, until, fmt.alone) as out:
-            one_row("block", 0, out.least(final))  # overlapping blocks write the same results
-        code.ret()
+    first, end, last = write_few(code, at, rows, count, (part, parts), one_row)
+    # rows begin in different sets of a cache
+    unpacked_row = weight.row * (2 * SIZES[fmt.format.weight]) + 3 * LINE
+    many = (SCRATCH // unpacked_row).rounded_down(at.outs).least(PANEL).most(at.outs)
+    panel = (rows > UNPACKED_FEW).choose(many, at.outs)
     scratch = code.memory(unpacked_row * panel)
+    unused = Operands(*[scratch] * len(Operands._fields))
     with code.loop(first, end, panel) as start:
         over = (start + panel).least(end)
         begin = start.least(last)
         code.call("unpack", VOID, *weight.at(begin), over - begin, scratch, unpacked_row)
         with strips(code, at, rows) as (row, height), code.loop(begin, over, at.outs) as outs:
             out = outs.least(over - at.outs)
-            operands = Operands(
+            operands = unused._replace(
                 x=x + row * x_row,
                 x_row=x_row,
                 weight=scratch + (out - begin) * unpacked_row,
                 weight_row=unpacked_row,
                 size=size,
-                partial=scratch,  # not used
                 before=code.whole(0),
                 after=code.whole(0),
                 result=result + (row * result_row + out * out_size),
                 result_row=result_row,
-                row_scale=scratch,  # not read, like the next two
-                row_sum=scratch,
-                out_scale=scratch,
                 out_size=out_size,
-                ahead=scratch,  # not used, like the next two
                 rate=size,
-                converted=scratch,
             )
             code.call("unpacked", VOID, *operands, height, at.outs, NONE)
+
+
+def write_few(
+    code: Code,
+    at: Processor,
+    rows: Value,
+    count: Value,
+    share: tuple[Value, Value],
+    run: Callable[[str, Value | int, Value], None],
+) -> tuple[Value, Value, Value]:
+    """Writes what multiplies a single row, and by a weight with fewer outputs than a block, and returns then.
+
+    Args:
+        share: the part, and the number of parts.
+        run: calls the function "single", for one output, or "alone", for as many, with a row and the first
+            output.
+
+    Returns:
+        `blocks_of` of outputs, for other rows.
+    """
+    first, end, last = blocks_of(count, at.outs, *share)
+    single, at_once = rows.equals(1), alone(at)
+    with code.when(count < single.choose(code.whole(at_once), at.outs)):
+        with code.loop(first, end) as out, code.loop(0, rows) as row:
+            run("single", row, out)
+        code.ret()
+    with code.when(single):
+        begin, until, final = blocks_of(count, at_once, *share)
+        with code.loop(begin, until, at_once) as out:
+            run("alone", 0, out.least(final))  # overlapping blocks write the same results
+        code.ret()
+    return first, end, last
 
 
 def _single(code: Code, name: str, fmt: Int4Format, outs: int) -> None:
@@ -208,7 +228,7 @@ def _unpack(code: Code, fmt: Int4Format) -> None:
     """
     *packed, count, into, into_row = code.function("unpack", (*KINDS, I64, PTR, I64))
     weight, item = Packed(*packed), SIZES[fmt.format.weight]
-    tiles = (weight.size + (TILE - 1)) // TILE
+    tiles = tiles_of(weight.size)
     with code.loop(0, count) as each:
         line, target = weight.at(each), into + each * into_row
         with code.loop(0, tiles) as tile:
@@ -224,7 +244,7 @@ def weights_of(code: Code, fmt: Int4Format, packed: Packed, tile: Value) -> list
     for line in range(0, 4 * LANES, LINE):
         code.prefetch(place + (AHEAD + line))
     word, out = code.load(vector(I32), place), []
-    each = max(fmt.group // 32, 1)
+    each, convert = max(fmt.group // 32, 1), _pairs if fmt.format.weight == "bfloat16" else _floats
     for first in range(0, STEPS, each):
         # of the group, or of both groups in a step's words
         scales = [
@@ -234,7 +254,7 @@ def weights_of(code: Code, fmt: Int4Format, packed: Packed, tile: Value) -> list
             ]
             for group in range(first * 32 // fmt.group, -(-(first + 1) * 32 // fmt.group))
         ]
-        out += (_pairs if fmt.pairs else _floats)(code, fmt, word, range(first, first + each), scales)
+        out += convert(code, fmt, word, range(first, first + each), scales)
     return out
 
 

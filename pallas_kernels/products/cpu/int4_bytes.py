@@ -11,17 +11,23 @@ half of the words belongs to one group. `arrange` brings rows of x into this ord
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from pallas_kernels.llvm import native
 from pallas_kernels.llvm.blocks import AHEAD, padded, store_rows, totals
 from pallas_kernels.llvm.code import Code
 from pallas_kernels.llvm.formats import Processor, dot_small, processor
 from pallas_kernels.llvm.types import F32, I8, I32, I64, LANES, PTR, VOID, vector
 from pallas_kernels.llvm.values import Value, Variable
-from pallas_kernels.products.cpu.int4 import KINDS as PACKED_KINDS
-from pallas_kernels.products.cpu.int4 import LOW, SCALES_AHEAD, Packed, packed_of
-from pallas_kernels.products.cpu.multiply import PANEL, blocks_of, heights, quantize, strips
+from pallas_kernels.products.cpu.int4 import (
+    KINDS,
+    LOW,
+    SCALES_AHEAD,
+    Packed,
+    alone,
+    packed_of,
+    tiles_of,
+    write_few,
+)
+from pallas_kernels.products.cpu.multiply import PANEL, heights, quantize, strips
 from pallas_kernels.quantization.int4 import SCALES, TILE
 
 SIGNS = 0x88888888 - (1 << 32)  # makes signed four-bit numbers codes that are larger by 8
@@ -36,35 +42,6 @@ FEW = 48  # maximum rows for which reading weights dominates
 Codes = dict[tuple[int, ...], list[tuple[int, int, Value]]]  # see _codes
 # results of the call
 OUT, BYTES, ROW_SCALES, ARRANGED, SUMS, TRANSFORMED = range(6)
-
-
-class ByteOperands(NamedTuple):
-    """Arguments of a function that multiplies a block: addresses, and int64.
-
-    Attributes:
-        x, x_row: arranged bytes, and bytes from one row to the next.
-        sums: float32, of the bytes of each group; rows are as long as those of scales.
-        row_scale: scales of rows.
-        words to size: see `Packed`.
-        out_size: bytes of a number of the result.
-    """
-
-    x: Value
-    x_row: Value
-    sums: Value
-    row_scale: Value
-    words: Value
-    row: Value
-    scale: Value
-    offset: Value
-    scale_row: Value
-    size: Value
-    result: Value
-    result_row: Value
-    out_size: Value
-
-
-KINDS = (PTR, I64, PTR, PTR, *PACKED_KINDS, PTR, I64, I64)  # of ByteOperands
 
 
 def int4_bytes_module(target: native.Target, x: str, group: int, offset: bool, hadamard: int = 1) -> str:
@@ -84,18 +61,13 @@ def int4_bytes_module(target: native.Target, x: str, group: int, offset: bool, h
         code.call("arrange", VOID, *places, size, width)
 
     quantize(code, at, x, BYTES, ROW_SCALES, transformed=(hadamard, TRANSFORMED), then=arrange)
-    alone = at.outs * (2 if at.lanes == LANES else 1)
-    _block(code, "alone", at, group, 1, alone, offset=offset, fetch=True)
+    _block(code, "alone", at, group, 1, alone(at), offset=offset, fetch=True)
     _block(code, "single", at, group, 1, 1, offset=offset, fetch=True)
     for height in heights(at):
         for fetch in (False, True):
             _block(code, f"block_{height}_{fetch}", at, group, height, at.outs, offset=offset, fetch=fetch)
-    _multiply(code, at, alone, offset)
+    _multiply(code, at, offset)
     return code.text()
-
-
-def tiles_of(size: Value) -> Value:
-    return (size + (TILE - 1)) // TILE
 
 
 def _arrange(code: Code, group: int) -> None:
@@ -130,21 +102,25 @@ def _arrange(code: Code, group: int) -> None:
 def _block(
     code: Code, name: str, at: Processor, group: int, rows: int, outs: int, *, offset: bool, fetch: bool
 ) -> None:
-    """Writes a function with this name and ByteOperands for a block of this size.
+    """Writes a function with this name for a block of this size. It takes (arranged bytes, how many a row
+    has, float32 sums of each group's bytes in rows as long as those of scales, scales of rows, *Packed,
+    result, bytes of its rows, bytes of its numbers).
 
     Args:
         fetch: whether weights are prefetched.
     """
-    call = ByteOperands(*code.function(name, KINDS))
-    weight = Packed(*call[4:10])
+    x, x_row, group_sums, row_scale, *packed, result, result_row, out_size = code.function(
+        name, (PTR, I64, PTR, PTR, *KINDS, PTR, I64, I64)
+    )
+    weight = Packed(*packed)
     lines = [weight.at(n) for n in range(outs)]
     if fetch:
         for each in lines:
             for place in (each.scale, each.offset)[: 1 + offset]:
                 code.prefetch(place + SCALES_AHEAD)
     sums = [code.variable(code.constant(vector(F32, at.lanes), 0.0)) for _ in range(rows * outs)]
-    xs = [call.x + call.x_row * row for row in range(rows)]
-    with code.loop(0, tiles_of(call.size)) as tile:
+    xs = [x + x_row * row for row in range(rows)]
+    with code.loop(0, tiles_of(weight.size)) as tile:
         bytes_of = [[_pieces(code, at, x + (tile * TILE + 64 * half)) for half in range(2)] for x in xs]
         for n, each in enumerate(lines):
             place = each.words + tile * 64
@@ -159,15 +135,15 @@ def _block(
                         dot = dot_small(code, at, dot, halves[half][piece], codes)
                     total = sums[row * outs + n]
                     total.set(code.fma(dot.to(vector(F32, at.lanes)), scale, total.get()))
-    added = of_offsets(code, call.sums, lines, rows, offset=offset)
+    added = of_offsets(code, group_sums, lines, rows, offset=offset)
     some = min(outs, SCALES)
     for row in range(rows):
-        row_scale = code.load(F32, call.row_scale + 4 * row, 4).splat(some)
+        of_row = code.load(F32, row_scale + 4 * row, 4).splat(some)
         for first in range(0, outs, some):
             these = slice(row * outs + first, row * outs + first + some)
-            values = (totals(sums[these]) + totals(added[these])) * row_scale
-            result = call.result + call.out_size * first
-            store_rows(code, values, range(row, row + 1), some, result, call.result_row, call.out_size)
+            values = (totals(sums[these]) + totals(added[these])) * of_row
+            into = result + out_size * first
+            store_rows(code, values, range(row, row + 1), some, into, result_row, out_size)
 
 
 def _pieces(code: Code, at: Processor, place: Value) -> list[Value]:
@@ -222,7 +198,7 @@ def of_offsets(
     return added
 
 
-def _multiply(code: Code, at: Processor, alone: int, offset: bool) -> None:
+def _multiply(code: Code, at: Processor, offset: bool) -> None:
     frame, part, parts = code.kernel("multiply")
     (_, x_shape), (_, shape) = (code.argument(frame, index) for index in (0, 1))
     result, _ = code.result(frame, OUT)
@@ -233,7 +209,9 @@ def _multiply(code: Code, at: Processor, alone: int, offset: bool) -> None:
     result_row = count * out_size
 
     def run(name: str, row: Value | int, out: Value) -> None:
-        call = ByteOperands(
+        code.call(
+            name,
+            VOID,
             x + x_row * row,
             x_row,
             sums + weight.scale_row * row,
@@ -243,20 +221,8 @@ def _multiply(code: Code, at: Processor, alone: int, offset: bool) -> None:
             result_row,
             out_size,
         )
-        code.call(name, VOID, *call)
 
-    first, end, last = blocks_of(count, at.outs, part, parts)
-    single = rows.equals(1)
-    # a weight with fewer outputs than a block
-    with code.when(count < single.choose(code.whole(alone), at.outs)):
-        with code.loop(first, end) as out, code.loop(0, rows) as row:
-            run("single", row, out)
-        code.ret()
-    with code.when(single):
-        begin, until, final = blocks_of(count, alone, part, parts)
-        with code.loop(begin, until, alone) as out:
-            run("alone", 0, out.least(final))  # overlapping blocks write the same results
-        code.ret()
+    first, end, last = write_few(code, at, rows, count, (part, parts), run)
     panel = (rows > FEW).choose(code.whole(PANEL), at.outs)
     with code.loop(first, end, panel) as start:
         over = (start + panel).least(end)

@@ -12,7 +12,7 @@ from pallas_kernels.llvm.code import Code
 from pallas_kernels.llvm.formats import SIZES, Format, byte_format, plain_format, processor
 from pallas_kernels.llvm.types import F32, I8, I32, I64, LANES, PTR, VOID, vector
 from pallas_kernels.llvm.values import Value
-from pallas_kernels.products.cpu.int4 import KINDS, LOW, Int4Format, Packed, packed_of, weights_of
+from pallas_kernels.products.cpu.int4 import KINDS, LOW, Int4Format, Packed, packed_of, tiles_of, weights_of
 from pallas_kernels.products.cpu.int4_bytes import CONSECUTIVE, HALF, SIGNS
 from pallas_kernels.products.cpu.multiply import quantize
 from pallas_kernels.products.cpu.panels import LINE, OUTS, VECTOR, WORD, WORDS, Pack, shape_of, write
@@ -27,11 +27,11 @@ def int4_panels_module(target: native.Target, group: int, offset: bool, kind: st
     """
     at, code = processor(target), Code()
     fmt = plain_format(at, "bfloat16", "bfloat16")
-    unpacked = Int4Format(at, pairs=True, format=fmt, group=group, offset=offset, kind=kind)
+    unpacked = Int4Format(at, fmt, group, offset, kind)
     *packed, to = code.function("pack", (*KINDS, PTR))
     weight = Packed(*packed)
     shape = shape_of(at)
-    with code.loop(0, _tiles(weight)) as tile, code.loop(0, OUTS, LANES) as out:
+    with code.loop(0, tiles_of(weight.size)) as tile, code.loop(0, OUTS, LANES) as out:
         lanes = [weights_of(code, unpacked, weight.at(out + lane), tile) for lane in range(LANES)]
         for step, outs in enumerate(zip(*lanes, strict=True)):
             for line, turned in enumerate(transposed([each.bits(vector(I32)) for each in outs])):
@@ -60,7 +60,7 @@ def int4_bytes_panels_module(
     quantize(code, at, x, 1, 2, transformed=(hadamard, 4), then=add)
     *packed, to = code.function("pack", (*KINDS, PTR))
     weight, fmt, shape = Packed(*packed), byte_format(at), shape_of(at)
-    with code.loop(0, _tiles(weight)) as tile, code.loop(0, OUTS, LANES) as out:
+    with code.loop(0, tiles_of(weight.size)) as tile, code.loop(0, OUTS, LANES) as out:
         places = [weight.at(out + lane).words + tile * (TILE // 2) for lane in range(LANES)]
         lines = []
         for place in places:
@@ -74,10 +74,6 @@ def int4_bytes_panels_module(
     _pack_scales(code, weight, to + WORDS * LINE, group, offset)
     write(code, at, fmt, _pack(code, fmt, group, offset), group, offset)
     return code.text()
-
-
-def _tiles(weight: Packed) -> Value:
-    return (weight.size + (TILE - 1)) // TILE
 
 
 def _pack(code: Code, fmt: Format, group: int, offset: bool) -> Pack:

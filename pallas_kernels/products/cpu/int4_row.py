@@ -18,8 +18,17 @@ from pallas_kernels.llvm.code import Code
 from pallas_kernels.llvm.formats import SIZES, Processor, as_floats, dot_shorts, processor
 from pallas_kernels.llvm.types import F32, I16, I32, I64, LANES, PTR, VOID, vector
 from pallas_kernels.llvm.values import Value
-from pallas_kernels.products.cpu.int4 import KINDS, SCALES_AHEAD, STEPS, Packed, of_e2m1, packed_of
-from pallas_kernels.products.cpu.int4_bytes import SIGNS, of_offsets, scale_of, tiles_of
+from pallas_kernels.products.cpu.int4 import (
+    KINDS,
+    SCALES_AHEAD,
+    STEPS,
+    Packed,
+    alone,
+    of_e2m1,
+    packed_of,
+    tiles_of,
+)
+from pallas_kernels.products.cpu.int4_bytes import SIGNS, of_offsets, scale_of
 from pallas_kernels.products.cpu.multiply import blocks_of
 from pallas_kernels.quantization.int4 import E2M1, SCALES, TILE
 
@@ -33,7 +42,7 @@ def int4_row_module(target: native.Target, x: str, group: int, offset: bool, kin
     """The module of a function `multiply` of x [1, in], values, scale and, if there are offsets, offset."""
     at, code = processor(target), Code()
     _round(code, at, x, group)
-    outs = at.outs * (2 if at.lanes == LANES else 1)
+    outs = alone(at)
     for at_once in (outs, 1):
         _block(code, f"block_{at_once}", at, group, at_once, offset=offset, kind=kind)
     frame, part, parts = code.kernel("multiply")

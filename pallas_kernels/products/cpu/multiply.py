@@ -25,11 +25,10 @@ from pallas_kernels.llvm.blocks import (
     NONE,
     SPREAD,
     Operands,
-    Out,
     block,
     padded,
 )
-from pallas_kernels.llvm.code import Code, share
+from pallas_kernels.llvm.code import Code, share, write_parts
 from pallas_kernels.llvm.formats import (
     SIZES,
     Format,
@@ -42,13 +41,12 @@ from pallas_kernels.llvm.formats import (
 )
 from pallas_kernels.llvm.types import F32, I8, I32, I64, PTR, VOID, vector
 from pallas_kernels.llvm.values import Value
-from pallas_kernels.products.cpu.hadamard import transform_row, write_parts
+from pallas_kernels.products.cpu.hadamard import ALONE, transform_row
 
 FEW = 64  # maximum rows for which reading weights dominates
 PANEL = 64  # maximum outputs
 ROWS = 96  # maximum rows whose sums are kept, if their inputs are multiplied in chunks
 STRIP = 8  # larger than any strip
-LONGEST = 64  # numbers in the longest vector
 MAXIMA = 4  # vectors of maxima of a row; in a single one, each waits for the one before
 SMALLEST, RECIPROCAL = 1e-30, 1 / 127  # as in `quantized`
 
@@ -56,9 +54,9 @@ SMALLEST, RECIPROCAL = 1e-30, 1 / 127  # as in `quantized`
 def product_module(target: native.Target, x: str, weight: str) -> str:
     """The function `multiply` of x, weight and, for eight bits, the weight's scale [out]."""
     at, code = processor(target).for_floats(), Code()
-    fmt, out = plain_format(at, x, weight), Out(scaled=SIZES[weight] == 1)
+    fmt = plain_format(at, x, weight)
     computed = "bfloat16" if at.pairs and x == "bfloat16" and weight != "float32" else "float32"
-    _multiply(code, at, fmt, out, None if computed == weight else computed)
+    _multiply(code, at, fmt, None if computed == weight else computed)
     return code.text()
 
 
@@ -71,26 +69,27 @@ def bytes_module(target: native.Target, x: str, hadamard: int = 1) -> str:
     at, code = processor(target), Code()
     fmt = byte_format(at)
     quantize(code, at, x, 1, 2, sums=(fmt.offset, 3) if fmt.offset else None, transformed=(hadamard, 4))
-    _multiply(code, at, fmt, Out(scaled=True, bytes=True), None)
+    _multiply(code, at, fmt, None)
     return code.text()
 
 
-def _multiply(code: Code, at: Processor, fmt: Format, out: Out, converted: str | None) -> None:
+def _multiply(code: Code, at: Processor, fmt: Format, converted: str | None) -> None:
     """Args: converted: the dtype to which weights are converted once, if they are multiplied by more rows
     than a block has.
     """
-    dispatch(code, "strip", at, fmt, out, (ALL, CONVERT) if converted else (NONE, ALL, SPREAD))
+    scaled = SIZES[fmt.weight] == 1
+    dispatch(code, "strip", at, fmt, scaled, (ALL, CONVERT) if converted else (NONE, ALL, SPREAD))
     if converted:
         inner = replace(plain_format(at, fmt.x, converted), factor=fmt.factor)
-        dispatch(code, "converted", at, inner, out, (NONE, SPREAD))
+        dispatch(code, "converted", at, inner, scaled, (NONE, SPREAD))
         _convert(code, at, fmt.weight, converted)
     frame, part, parts = code.kernel("multiply")
     (x, _), (weight, shape) = code.argument(frame, 0), code.argument(frame, 1)
     result, result_shape = code.result(frame, 0)
     rows, (count, size) = code.word(result_shape, 0), (code.word(shape, index) for index in (0, 1))
-    out_scale = code.argument(frame, 2)[0] if out.scaled else x
+    out_scale = code.argument(frame, 2)[0] if scaled else x
     row_scale = row_sum = x
-    if out.bytes:
+    if fmt.x == "int8":
         x, row_scale, row_sum = (code.result(frame, index)[0] for index in (1, 2, 3))
     x_row, weight_row = (size * SIZES[kind] for kind in (fmt.x, fmt.weight))
     out_size = code.result_size(frame, 0)
@@ -207,15 +206,15 @@ def heights(at: Processor) -> list[int]:
     return [1, 2, 3] if at.rows == 3 else [count for count in (1, 2, 4, 6) if count <= at.rows]
 
 
-def dispatch(code: Code, name: str, at: Processor, fmt: Format, out: Out, fetches: Sequence[int]) -> None:
+def dispatch(code: Code, name: str, at: Processor, fmt: Format, scaled: bool, fetches: Sequence[int]) -> None:
     """A function of Operands, the number of rows (one of `heights`), the number of outputs (at most a
     block's), and the prefetch mode.
     """
     made = {}
     for mode, height in product(fetches, heights(at)):
         made[height + mode * STRIP] = f"{name}_{height}_{mode}"
-        block(code, f"{name}_{height}_{mode}", fmt, height, at.outs, out, fetch=mode)
-    block(code, f"{name}_single", fmt, 1, 1, out)
+        block(code, f"{name}_{height}_{mode}", fmt, height, at.outs, scaled, fetch=mode)
+    block(code, f"{name}_single", fmt, 1, 1, scaled)
     *operands, rows, outs, fetch = code.function(name, (*KINDS, I64, I64, I64), inline=True)
     arguments = Operands(*operands)
     with code.when(outs < at.outs):  # a weight with fewer outputs
@@ -239,7 +238,7 @@ def dispatch(code: Code, name: str, at: Processor, fmt: Format, out: Out, fetche
 
 def _convert(code: Code, at: Processor, stored: str, converted: str) -> None:
     """Writes the function `convert`, which converts rows of weights to another dtype, each padded to
-    LONGEST.
+    whole vectors.
     """
     weight, row, size, count, into, into_row = code.function("convert", (PTR, I64, I64, I64, PTR, I64))
     step, item, new_item = 2 * at.lanes, SIZES[stored], SIZES[converted]
@@ -289,7 +288,7 @@ def quantize(
     stored, x = x, "float32" if hadamard > 1 else x
     if hadamard > 1:
         transform_row(code, at, stored, hadamard)
-    write_parts(code, "quantize_parts")
+    write_parts(code, "quantize_parts", 2, ALONE)
     frame, part, parts = code.kernel("quantize")
     source, shape = code.argument(frame, 0)
     into, scales = code.result(frame, bytes_result)[0], code.result(frame, scales_result)[0]

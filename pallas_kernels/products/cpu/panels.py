@@ -68,24 +68,19 @@ def shape_of(at: Processor, sums: int = 1) -> Shape:
 
 
 def serves(at: Processor, x: str, weight: WeightFormat) -> bool:
-    """Whether a processor multiplies x by weights of this format in vectors of words."""
+    """Whether a processor multiplies x by weights of this format in vectors of words: AMD's with AVX-512's
+    products of pairs bfloat16 by bfloat16 and int4, those with AVX2 w8a8 and w4a8.
+    """
     if weight.inputs is None:  # pairs of bfloat16
         pairs = at.fast_pairs and at.lanes == LANES
         return x == "bfloat16" and (weight.bits == 4 or weight.numbers == x) and pairs
     return x in INPUTS and weight.inputs == "int8" and at.bytes in ("vnni", "madd")
 
 
-def why_no_panels(x: str, weight: WeightFormat, outs: int, size: int) -> str | None:
-    """Why the kernel cannot multiply rows of x by weights [outs, size] of this format, or None."""
-    if not serves(processor(native.host()), x, weight):
-        return (
-            f"{x} by {weight.name}: panels need AMD's AVX-512 products of bfloat16 pairs, for bfloat16 and "
-            "int4, and AVX2 for w8a8 and w4a8"
-        )
-    if outs < OUTS:
-        return f"outputs={outs}: at least {OUTS}"
-    step = inputs_at_once(weight)
-    return f"inputs={size}: must be a multiple of {step}" if size % step else None
+def panels_serve(x: str, weight: WeightFormat, outs: int, size: int) -> bool:
+    """Whether this processor multiplies rows of x by weights [outs, size] of this format by panels."""
+    fits = outs >= OUTS and size % inputs_at_once(weight) == 0
+    return fits and serves(processor(native.host()), x, weight)
 
 
 def inputs_at_once(weight: WeightFormat) -> int:
@@ -131,7 +126,7 @@ KINDS = (PTR, I64, PTR, I64, PTR, I64, I64, PTR, I64, I64, PTR, PTR, PTR, I64)  
 
 
 def pairs_module(target: native.Target) -> str:
-    """The functions `multiply`, of x and weight, and `parts`, for what `why_no_panels` does not refuse."""
+    """The functions `multiply`, of x and weight, and `parts`, for what `panels_serve`."""
     at, code = processor(target), Code()
     fmt = plain_format(at, "bfloat16", "bfloat16")
     write(code, at, fmt, _stored(code, at, fmt))

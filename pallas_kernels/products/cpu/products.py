@@ -4,15 +4,15 @@ writes, for XLA's programs.
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.llvm import amx, native
-from pallas_kernels.llvm.calls import call, register
+from pallas_kernels.llvm.calls import call, functions, register
 from pallas_kernels.llvm.formats import Processor, processor
 from pallas_kernels.llvm.kinds import INPUTS
 from pallas_kernels.products.cpu import panels, tiles
@@ -22,7 +22,7 @@ from pallas_kernels.products.cpu.int4_bytes import int4_bytes_module
 from pallas_kernels.products.cpu.int4_panels import int4_bytes_panels_module, int4_panels_module
 from pallas_kernels.products.cpu.int4_row import int4_row_module
 from pallas_kernels.products.cpu.multiply import bytes_module, product_module
-from pallas_kernels.products.cpu.panels import why_no_panels as why_no_panels
+from pallas_kernels.products.cpu.panels import panels_serve
 from pallas_kernels.quantization.formats import WeightFormat
 from pallas_kernels.quantization.int4 import TILE, Int4
 
@@ -59,8 +59,8 @@ def supported(form: str, x: str, weight: WeightFormat, outs: int, size: int) -> 
     if serves is not None:
         return form if serves(processor(native.host()), x, weight) else "kernel"
     if form == "amx":
-        return form if amx.permitted() and why_no_tiles(x, weight, outs) is None else "kernel"
-    return form if form == "panels" and why_no_panels(x, weight, outs, size) is None else "kernel"
+        return form if amx.permitted() and tiles_serve(x, weight, outs) else "kernel"
+    return form if form == "panels" and panels_serve(x, weight, outs, size) else "kernel"
 
 
 def by_row(at: Processor, x: str, weight: WeightFormat) -> bool:
@@ -100,7 +100,7 @@ def product_of_bytes(
     by_panels: bool = False,
 ) -> jax.Array:
     """x, transformed, then quantized row by row to int8 as `quantize` does, times int8 weights; exact sums,
-    times both scales. by_panels: faster for many rows, see `why_no_panels`.
+    times both scales. by_panels: faster for many rows, see `panels_serve`.
     """
     name = register_bytes(str(x.dtype), hadamard, by_panels=by_panels)
     row_sums = jax.ShapeDtypeStruct(x.shape[:1], jnp.int32)
@@ -111,7 +111,7 @@ def product_of_bytes(
 def product_by_tiles(
     x: jax.Array, weight: jax.Array, scale: jax.Array | None, dtype: jax.typing.DTypeLike, hadamard: int = 1
 ) -> jax.Array:
-    """`product` of bfloat16, or with a scale `product_of_bytes`, by AMX; see `why_no_tiles`."""
+    """`product` of bfloat16, or with a scale `product_of_bytes`, by AMX; see `tiles_serve`."""
     name = register_tiles(str(x.dtype), scale is not None, hadamard)
     scratch = [_packed(x, str(weight.dtype))]
     if scale is None:
@@ -195,95 +195,84 @@ def _packed(x: jax.Array, dtype: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((tiles.packed_bytes(len(x), x.shape[1], dtype),), jnp.uint8)
 
 
-def why_no_tiles(x: str, weight: WeightFormat, outs: int) -> str | None:
-    """Why tiles cannot multiply these, or None."""
+def tiles_serve(x: str, weight: WeightFormat, outs: int) -> bool:
+    """Whether tiles multiply these: bfloat16 by bfloat16 or four bits, and bytes."""
     floats = x == "bfloat16" and (weight.numbers == x or weight.bits == 4)
     of_bytes = x in INPUTS and weight.bits == 8 and weight.inputs == "int8"
-    if not (floats or of_bytes):
-        return f"{x} by {weight.name}: tiles multiply bfloat16 by bfloat16 or four bits, and bytes"
-    return f"outputs={outs}: at least {tiles.OUTS}" if outs < tiles.OUTS else None
+    return outs >= tiles.OUTS and (floats or of_bytes)
 
 
-def _register(name: str, text: Callable[[], str], *functions: str | tuple[str, str]) -> str:
-    """Registers functions of a module. Of a pair, the second one says how many parts the first one has."""
-    pairs = [(function,) if isinstance(function, str) else function for function in functions]
-
-    def make() -> list[int | tuple[int, int]]:
-        compiled = iter(native.compiled(text, *itertools.chain(*pairs), name=name))
-        return [next(compiled) if len(pair) == 1 else (next(compiled), next(compiled)) for pair in pairs]
-
-    return register(name, make)
-
-
-def register_tiles(x: str, of_bytes: bool, hadamard: int = 1) -> str:
-    return _register(
-        f"jengine_tiles_{x}_{_w8a8(hadamard) if of_bytes else 'bfloat16'}",
-        lambda: tiles.tiles_module(native.host(), x, of_bytes=of_bytes, hadamard=hadamard),
-        *((BYTES,) if of_bytes else ()),
-        "pack",
-        "multiply",
-    )
-
-
-def register_int4_tiles(group: int, offset: bool, kind: str) -> str:
-    name = f"jengine_tiles_{kind}_{group}{'_offset' if offset else ''}"
-    text = partial(tiles.int4_tiles_module, native.host(), group, offset, kind)
-    return _register(name, text, "pack", "multiply")
+def _register(
+    name: str, wanted: Sequence[str | tuple[str, str]], module: Callable[..., str], *args: Any
+) -> str:
+    """Registers functions of a module for this processor; wanted: see `calls.functions`."""
+    return register(name, lambda: functions(name, lambda: module(native.host(), *args), *wanted))
 
 
 def _w8a8(hadamard: int) -> str:
     return "w8a8" if hadamard == 1 else f"w8a8_{hadamard}"
 
 
+def _int4(kind: str, group: int, offset: bool) -> str:
+    return f"{kind}_{group}{'_offset' if offset else ''}"
+
+
+def register_tiles(x: str, of_bytes: bool, hadamard: int = 1) -> str:
+    name = f"jengine_tiles_{x}_{_w8a8(hadamard) if of_bytes else 'bfloat16'}"
+    wanted: list[str | tuple[str, str]] = ["pack", "multiply"]
+    if of_bytes:
+        wanted = [BYTES, *wanted]
+    return _register(name, wanted, tiles.tiles_module, x, of_bytes, hadamard)
+
+
+def register_int4_tiles(group: int, offset: bool, kind: str) -> str:
+    name = f"jengine_tiles_{_int4(kind, group, offset)}"
+    return _register(name, ("pack", "multiply"), tiles.int4_tiles_module, group, offset, kind)
+
+
 def register_product(x: str, weight: str) -> str:
-    name = f"jengine_product_{x}_{weight}"
-    return _register(name, lambda: product_module(native.host(), x, weight), "multiply")
+    return _register(f"jengine_product_{x}_{weight}", ("multiply",), product_module, x, weight)
 
 
 def register_panels() -> str:
-    return _register("jengine_panels", lambda: panels.pairs_module(native.host()), PANELS)
+    return _register("jengine_panels", (PANELS,), panels.pairs_module)
 
 
 def register_bytes(x: str, hadamard: int = 1, *, by_panels: bool = False) -> str:
-    form, multiply, module = (
-        ("panels", PANELS, panels.bytes_module) if by_panels else ("product", "multiply", bytes_module)
-    )
-    name = f"jengine_{form}_{x}_{_w8a8(hadamard)}"
-    return _register(name, lambda: module(native.host(), x, hadamard), BYTES, multiply)
+    form, multiply = ("panels", PANELS) if by_panels else ("product", "multiply")
+    module = panels.bytes_module if by_panels else bytes_module
+    return _register(f"jengine_{form}_{x}_{_w8a8(hadamard)}", (BYTES, multiply), module, x, hadamard)
 
 
-def register_int4(x: str, group: int, offset: bool, kind: str = "int4", *, by_row: bool = False) -> str:
+def register_int4(x: str, group: int, offset: bool, kind: str, *, by_row: bool = False) -> str:
     form, module = ("row", int4_row_module) if by_row else ("product", int4_module)
-    name = f"jengine_{form}_{x}_{kind}_{group}{'_offset' if offset else ''}"
-    return _register(name, lambda: module(native.host(), x, group, offset, kind), "multiply")
+    name = f"jengine_{form}_{x}_{_int4(kind, group, offset)}"
+    return _register(name, ("multiply",), module, x, group, offset, kind)
 
 
-def register_int4_panels(group: int, offset: bool, kind: str = "int4") -> str:
-    name = f"jengine_panels_{kind}_{group}{'_offset' if offset else ''}"
-    return _register(name, lambda: int4_panels_module(native.host(), group, offset, kind), PANELS)
+def register_int4_panels(group: int, offset: bool, kind: str) -> str:
+    name = f"jengine_panels_{_int4(kind, group, offset)}"
+    return _register(name, (PANELS,), int4_panels_module, group, offset, kind)
 
 
 def register_int4_bytes(x: str, weight: Int4, *, by_panels: bool = False) -> str:
-    form, multiply, module = (
-        ("panels", PANELS, int4_bytes_panels_module)
-        if by_panels
-        else ("product", "multiply", int4_bytes_module)
-    )
+    form, multiply = ("panels", PANELS) if by_panels else ("product", "multiply")
+    module = int4_bytes_panels_module if by_panels else int4_bytes_module
     group, offset, hadamard = weight.group, weight.offset is not None, weight.hadamard
-    name = f"jengine_{form}_{x}_w4a8_{group}{'_offset' if offset else ''}_{hadamard}"
-    return _register(name, lambda: module(native.host(), x, group, offset, hadamard), BYTES, multiply)
+    name = f"jengine_{form}_{x}_{_int4('w4a8', group, offset)}_{hadamard}"
+    return _register(name, (BYTES, multiply), module, x, group, offset, hadamard)
 
 
 def register_transform(x: str, block: int) -> str:
-    name = f"jengine_transform_{x}_{block}"
-    functions = "transform", "transform_parts"
-    return _register(name, lambda: transform_module(native.host(), x, block), functions)
+    wanted = ("transform", "transform_parts")
+    return _register(f"jengine_transform_{x}_{block}", (wanted,), transform_module, x, block)
 
 
 def prepare_int4(x: str, parameter: Int4, weight: WeightFormat) -> None:
     """Compile the kernels for a weight in four bits; see `prepare`."""
-    by_panels = why_no_panels(x, weight, parameter.shape[-2], parameter.size) is None
-    by_tiles = amx.permitted() and why_no_tiles(x, weight, parameter.shape[-2]) is None
+    outs = math.prod(parameter.shape[:-1])  # as products see them, be they several axes
+    by_panels = panels_serve(x, weight, outs, parameter.size)
+    by_tiles = amx.permitted() and tiles_serve(x, weight, outs)
     at, kind = processor(native.host()), (parameter.group, weight.offset, parameter.kind)
     if by_tiles:
         register_int4_tiles(*kind)
@@ -311,9 +300,9 @@ def prepare(x: str, weight: WeightFormat, hadamard: int = 1) -> None:
         hadamard: of the weight, if rows are quantized to int8.
     """
     of_bytes = weight.inputs == "int8"
-    if amx.permitted() and why_no_tiles(x, weight, tiles.OUTS) is None:
+    if amx.permitted() and tiles_serve(x, weight, tiles.OUTS):
         register_tiles(x, of_bytes, hadamard)
-    if why_no_panels(x, weight, panels.OUTS, panels.inputs_at_once(weight)) is None:
+    if panels_serve(x, weight, panels.OUTS, panels.inputs_at_once(weight)):
         if of_bytes:
             register_bytes(x, hadamard, by_panels=True)
         else:

@@ -19,7 +19,6 @@ from pallas_kernels.llvm.types import F32, I8, I32, I64, PTR, VOID, vector
 from pallas_kernels.llvm.values import Value
 from pallas_kernels.products.cpu import int4
 from pallas_kernels.products.cpu.multiply import quantize
-from pallas_kernels.quantization.int4 import TILE as INT4_TILE
 
 OUTS = 2 * SIDE  # outputs of a block, and the minimum for a weight
 CHUNKS, ROWS = 16, 256  # maximum tiles of inputs unpacked at a time, and rows that are multiplied by them
@@ -89,7 +88,7 @@ class Weights(NamedTuple):
 Provide = Callable[[Value, Value, Value], Weights]
 
 
-def tiles_module(target: native.Target, x: str, *, of_bytes: bool, hadamard: int = 1) -> str:
+def tiles_module(target: native.Target, x: str, of_bytes: bool, hadamard: int = 1) -> str:
     """Functions `quantize` (for bytes), `pack` and `multiply`.
 
     Arguments: x, weight and, for bytes, the weight's scale. Results: out, packed rows and, for bytes, their
@@ -228,10 +227,10 @@ def _in_place(code: Code, item: int) -> Provide:
 
 def _unpacked(code: Code, at: Processor, group: int, offset: bool, kind: str) -> Provide:
     """Four-bit weights as bfloat16."""
-    fmt = int4.Int4Format(at, True, plain_format(at, "bfloat16", "bfloat16"), group, offset, kind)
+    fmt = int4.Int4Format(at, plain_format(at, "bfloat16", "bfloat16"), group, offset, kind)
     *packed, to = code.function("unpack", (*int4.KINDS, PTR))
     weight = int4.Packed(*packed)
-    with code.loop(0, OUTS) as n, code.loop(0, (weight.size + (INT4_TILE - 1)) // INT4_TILE) as tile:
+    with code.loop(0, OUTS) as n, code.loop(0, int4.tiles_of(weight.size)) as tile:
         for step, values in enumerate(int4.weights_of(code, fmt, weight.at(n), tile)):
             code.store(values, to + ((tile * int4.STEPS + step) * OUTS + n) * LINE, LINE)
 

@@ -19,14 +19,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.mosaic.hopper import COLUMNS, ROWS, in_one_warp, store_transposed, tiled
 from pallas_kernels.mosaic.versions import store
+from pallas_kernels.mosaic.words import asm
 from pallas_kernels.products.groups import BLOCK, GRID, Groups, input_splits, out_per_block
-from pallas_kernels.products.hopper.eight_bit_registers import operand_of
 from pallas_kernels.quantization.quantized import GROUP
 
 WIDE = 128  # columns of a stage, if both sides have eight bits, or weights have and there are few rows
@@ -43,6 +47,7 @@ STAGES = 4  # otherwise
 ALIGNED = 32  # numbers of float32: TMA writes to multiples of 128 bytes
 LEAST_STEPS = 8  # minimum stages that a block reads if several share the inputs
 LEAST_ROWS = BLOCK[0]  # of a block
+BITS_OF_128 = 0x43004300  # of a pair in bfloat16; its seven mantissa bits count ones
 
 
 class Stages(NamedTuple):
@@ -233,7 +238,7 @@ def kernel(
             if at and at % WIDE == 0:
                 plgpu.wgmma_wait(0)  # with more weights in registers, fewer blocks fit
             some = pl.ds(at, COLUMNS)
-            operand: Any = operand_of(weights.at[:, some], x_smem.dtype, in_registers=a_smem is None)
+            operand: Any = _operand_of(weights.at[:, some], x_smem.dtype, in_registers=a_smem is None)
             if a_smem is not None:
                 place = a_smem.at[warpgroup, :, some]
                 place[...] = operand
@@ -352,3 +357,44 @@ def kernel(
 
     pl.when((length > 0) & (warpgroup < turns * warpgroups))(compute)
     pl.when((length > 0) & (warpgroup == turns * warpgroups))(partial(in_one_warp, memory))
+
+
+def _operand_of(x: Any, dtype: jnp.dtype[Any], *, in_registers: bool) -> jax.Array:
+    """Loads eight-bit numbers [64, n] and converts them exactly to dtype, 16-bit floats.
+
+    A thread loads the pairs of adjacent numbers that an operand of the tensor cores needs from it. Loads of
+    four numbers would be half as many, but threads would have to exchange two of them.
+
+    Args:
+        in_registers: as an operand of the tensor cores. False: use only operations that Pallas interprets.
+    """
+    loaded: jax.Array = plgpu.load(x, layout=plgpu.Layout.WGMMA)
+    if in_registers and x.dtype == jnp.int8 and dtype == jnp.bfloat16:
+        returned = plgpu.ShapeDtypeStruct(loaded.shape, dtype, layout=plgpu.Layout.WGMMA)
+        widen = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=returned)(_widened)
+        widened: jax.Array = widen(loaded)
+        return widened
+    if x.dtype != jnp.int8:
+        loaded = loaded.astype(jnp.float16)  # the hardware converts float8 to float16
+    return loaded.astype(dtype)
+
+
+def _widened(_: Any, x: Any) -> Any:
+    """int8 [64, n] -> bfloat16.
+
+    Of a number, seven bits are added to 128. The sign bit doubles the 128 that is then subtracted.
+    """
+    i16, i32 = (ir.IntegerType.get_signless(bits) for bits in (16, 32))
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    code = """{
+    .reg .b32 both, low, sign;
+    prmt.b32 both, $1, 0, 0x4140;
+    lop3.b32 low, both, 0x007f007f, $2, 0xea;
+    lop3.b32 sign, both, 0x00800080, $2, 0xea;
+    sub.bf16x2 $0, low, sign;
+    }"""
+    registers = np.empty_like(x.registers)
+    for at, register in np.ndenumerate(x.registers):
+        numbers = arith.extui(i32, mgpu.utils.bitcast(register, i16))
+        registers[at] = mgpu.utils.bitcast(asm(code, numbers, mgpu.c(BITS_OF_128, i32)), pair)
+    return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
