@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import RESULTS, facts, made_model
-from jengine.capacity.simulation.replay import EngineShape, Search, replay, values
+from jengine.capacity.simulation.replay import EngineShape, best_options, replay, values
 from jengine.capacity.simulation.setup import Setup
 from jengine.capacity.simulation.summary import Targets, summarize
 from jengine.capacity.simulation.trace import RequestTrace, make_trace
@@ -277,7 +277,7 @@ def search(name: str, model: str) -> dict[str, Any]:
     trace = tuned_trace(name, setup)
     begin = time.perf_counter()
     tried = values(config, setup.shape(), targets=False)
-    tuned = Search(lambda changes: setup.shape(**changes), tried, trace, Targets(), objective="latency").run()
+    tuned = best_options(lambda changes: setup.shape(**changes), tried, trace, Targets(), objective="latency")
     result = {
         "requests": len(trace),
         "requests_per_second": round(len(trace) / trace.seconds, 2),

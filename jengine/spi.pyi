@@ -1,6 +1,5 @@
 """The names for the service and for adapters to other projects, which `spi.py` loads on first use."""
 
-from jengine.api.backend import Steps as Steps
 from jengine.api.backend import Updates as Updates
 from jengine.api.backend import run_engine as run_engine
 from jengine.api.backend import run_operation as run_operation
@@ -66,6 +65,7 @@ from jengine.engine.operations import ResetPrefixCache as ResetPrefixCache
 from jengine.engine.operations import SetStrategy as SetStrategy
 from jengine.engine.operations import UnloadLora as UnloadLora
 from jengine.engine.operations import decode_operation as decode_operation
+from jengine.engine.ranks import AnyEngine as AnyEngine
 from jengine.engine.start import start_engine as start_engine
 from jengine.fleet.fleet import Fleet as Fleet
 from jengine.fleet.members import BackOff as BackOff

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +24,14 @@ import pytest
 import jengine
 from jengine import LLM, EngineDead, InvalidArgument, JengineError, SamplingParams, cli
 from jengine.commands import batch
-from jengine.commands.batch_lines import OutputFile
+from jengine.commands.batch_lines import OutputFile, own_format
 from jengine.core.request import CompletionOutput, RequestOutput
 from tests.engine.on_demand import on_demand
 from tests.engine.running import SMALL
 
 OPTIONS = {**SMALL, "max_model_len": 192}
 FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+output_file = partial(OutputFile, form=own_format({}))
 FEW_PROGRAMS = [*FLAGS, "--batch-invariant"]  # for processes, which compile them all
 
 
@@ -194,7 +196,7 @@ def test_whatever_was_cut_off_is_repaired(tmp_path: Path) -> None:
         {"line": 2, "id": "zwei", "error": "x"},
         {"line": 3, "id": 3, "outputs": []},
     ]
-    with OutputFile(path) as answers:
+    with output_file(path) as answers:
         answers.write(written[:1])
         answers.write(written[1:])
     whole, keys = path.read_bytes(), [("line", 1), ("id", "zwei"), ("id", 3)]
@@ -202,12 +204,12 @@ def test_whatever_was_cut_off_is_repaired(tmp_path: Path) -> None:
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
         complete = whole[:cut].count(b"\n")
-        with OutputFile(path) as answers:
+        with output_file(path) as answers:
             assert answers.done == set(keys[:complete])
             answers.write(written[complete:])
         assert path.read_bytes() == whole
     path.write_bytes(whole + b"\0" * 100)  # what some file systems leave after a power failure
-    with OutputFile(path) as answers:
+    with output_file(path) as answers:
         assert answers.done == set(keys)
     assert path.read_bytes() == whole
 
@@ -220,14 +222,14 @@ def test_a_file_with_something_else_is_left_alone(content: bytes, tmp_path: Path
     path = tmp_path / "notes.txt"
     path.write_bytes(content)
     with pytest.raises(InvalidArgument, match="is not an answer of this command; choose another file"):
-        OutputFile(path)
+        output_file(path)
     assert path.read_bytes() == content
 
 
 def test_one_process_at_a_time_may_write(tmp_path: Path) -> None:
-    with OutputFile(tmp_path / "out"), pytest.raises(InvalidArgument, match="another process is writing it"):
-        OutputFile(tmp_path / "out")
-    with OutputFile(tmp_path / "out"):
+    with output_file(tmp_path / "out"), pytest.raises(InvalidArgument, match="another process is writing it"):
+        output_file(tmp_path / "out")
+    with output_file(tmp_path / "out"):
         pass
 
 
@@ -251,7 +253,7 @@ def test_files_that_cannot_be(source: str, target: str, message: str, tmp_path: 
 
 
 def test_answers_may_be_thrown_away() -> None:
-    with OutputFile(Path(os.devnull)) as output:
+    with output_file(Path(os.devnull)) as output:
         output.write([{"custom_id": "1"}])
 
 
@@ -335,6 +337,11 @@ def test_failed_lines_are_answered_again_on_request(
     )
     assert capsys.readouterr().err == told
     source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "c"}\n{"id": "d", "prompt": "d"}\n')
+    fresh = Path(f"{target}.retry")
+    fresh.mkdir()  # as in a folder in which nothing can be made
+    assert cli.main(command("demo", files, "--quiet", "--retry-errors")) == 2
+    assert "out.jsonl: cannot be written: Is a directory; run the command again" in capsys.readouterr().err
+    fresh.rmdir()
     assert cli.main(command("demo", files, "--quiet", "--retry-errors")) == 0
     assert sorted((answer["line"], answer["outputs"][0]["text"]) for answer in records(target)) == [
         *enumerate("abcd", start=1)
@@ -390,13 +397,13 @@ def test_a_full_disk_leaves_what_was_written(tmp_path: Path) -> None:
     path, before = tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     message = r"out\.jsonl: cannot be written: File too large; run the command again to continue"
     try:
-        with pytest.raises(JengineError, match=message), OutputFile(path) as answers:
+        with pytest.raises(JengineError, match=message), output_file(path) as answers:
             answers.write([{"line": 1, "outputs": []}])
             resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))
             answers.write([{"line": 2, "outputs": []}])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    with OutputFile(path) as answers:
+    with output_file(path) as answers:
         assert answers.done == {("line", 1)}
 
 

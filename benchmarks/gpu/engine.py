@@ -73,7 +73,7 @@ def steps(size: Load, small: bool, devices: int = 1) -> Iterator[Row]:
     if refused is not None:
         yield skipped("attention's kernels, XLA's forms take their place", refused)
     # operations and bytes; they do not depend on the device
-    roofline = Roofline.of(spec.model, formats_of(spec), Cluster.of(device_spec("h100"), 1))
+    roofline = Roofline(spec.model, formats_of(spec), Cluster.of(device_spec("h100"), 1))
     for prompt in (size.chunk, size.prompt):
         seconds = prefill_seconds(engine, size.chunk // prompt, prompt)
         done = (

@@ -281,14 +281,11 @@ def _profile(case: str, llm: Any, work: Work) -> Row:
     """A capture by jax.profiler has the GPU's kernels, and its parts add up."""
     import jax
 
-    from jengine.insight.profiling.capture import JaxCapture
+    from jengine.insight.profiling.capture import jax_trace
     from jengine.insight.profiling.device_trace import device_times, operations_of
 
     with tempfile.TemporaryDirectory() as scratch:
-        capture = JaxCapture(Path(scratch))
-        capture.start()
-        work.run(llm)
-        trace = capture.stop()
+        trace, _ = jax_trace(Path(scratch), lambda: work.run(llm))
     figures = {"operations": float(len(operations_of(trace)))}
     right = figures["operations"] > 0.0
     if jax.default_backend() == "gpu":

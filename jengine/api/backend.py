@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jengine.base.errors import InvalidArgument
 from jengine.core.request import FinishReason, Request
@@ -15,52 +15,12 @@ from jengine.engine.limits import Limits
 from jengine.engine.operations import Operation
 from jengine.insight.recording.records import StepTotals
 
+if TYPE_CHECKING:
+    from jengine.engine.ranks import AnyEngine  # imports jax
+
 IDLE_SECONDS = 1.0  # after which an idle engine looks for programs that have become ready
 Updates = Sequence[Update]
 Done = Callable[[Any, Exception | None], object]  # takes an operation's answer, or its error
-
-
-class Steps(Protocol):
-    """The interface of an engine for `run_engine`."""
-
-    @property
-    def limits(self) -> Limits: ...
-
-    @property
-    def load(self) -> Load: ...
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a request is unfinished or a step has not been read."""
-
-    @property
-    def has_unused_programs(self) -> bool:
-        """Whether programs have arrived that the next steps will run for the first time, with padding."""
-
-    @property
-    def has_requests(self) -> bool:
-        """Whether a request is unfinished."""
-
-    def add(self, *requests: Request) -> object:
-        """Queues a prompt's requests."""
-
-    def end(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> object:
-        """Ends a request. Unknown ids are ignored."""
-
-    def do[T](self, operation: Operation[T]) -> T:
-        """Does an operation, which its `check` has accepted, and returns the answer."""
-
-    def step(self) -> Updates:
-        """Runs one iteration of the loop."""
-
-    def passed_on(self) -> None:
-        """The last step's updates have been delivered."""
-
-    def totals(self) -> StepTotals:
-        """Totals over all steps since the start. Thread-safe."""
-
-    def close(self) -> None:
-        """Releases the engine, which is not used any more."""
 
 
 class Backend(Protocol):
@@ -106,7 +66,7 @@ class Backend(Protocol):
 
 
 def run_engine(
-    engine: Steps, take_orders: Callable[[bool], bool], deliver: Callable[[Updates], None]
+    engine: AnyEngine, take_orders: Callable[[bool], bool], deliver: Callable[[Updates], None]
 ) -> None:
     """The engine's loop: takes orders, steps, and delivers updates until `take_orders` returns False.
 
@@ -123,7 +83,7 @@ def run_engine(
 
 
 def run_operation(
-    engine: Steps, operation: Operation[Any], order: Callable[[Callable[[], object]], object], done: Done
+    engine: AnyEngine, operation: Operation[Any], order: Callable[[Callable[[], object]], object], done: Done
 ) -> None:
     """Does an operation between two steps of the engine, or in a separate thread. An error fails only this
     operation.
@@ -149,7 +109,7 @@ class EngineThread:
 
     makes_masks = False
 
-    def __init__(self, engine: Steps) -> None:
+    def __init__(self, engine: AnyEngine) -> None:
         self.engine, self.limits = engine, engine.limits
         # functions to call in the thread; None ends it
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()

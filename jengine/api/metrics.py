@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
-
-from jengine.api.backend import Steps
+from typing import Any
 
 PREFIX = "vllm:"  # scripts look for vLLM's names
 # names, fields of Load, and what they are
@@ -96,17 +94,7 @@ class Histogram(Metric):
     buckets: dict[str, int] = field(default_factory=dict)
 
 
-class Model(Protocol):
-    """What an LLM has."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def engine(self) -> Steps: ...
-
-
-def get_metrics(llm: Model) -> list[Metric]:
+def get_metrics(llm: Any) -> list[Metric]:
     """The engine's metrics since its start, as in vLLM. `jengine serve --metrics-port` has more.
 
     Returns:

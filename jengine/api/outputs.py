@@ -81,7 +81,7 @@ class LiveOutputs:
             elif isinstance(update, PromptScores):
                 self._score(answer, update)
                 continue
-            if isinstance(update, Ended):
+            elif isinstance(update, Ended):
                 self._finish(answer, builder, update.reason, update.stop_reason)
             elif isinstance(update, BeamsFound):
                 self._note(answer, update)

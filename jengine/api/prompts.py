@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict, cast
 
 from jengine.api.image_prompts import FIELD, with_data
-from jengine.api.prompt_embeddings import EMBEDS, with_embeddings
 from jengine.base.errors import InvalidArgument, PromptTooLong
 from jengine.core.beam_params import BeamSearchParams
 from jengine.core.image_options import PROCESSING
@@ -21,6 +20,7 @@ from jengine.text.completion import StopAutomaton
 from jengine.text.thinking import bound_thinking, check_thinking
 from jengine.text.tokenizer import Tokenizer
 
+EMBEDS = "prompt_embeds"  # of a prompt, as in vLLM
 LONG_TEXT = 10_000  # characters; AsyncLLM tokenizes longer texts in a thread
 # parameters of embedding requests
 POOLED = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
@@ -98,10 +98,10 @@ def make_requests(
     if not isinstance(params, SamplingParams):
         raise InvalidArgument("sampling_params", params, "must be a SamplingParams")
     item: Any = prompt
-    salt = item.get("cache_salt") if isinstance(item, dict) else None
+    options: dict[str, Any] = item if isinstance(item, dict) else {}
+    salt, data, processing = (options.get(name) for name in ("cache_salt", FIELD, PROCESSING))
     check_cache_salt(salt)
-    fields = set(item) - {"cache_salt", FIELD, PROCESSING} if isinstance(item, dict) else set()
-    data, processing = (item.get(FIELD), item.get(PROCESSING)) if isinstance(item, dict) else (None, None)
+    fields = options.keys() - {"cache_salt", FIELD, PROCESSING}
     if isinstance(item, str) or fields == {"prompt"}:
         text = item if isinstance(item, str) else item["prompt"]
         if not isinstance(text, str):
@@ -112,7 +112,9 @@ def make_requests(
         # to go on from nothing, some tokenizers have a token
         ids = tokenizer.encode(text) if text or pooling is None else []
     elif fields == {EMBEDS}:
-        text, (ids, embeddings) = None, with_embeddings(item[EMBEDS])
+        from jengine.vision.prompt_embeddings import with_embeddings  # imports numpy, which few need
+
+        text, (ids, embeddings) = None, with_embeddings(EMBEDS, item[EMBEDS])
         data = {"image": embeddings}
     elif {"prompt_token_ids"} <= fields <= {"prompt_token_ids", "prompt"}:
         text, ids = item.get("prompt"), item["prompt_token_ids"]

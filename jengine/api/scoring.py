@@ -105,7 +105,12 @@ def scoring_of(
     Raises:
         InvalidArgument: the numbers of texts differ, an item is not text, or the model cannot score.
     """
-    pairs = paired(queries, documents)
+    left, right = _texts("queries", queries), _texts("documents", documents)
+    if len(left) not in (1, len(right)):
+        raise InvalidArgument(
+            "queries", f"{len(left)} queries", f"must be one, or as many as documents ({len(right)})"
+        )
+    pairs = [*zip(left * len(right) if len(left) == 1 else left, right, strict=True)]
     if limits.reranker is not None:
         return _by_judgement(pairs, limits, limits.reranker, tokenizer, instruction)
     if limits.embedder is None:
@@ -119,20 +124,6 @@ def scoring_of(
             "instruction", instruction, "is for rerankers; add it to the queries of an embedding model"
         )
     return _by_similarity(pairs, limits.embedder.similarity)
-
-
-def paired(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[Pair]:
-    """One query with each document, or as many queries as documents.
-
-    Raises:
-        InvalidArgument: the numbers differ, or an item is not text.
-    """
-    left, right = _texts("queries", queries), _texts("documents", documents)
-    if len(left) not in (1, len(right)):
-        raise InvalidArgument(
-            "queries", f"{len(left)} queries", f"must be one, or as many as documents ({len(right)})"
-        )
-    return [*zip(left * len(right) if len(left) == 1 else left, right, strict=True)]
 
 
 def _by_similarity(pairs: Sequence[Pair], similarity: Similarity) -> Scoring:

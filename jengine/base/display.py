@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.util import find_spec
@@ -51,12 +51,14 @@ class Summary:
         return table_html(self.rows)
 
 
-def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table for a terminal: names on the left, figures aligned on the right."""
+def columns(head: Sequence[str], rows: Sequence[Sequence[str]], texts: Container[int] = (0,)) -> str:
+    """A table for a terminal: figures are aligned on the right, and the columns `texts` on the left."""
     cells = [head, *rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    sides = [str.ljust if i in texts else str.rjust for i in range(len(head))]
     lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in cells
+        "  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)).rstrip()
+        for row in cells
     ]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 

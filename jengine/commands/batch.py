@@ -17,16 +17,18 @@ from jengine.base.display import counted
 from jengine.base.progress import progress_bar
 from jengine.commands.batch_lines import (
     STDOUT,
-    JsonLines,
+    Format,
     Line,
     Output,
+    OutputFile,
     Record,
-    RecordFormat,
-    Source,
+    number_of_lines,
     numbered,
+    own_format,
     read_again,
+    unique,
 )
-from jengine.commands.batch_openai import OpenAiBatch, is_batch_line
+from jengine.commands.batch_openai import is_batch_line, openai_format
 from jengine.commands.flags import engine_fields, sampling_fields
 from jengine.vllm.flags import flag_values
 
@@ -118,7 +120,7 @@ if TYPE_CHECKING:
 class _Tally:
     """Counts of finished lines, and the progress bar."""
 
-    def __init__(self, form: RecordFormat, total: int | None, before: int, quiet: bool) -> None:
+    def __init__(self, form: Format, total: int | None, before: int, quiet: bool) -> None:
         self._form = form
         self.start, self.answered, self.failed, self.tokens = time.monotonic(), 0, 0, 0
         self.bar = progress_bar(
@@ -149,12 +151,13 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidArgument("output", str(options.output), "must be another file than --input")
     if options.retry_errors and options.output == STDOUT:
         raise InvalidArgument("retry_errors", True, "needs --output FILE, which holds the errors")
-    source = _source(options)
-    total = source.count()
-    with source.output(options.output) as answers:
+    raw, form = _input(options)
+    total = number_of_lines(options.input)
+    with Output() if options.output == STDOUT else OutputFile(options.output, form) as answers:
         if options.retry_errors:
             answers.forget_errors()
-        open_lines = (line for line in source.lines() if line.key not in answers.done)
+        all_lines = unique((form.read(*line) for line in raw), form.id)
+        open_lines = (line for line in all_lines if line.key not in answers.done)
         first = next(open_lines, None)
         if first is None:
             failed = ""
@@ -166,9 +169,9 @@ def run(options: argparse.Namespace) -> int:
 
         llm = AsyncLLM(options.model, progress=not options.quiet, **engine_options)
         lines = itertools.chain([first], open_lines)
-        tally = _Tally(source.form, total, len(answers.done), options.quiet)
+        tally = _Tally(form, total, len(answers.done), options.quiet)
         asyncio.run(
-            _answer_all(llm, source, ordered(lines) if read_again(options.input) else lines, answers, tally)
+            _answer_all(llm, form, ordered(lines) if read_again(options.input) else lines, answers, tally)
         )
         tally.bar.close()
         if total is None:
@@ -182,8 +185,8 @@ def run(options: argparse.Namespace) -> int:
         return 1 if answers.failed or tally.failed else 0
 
 
-def _source(options: argparse.Namespace) -> Source:
-    """The input in the format given by --input-format or by its first line."""
+def _input(options: argparse.Namespace) -> tuple[Iterator[tuple[int, bytes]], Format]:
+    """The numbered lines of the input, and the format given by --input-format or by the first line."""
     path, form = options.input, options.input_format or "auto"
     if form == "auto" and path.suffix in TABLES:
         limit = f"must be JSON lines or an OpenAI batch file: convert {path.suffix} files to JSON lines"
@@ -196,15 +199,15 @@ def _source(options: argparse.Namespace) -> Source:
             raise InvalidArgument(
                 name, value, "cannot be given with an OpenAI batch file, whose lines set it in body"
             )
-        return OpenAiBatch(path, raw, options.served_model_name or options.model)
+        return raw, openai_format(options.served_model_name or options.model)
     if options.served_model_name is not None:
         limit = "needs --input of the format openai"
         raise InvalidArgument("served_model_name", options.served_model_name, limit)
-    return JsonLines(path, raw, sampling_fields(options))
+    return raw, own_format(sampling_fields(options))
 
 
 async def _answer_all(
-    llm: AsyncLLM, source: Source, lines: Iterator[Line], answers: Output, tally: _Tally
+    llm: AsyncLLM, form: Format, lines: Iterator[Line], answers: Output, tally: _Tally
 ) -> None:
     """Answers a bounded number of lines at a time: twice the number of running requests, so that there is
     always one waiting."""
@@ -218,7 +221,7 @@ async def _answer_all(
 
     try:
         async with llm:
-            with source.answering(llm) as answer:
+            with form.answering(llm) as answer:
                 async with asyncio.TaskGroup() as tasks:
                     await places.acquire()
                     # in a thread: the next line may come only after an answer to this one

@@ -12,9 +12,9 @@ import os
 import shutil
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Self
 
@@ -32,32 +32,43 @@ STDOUT = Path("-")
 SYNC_SECONDS = 1.0  # maximum loss after a power failure; a killed process loses nothing
 
 
-class RecordFormat(NamedTuple):
-    """How records of the output are parsed.
+class Format(NamedTuple):
+    """A form of requests, and of the records of their answers.
 
     Attributes:
         start: the beginning of each record, in JSON.
+        id: the field with a request's id, which must be unique.
         key: returns the record's key. Raises KeyError, TypeError or ValueError if it is not such a record.
         error: returns the reason why the line failed; None if it was answered.
         tokens: returns the number of generated tokens.
+        read: parses the line with this number.
+        answering: a context with the function that answers requests.
     """
 
     start: bytes
+    id: str
     key: Callable[[Record], Key]
     error: Callable[[Record], str | None]
     tokens: Callable[[Record], int]
+    read: Callable[[int, bytes], Line]
+    answering: Callable[[AsyncLLM], contextlib.AbstractContextManager[Answer]]
+
+
+def own_format(defaults: dict[str, Any]) -> Format:
+    """The command's own format. defaults: sampling parameters for lines that do not set them."""
+    return Format(
+        start=b'{"line": ',
+        id="id",
+        key=_key,
+        error=lambda record: record.get("error"),
+        tokens=lambda record: sum(len(output["token_ids"]) for output in record["outputs"]),
+        read=partial(read_line, defaults),
+        answering=lambda llm: contextlib.nullcontext(partial(answer_line, llm)),
+    )
 
 
 def _key(record: Record) -> Key:
     return ("id", record["id"]) if "id" in record else ("line", record["line"])
-
-
-OWN = RecordFormat(
-    start=b'{"line": ',
-    key=_key,
-    error=lambda record: record.get("error"),
-    tokens=lambda record: sum(len(output["token_ids"]) for output in record["outputs"]),
-)
 
 
 class Output:
@@ -99,7 +110,7 @@ class OutputFile(Output):
         JengineError: later, if the disk is full.
     """
 
-    def __init__(self, path: Path, form: RecordFormat = OWN) -> None:
+    def __init__(self, path: Path, form: Format) -> None:
         super().__init__()
         self._path, self._form = path, form
         self._synced = time.monotonic()
@@ -156,7 +167,8 @@ class OutputFile(Output):
         if not self.failed:
             return
         whole = self._file
-        self._file = Path(f"{self._path}.retry").open("w+b")  # noqa: SIM115 (__exit__ closes it)
+        with self._writing():
+            self._file = Path(f"{self._path}.retry").open("w+b")  # noqa: SIM115 (__exit__ closes it)
         with whole, self._writing():
             self._lock()
             self.done.clear()
@@ -243,64 +255,7 @@ class Line:
 Answer = Callable[[Line], Awaitable[Record]]
 
 
-class Source(ABC):
-    """A file of requests.
-
-    Args:
-        raw: see `numbered`.
-    """
-
-    form: RecordFormat
-
-    def __init__(self, path: Path, raw: Iterable[tuple[int, bytes]]) -> None:
-        self._path, self._raw = path, raw
-
-    def count(self) -> int | None:
-        """Number of requests, which are the non-blank lines; None for stdin and pipes, which can be read only
-        once.
-
-        Raises:
-            InvalidArgument: the file cannot be read.
-        """
-        if not read_again(self._path):
-            return None
-        return sum(1 for _ in numbered(self._path))
-
-    @abstractmethod
-    def lines(self) -> Iterator[Line]:
-        """Lines in the file's order, read lazily."""
-
-    def output(self, path: Path) -> Output:
-        """The output for the answers."""
-        return Output() if path == STDOUT else OutputFile(path, self.form)
-
-    @abstractmethod
-    def answering(self, llm: AsyncLLM) -> contextlib.AbstractContextManager[Answer]:
-        """A context with the function that answers requests."""
-
-
-class JsonLines(Source):
-    """A Source in the command's own format.
-
-    Args:
-        defaults: sampling parameters for lines that do not set them.
-    """
-
-    form = OWN
-
-    def __init__(self, path: Path, raw: Iterable[tuple[int, bytes]], defaults: dict[str, Any]) -> None:
-        super().__init__(path, raw)
-        self._defaults = defaults
-
-    def lines(self) -> Iterator[Line]:
-        return unique(read_line(number, text, self._defaults) for number, text in self._raw)
-
-    @contextlib.contextmanager
-    def answering(self, llm: AsyncLLM) -> Iterator[Answer]:
-        yield lambda line: answer_line(llm, line)
-
-
-def unique(lines: Iterable[Line], field: str = "id") -> Iterator[Line]:
+def unique(lines: Iterable[Line], field: str) -> Iterator[Line]:
     """Replaces a line with a duplicate id by an error. Only ids of earlier lines stay in memory."""
     names: set[str | int] = set()
     for line in lines:
@@ -348,6 +303,15 @@ def read_again(path: Path) -> bool:
     return path != STDIN and not path.is_fifo()
 
 
+def number_of_lines(path: Path) -> int | None:
+    """Number of non-blank lines; None for stdin and pipes, which can be read only once.
+
+    Raises:
+        InvalidArgument: the file cannot be read.
+    """
+    return sum(1 for _ in numbered(path)) if read_again(path) else None
+
+
 def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
     """Every non-blank line with its number, from 1. STDIN reads standard input.
 
@@ -365,19 +329,27 @@ def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, text
 
 
-def read_line(number: int, text: bytes, defaults: dict[str, Any]) -> Line:
-    """Parses a line in the command's own format."""
+def read_line(defaults: dict[str, Any], number: int, text: bytes) -> Line:
+    """Parses a line in the command's own format: one of PROMPTS, sampling parameters and, for messages,
+    ChatOptions.
+    """
     name = None
     try:
         fields = json_object(text)
         name = _name(fields)
-        return request(
-            number,
-            name,
-            {field: value for field, value in fields.items() if field not in IDS},
-            defaults,
-            excerpt(text),
-        )
+        fields = {field: value for field, value in fields.items() if field not in IDS}
+        kinds = [kind for kind in PROMPTS if kind in fields]
+        if len(kinds) != 1:
+            raise JengineError(f"must have one of {', '.join(PROMPTS)}; it has {len(kinds)}: {excerpt(text)}")
+        chat = {field: fields[field] for field in CHAT if field in fields} if kinds == ["messages"] else {}
+        for field in fields:
+            if field not in (*SAMPLING, *kinds, *chat):
+                raise InvalidArgument(field, fields[field], "there is no such field for this kind of prompt")
+        prompt, kind = fields[kinds[0]], kinds[0]
+        if (kind == "prompt") != isinstance(prompt, str):
+            raise InvalidArgument(kind, prompt, "must be text" if kind == "prompt" else "must be a list")
+        sampling = {field: fields[field] for field in SAMPLING if field in fields}
+        return Line(number, name, kind, prompt, SamplingParams(**{**defaults, **sampling}), chat)
     except (ValueError, RecursionError, JengineError) as wrong:  # invalid JSON and UTF-8 raise ValueErrors
         return Line(number, name, error=str(wrong))
 
@@ -402,31 +374,6 @@ def _reason(wrong: Exception) -> str:
     if isinstance(wrong, json.JSONDecodeError):
         return f"{wrong.msg} at character {wrong.pos + 1}: {excerpt(wrong.doc.encode())}"
     return "it is nested too deeply" if isinstance(wrong, RecursionError) else str(wrong)
-
-
-def request(
-    number: int, name: str | int | None, fields: dict[str, Any], defaults: dict[str, Any], shown: str
-) -> Line:
-    """A line with these fields: one of PROMPTS, sampling parameters and, for messages, ChatOptions.
-
-    Args:
-        shown: the line's text, for error messages.
-
-    Raises:
-        JengineError: a field is invalid.
-    """
-    kinds = [kind for kind in PROMPTS if kind in fields]
-    if len(kinds) != 1:
-        raise JengineError(f"must have one of {', '.join(PROMPTS)}; it has {len(kinds)}: {shown}")
-    chat = {field: fields[field] for field in CHAT if field in fields} if kinds == ["messages"] else {}
-    for field in fields:
-        if field not in (*SAMPLING, *kinds, *chat):
-            raise InvalidArgument(field, fields[field], "there is no such field for this kind of prompt")
-    prompt, kind = fields[kinds[0]], kinds[0]
-    if (kind == "prompt") != isinstance(prompt, str):
-        raise InvalidArgument(kind, prompt, "must be text" if kind == "prompt" else "must be a list")
-    params = SamplingParams(**{**defaults, **{field: fields[field] for field in SAMPLING if field in fields}})
-    return Line(number, name, kind, prompt, params, chat)
 
 
 def excerpt(text: bytes) -> str:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jengine import EngineDead, InvalidArgument, JengineError
 from jengine.commands.batch_lines import (
     Answer,
+    Format,
     Key,
     Line,
     Record,
-    RecordFormat,
-    Source,
     excerpt,
     json_object,
-    unique,
 )
 
 if TYPE_CHECKING:
@@ -44,12 +41,17 @@ def _error(record: Record) -> str | None:
     return None
 
 
-OPENAI = RecordFormat(
-    start=json.dumps({"id": ID})[:-2].encode(),
-    key=_key,
-    error=_error,
-    tokens=lambda record: (record["response"]["body"].get("usage") or {}).get("completion_tokens", 0),
-)
+def openai_format(model: str) -> Format:
+    """OpenAI's format. model: the model's name that bodies may use."""
+    return Format(
+        start=json.dumps({"id": ID})[:-2].encode(),
+        id="custom_id",
+        key=_key,
+        error=_error,
+        tokens=lambda record: (record["response"]["body"].get("usage") or {}).get("completion_tokens", 0),
+        read=_line,
+        answering=partial(_answering, model),
+    )
 
 
 def is_batch_line(text: bytes) -> bool:
@@ -60,32 +62,16 @@ def is_batch_line(text: bytes) -> bool:
         return False
 
 
-class OpenAiBatch(Source):
-    """A Source in OpenAI's format.
+@contextlib.contextmanager
+def _answering(model: str, llm: AsyncLLM) -> Iterator[Answer]:
+    from jengine.serving.http.embedded import EmbeddedApi, embedded_config
 
-    Args:
-        model: the model name that bodies may use.
-    """
-
-    form = OPENAI
-
-    def __init__(self, path: Path, raw: Iterable[tuple[int, bytes]], model: str) -> None:
-        super().__init__(path, raw)
-        self._model = model
-
-    def lines(self) -> Iterator[Line]:
-        return unique((_line(number, text) for number, text in self._raw), "custom_id")
-
-    @contextlib.contextmanager
-    def answering(self, llm: AsyncLLM) -> Iterator[Answer]:
-        from jengine.serving.http.embedded import EmbeddedApi, embedded_config
-
-        options = {"max_waiting": MANY, "max_message_bytes": 2**31 - 1, "client_chat_templates": True}
-        api = EmbeddedApi(llm, self._model, embedded_config(options))
-        try:
-            yield partial(_answer, api.post)
-        finally:
-            api.close()
+    options = {"max_waiting": MANY, "max_message_bytes": 2**31 - 1, "client_chat_templates": True}
+    api = EmbeddedApi(llm, model, embedded_config(options))
+    try:
+        yield partial(_answer, api.post)
+    finally:
+        api.close()
 
 
 def _line(number: int, text: bytes) -> Line:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jengine import InvalidArgument
+from jengine import InvalidArgument, SamplingParams
 from jengine.base.progress import progress_bar
 from jengine.commands.connection import add_connection, client_options
 from jengine.commands.flags import add_engine, add_flags, engine_fields
-from jengine.commands.terminal import check_output, note, write
+from jengine.commands.terminal import check_output, note, write, write_json
 
 if TYPE_CHECKING:
     from jengine.capacity.bench.endpoints import ServerUnderTest
@@ -22,6 +23,7 @@ BACKENDS = ("openai", "openai-chat", "jengine")
 ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 INFINITE = float("inf")
 METRICS = ("ttft", "tpot", "itl", "e2el")
+RANKS = (10, 25, 50, 75, 90, 99)
 
 
 def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -43,15 +45,16 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _add_dataset(parser: argparse.ArgumentParser, prefix: str) -> None:
     group = parser.add_argument_group("requests")
-    add_flags(group, ("--num-prompts", "N", "requests", 1000))
-    group.add_argument(
-        "--dataset-name",
-        choices=("random", "sharegpt", "trace"),
-        default="random",
-        help="random token ids, a ShareGPT file's first turns, or a trace's arrivals and lengths (see "
-        "`jengine simulate`) (default: random)",
+    text = (
+        "random token ids, a ShareGPT file's first turns, or a trace's arrivals and lengths (see "
+        "`jengine simulate`)"
     )
-    add_flags(group, ("--dataset-path", "FILE", "file for sharegpt or trace"))
+    add_flags(
+        group,
+        ("--num-prompts", "N", "requests", 1000),
+        ("--dataset-name", ("random", "sharegpt", "trace"), text, "random"),
+        ("--dataset-path", "FILE", "file for sharegpt or trace"),
+    )
     for name, default in (("input", 1024), ("output", 128)):
         group.add_argument(
             f"--{prefix}{name}-len",
@@ -125,14 +128,27 @@ def _throughput(options: argparse.Namespace) -> None:
     fields = engine_fields(options)
     check_output("output_json", options.output_json)
     from jengine import LLM
-    from jengine.capacity.bench.offline import throughput
 
     show = not options.disable_tqdm
     with LLM(options.model, progress=show, **fields) as llm:
         llm.wait_until_compiled()
-        result = throughput(
-            llm, _requests(options, lambda text: len(llm.tokenizer.encode(text))), n=options.n, progress=show
-        )
+        requests = _requests(options, lambda text: len(llm.tokenizer.encode(text)))
+        params, start = _params(requests, options.n), time.perf_counter()
+        outputs = llm.generate([request.prompt for request in requests], params, use_tqdm=show)
+        seconds = time.perf_counter() - start
+    for output in outputs:
+        output.require_answer()
+    prompts = sum(len(output.prompt_token_ids) for output in outputs)
+    tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    result = {  # names as in `vllm bench throughput --output-json`
+        "elapsed_time": seconds,
+        "num_requests": len(requests),
+        "total_num_tokens": prompts + tokens,
+        "total_output_tokens": tokens,
+        "requests_per_second": len(requests) / seconds,
+        "tokens_per_second": (prompts + tokens) / seconds,
+        "output_tokens_per_second": tokens / seconds,
+    }
     rates = (
         f"{result['tokens_per_second']:.2f} total tokens/s, {result['output_tokens_per_second']:.2f} output"
         " tokens/s"
@@ -155,24 +171,40 @@ def _latency(options: argparse.Namespace) -> None:
     for name, least in (("batch_size", 1), ("num_iters", 1), ("num_iters_warmup", 0)):
         if getattr(options, name) < least:
             raise InvalidArgument(name, getattr(options, name), f"must be at least {least}")
+    import numpy as np
+
     from jengine import LLM
-    from jengine.capacity.bench.offline import latency
     from jengine.capacity.bench.workload import random_requests
 
     show = not options.disable_tqdm
     requests = random_requests(options.batch_size, input_len=options.input_len, output_len=options.output_len)
+    params = _params(requests, options.n)
     with LLM(options.model, progress=show, **fields) as llm:
         llm.wait_until_compiled()
+
+        def once() -> float:
+            """Runs a batch, without cached pages."""
+            llm.reset_prefix_cache()
+            start = time.perf_counter()
+            llm.generate([request.prompt for request in requests], params, use_tqdm=False)
+            return time.perf_counter() - start
+
+        for _ in range(options.num_iters_warmup):
+            once()
         rounds = progress_bar(range(options.num_iters), desc="measuring", unit="batch", show=show)
-        result = latency(llm, requests, rounds, warm_up=options.num_iters_warmup, n=options.n)
-    write(f"Avg latency: {result['avg_latency']:.4f} seconds\n")
-    write(
-        "".join(
-            f"{rank}% percentile latency: {seconds:.4f} seconds\n"
-            for rank, seconds in result["percentiles"].items()
-        )
-    )
+        latencies = [once() for _ in rounds]
+    average = float(np.mean(latencies))
+    percentiles = {str(rank): float(np.percentile(latencies, rank)) for rank in RANKS}
+    write(f"Avg latency: {average:.4f} seconds\n")
+    for rank, seconds in percentiles.items():
+        write(f"{rank}% percentile latency: {seconds:.4f} seconds\n")
+    # names as in `vllm bench latency --output-json`
+    result = {"avg_latency": average, "latencies": latencies, "percentiles": percentiles}
     _save(options.output_json, result)
+
+
+def _params(requests: list[BenchRequest], n: int) -> list[SamplingParams]:
+    return [SamplingParams(n=n, temperature=1.0, max_tokens=r.output, ignore_eos=True) for r in requests]
 
 
 def _add_gpu(kinds: Any) -> None:
@@ -203,14 +235,9 @@ def _gpu(options: argparse.Namespace) -> int:
 def _add_serve(kinds: Any) -> None:
     text = "latencies, throughput and goodput of a server: jengine's, or any with OpenAI's API"
     parser: argparse.ArgumentParser = kinds.add_parser("serve", help=text, description=text)
-    parser.add_argument(
-        "--backend",
-        choices=BACKENDS,
-        default="openai",
-        help="OpenAI's API, or jengine's gRPC (default: openai)",
-    )
     add_flags(
         parser,
+        ("--backend", BACKENDS, "OpenAI's API, or jengine's gRPC", "openai"),
         ("--base-url", "URL", "http://HOST:PORT (HOST:PORT for gRPC), instead of --host and --port"),
         ("--host", "HOST", "", "127.0.0.1"),
         ("--port", "N", "", 8000),
@@ -260,7 +287,10 @@ def _serve(options: argparse.Namespace) -> int:
         "request_rate": str(options.request_rate),
         **result.to_dict(),
     }
-    write(json.dumps(facts) + "\n" if options.json else f"{result}\n")
+    if options.json:
+        write_json(facts)
+    else:
+        write(f"{result}\n")
     _save(saved, facts)
     if options.plot is not None:
         result.save_plot(options.plot)

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from jengine import EngineConfig, InvalidArgument, JengineError, SamplingParams, chat_prompt
 from jengine.commands.connection import CONNECTION, add_connection, connect
@@ -80,7 +80,9 @@ def _chat(options: argparse.Namespace) -> None:
         raise JengineError("give either a MODEL or --server HOST:PORT")
     if options.model is not None and follows(options):
         return
-    chat_with(_local(options) if options.server is None else _served(options), options)
+    if options.server is None:
+        refuse(options, CONNECTION, "can only be used with --server")
+    chat_with(local_model(options) if options.server is None else _served(options), options)
 
 
 def chat_params(options: argparse.Namespace, recommended: SamplingParams | None = None) -> SamplingParams:
@@ -112,11 +114,6 @@ def chat_with(model: ChatModel, options: argparse.Namespace) -> None:
             chat.send(message)
 
 
-def _local(options: argparse.Namespace) -> ChatModel:
-    refuse(options, CONNECTION, "can only be used with --server")
-    return local_model(options)
-
-
 def local_model(options: argparse.Namespace) -> LocalModel:
     """The model that the options name, in an engine of this process."""
     engine_options = engine_fields(options)
@@ -142,29 +139,6 @@ def _served(options: argparse.Namespace) -> ChatModel:
 # --- models -------------------------------------------------------------------------------------
 
 
-class ChatModel(Protocol):
-    """A model that answers messages.
-
-    Attributes:
-        max_model_len: maximum tokens of a conversation and its answer.
-        continues: whether the model has no chat template and continues all previous text.
-        recommended: sampling parameters of its files; None: unknown.
-        waits: whether an answer may take long to arrive, and waiting for it may be interrupted by an
-            exception.
-    """
-
-    max_model_len: int
-    continues: bool
-    recommended: SamplingParams | None
-    waits: bool
-
-    def tokens(self, messages: Messages) -> int:
-        """Number of tokens of a conversation; an estimate for a server's."""
-
-    def answer(self, messages: Messages, params: SamplingParams) -> Generator[CompletionOutput]:
-        """Yields pieces with new text only. Closing the iterator early ends the request."""
-
-
 def transcript(messages: Messages) -> str:
     """All messages as one text. Answers follow the user's text; other messages end with a newline."""
     return "".join(
@@ -179,6 +153,13 @@ class LocalModel:
     Args:
         tokenizer: for a loaded adapter: it has the chat templates.
         lora: the adapter's name.
+
+    Attributes:
+        max_model_len: maximum tokens of a conversation and its answer.
+        continues: whether the model has no chat template and continues all previous text.
+        recommended: sampling parameters of its files; None: unknown.
+        waits: whether an answer may take long to arrive, and waiting for it may be interrupted by an
+            exception.
     """
 
     waits = False  # exceptions must not interrupt work on the device
@@ -189,6 +170,7 @@ class LocalModel:
         self.continues = "default" not in (tokenizer or llm.tokenizer).chat_templates
 
     def tokens(self, messages: Messages) -> int:
+        """Number of tokens of a conversation."""
         if self.continues:
             return len(self.llm.tokenizer.encode(transcript(messages)))
         return len(self._prompt(messages)["prompt_token_ids"])
@@ -199,6 +181,7 @@ class LocalModel:
         return chat_prompt(self._own, messages, max_model_len=self.max_model_len)
 
     def answer(self, messages: Messages, params: SamplingParams) -> Generator[CompletionOutput]:
+        """Yields pieces with new text only. Closing the iterator early ends the request."""
         seen = 0
         prompt = transcript(messages) if self.continues else self._prompt(messages)
         with contextlib.closing(self.llm.stream(prompt, params, lora_request=self._lora)) as outputs:
@@ -210,7 +193,7 @@ class LocalModel:
 
 
 class RemoteModel:
-    """A server's model, or one of its adapters."""
+    """A server's model, or one of its adapters, with the methods of LocalModel."""
 
     waits = True
     recommended: SamplingParams | None = None
@@ -227,6 +210,7 @@ class RemoteModel:
         self._text, self._around = 0, 0.0
 
     def tokens(self, messages: Messages) -> int:
+        """An estimate."""
         self._text = len(self.client.tokenize(transcript(messages)))
         return self._text + math.ceil(self._around * len(messages))
 
@@ -242,6 +226,9 @@ class RemoteModel:
                 yield from output.outputs
                 if output.usage is not None:
                     self._around = (output.usage.prompt_tokens - self._text) / len(messages)
+
+
+ChatModel = LocalModel | RemoteModel
 
 
 # --- the conversation -----------------------------------------------------------------------------

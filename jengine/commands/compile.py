@@ -131,30 +131,20 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add_model(parser)
     parser.add_argument("out", metavar="DIR", type=Path, help="the folder to write, new or empty")
-    add_flags(parser, ("--revision", "TEXT", "branch, tag or commit of a hub id"))
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", *DTYPES),
-        default="auto",
-        help="dtype of the stored parameters; auto: the model's dtypes (default: auto)",
+    when = (
+        "quantize weights now instead of at each start; none: convert a GGUF file's four-bit weights to"
+        " --dtype (default: keep them)"
     )
-    parser.add_argument(
-        "--quantization",
-        choices=get_args(Quantization),
-        help=(
-            "quantize weights now instead of at each start; none: convert a GGUF file's four-bit weights to"
-            " --dtype (default: keep them)"
-        ),
-    )
-    parser.add_argument(
-        "--quantization-group-size",
-        type=int,
-        choices=(32, 64, 128),
-        default=32,
-        help="for int4, int4_mixed and w4a8: inputs that share a scale (default: 32)",
-    )
+    scales = "for int4, int4_mixed and w4a8: inputs that share a scale"
     text = "for int4, int4_mixed and w4a8: a text; weights are rounded so that errors cancel on such text"
-    add_flags(parser, ("--calibration-data", "FILE", text))
+    add_flags(
+        parser,
+        ("--revision", "TEXT", "branch, tag or commit of a hub id"),
+        ("--dtype", ("auto", *DTYPES), "dtype of the stored parameters; auto: the model's dtypes", "auto"),
+        ("--quantization", get_args(Quantization), when),
+        ("--quantization-group-size", (32, 64, 128), scales, 32),
+        ("--calibration-data", "FILE", text),
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no closing line")
     parser.set_defaults(run=_convert)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import re
 from pathlib import Path
 
 from jengine import InvalidArgument, Profile, ProfileOptions, Trace, explain
 from jengine.commands.connection import add_connection, connect
 from jengine.commands.flags import add_flags
-from jengine.commands.terminal import check_output, note, write
+from jengine.commands.terminal import check_output, note, write, write_json
 from jengine.vllm.flags import add_fields, flag_values
 
 PERIOD = "length of the period up to now"
@@ -87,7 +86,10 @@ def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def _explain(options: argparse.Namespace) -> None:
     _check_seconds(options.seconds)
     explanation = explain(_of(options))
-    write(json.dumps(dataclasses.asdict(explanation)) + "\n" if options.json else f"{explanation}\n")
+    if options.json:
+        write_json(dataclasses.asdict(explanation))
+    else:
+        write(f"{explanation}\n")
 
 
 def _of(options: argparse.Namespace) -> Trace:

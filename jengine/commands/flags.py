@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +28,22 @@ COMMON_ENGINE = ("config", "revision", "dtype", "quantization", "max_model_len")
 
 # of a flag's value, by its metavar; others are text
 TYPES: dict[str, Callable[[str], Any]] = {"N": int, "NUMBER": float, "DAYS": float, "FILE": Path, "DIR": Path}
-Flag = tuple[str, str, str] | tuple[str, str, str, Any]
+Form = str | Collection[Any]  # a metavar, or all values
+Flag = tuple[str, Form, str] | tuple[str, Form, str, Any]
 
 
 def add_flags(group: argparse._ActionsContainer, *flags: Flag) -> None:
-    """Adds flags that take a value, each with its metavar, its help, and its default if it has one."""
-    for name, metavar, text, *default in flags:
+    """Adds flags that take a value, each with its metavar or its choices, its help, and its default if it has
+    one.
+    """
+    for name, form, text, *default in flags:
         value = default[0] if default else None
         if value is not None:
             text += f" (default: {value:g})" if isinstance(value, float) else f" (default: {value})"
-        group.add_argument(
-            name, metavar=metavar, type=TYPES.get(metavar, str), default=value, help=text.strip()
-        )
+        kind: dict[str, Any] = {"type": type(next(iter(form))), "choices": form}
+        if isinstance(form, str):
+            kind = {"type": TYPES.get(form, str), "metavar": form}
+        group.add_argument(name, default=value, help=text.strip(), **kind)
 
 
 def add_model(parser: argparse.ArgumentParser, **more: Any) -> None:

@@ -49,22 +49,15 @@ def add_generate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--no-stats", action="store_true", help="no closing line of statistics")
     parser.add_argument("--quiet", action="store_true", help="no statistics and no progress bars")
     files = parser.add_argument_group("a file of prompts")
+    answers = "answers, appended as they finish; lines with an answer are skipped (default: stdout)"
+    name = "model name in the bodies of an OpenAI batch file (default: MODEL)"
     add_flags(
         files,
         ("--input", "FILE", "requests: JSON lines or an OpenAI batch file; - reads stdin"),
-        (
-            "--output",
-            "FILE",
-            "answers, appended as they finish; lines with an answer are skipped (default: stdout)",
-        ),
+        ("--output", "FILE", answers),
+        ("--input-format", batch.FORMATS, "see below; auto uses the file's first line (default: auto)"),
+        ("--served-model-name", "NAME", name),
     )
-    files.add_argument(
-        "--input-format",
-        choices=batch.FORMATS,
-        help="see below; auto uses the file's first line (default: auto)",
-    )
-    text = "model name in the bodies of an OpenAI batch file (default: MODEL)"
-    add_flags(files, ("--served-model-name", "NAME", text))
     files.add_argument(
         "--retry-errors", action="store_true", help="answer lines again that failed in earlier runs"
     )

@@ -8,14 +8,13 @@ import argparse
 import dataclasses
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jengine import EngineConfig, InvalidArgument
 from jengine.commands.compile import SKIPS, add_target, config_for
 from jengine.commands.flags import add_flags, add_model, refuse
-from jengine.commands.terminal import note, write
+from jengine.commands.terminal import note, write, write_json
 from jengine.vllm.flags import add_fields, add_vllm_flags
 from jengine.vllm.settings import ENGINE
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from jengine.capacity.planning.links import Cluster
     from jengine.capacity.planning.traffic import Traffic
     from jengine.devices.device_spec import DeviceSpec
-    from jengine.parallel.layout import Layout
 
 TRAFFIC = "1024/1024"
 MOST_DEVICES = 1024
@@ -116,14 +114,16 @@ def _plan(options: argparse.Namespace) -> int:
         plan = make_plan(config, device, exact=options.exact, progress=not options.quiet)
     else:
         refuse(options, ("exact",), "cannot be combined with --devices")
-        from jengine.capacity.planning.layouts import choose
+        from jengine.capacity.planning.layouts import EXPERTS, choose
+        from jengine.parallel.layout import OPTIONS
 
-        only = _chosen_layout(config, vars(options))
+        chosen = {*OPTIONS.values(), EXPERTS}.intersection(vars(options))
+        only = config.layout if chosen else None
         plan = plan_layouts(choose(config, _cluster(options, device), _traffic(options), only=only))
-    write(
-        (json.dumps({"model": options.model, **plain(plan)}) if options.json else report(options.model, plan))
-        + "\n"
-    )
+    if options.json:
+        write_json({"model": options.model, **plain(plan)})
+    else:
+        write(report(options.model, plan) + "\n")
     return 0 if plan.fits else 1
 
 
@@ -144,7 +144,7 @@ def _local(options: argparse.Namespace) -> int:
     if options.json:
         values: dict[str, Any] = {"fits": enough, "pages": pages, "memory": dataclasses.asdict(memory)}
         measured = None if costs is None else json.loads(costs.to_json())
-        write(json.dumps({"model": options.model, **values, "costs": measured}) + "\n")
+        write_json({"model": options.model, **values, "costs": measured})
     else:
         write(local_report(options.model, spec, memory, pages, costs) + "\n")
     return 0 if enough else 1
@@ -167,14 +167,6 @@ def _cluster(options: argparse.Namespace, device: DeviceSpec) -> Cluster:
     if network is not None:
         device = dataclasses.replace(device, network=network, network_name="given")
     return Cluster.of(device, options.devices, options.hosts)
-
-
-def _chosen_layout(config: EngineConfig, options: Iterable[str]) -> Layout | None:
-    """The layout of the engine's options, if any of them is among these."""
-    from jengine.capacity.planning.layouts import EXPERTS
-    from jengine.parallel.layout import OPTIONS
-
-    return config.layout if {*OPTIONS.values(), EXPERTS}.intersection(options) else None
 
 
 def _traffic(options: argparse.Namespace) -> Traffic:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 
 from jengine import EngineConfig, JengineError
 from jengine.base.display import counted
@@ -74,31 +75,24 @@ def pull(name: HubName, config: EngineConfig, *, force: bool, quiet: bool) -> bo
     repository = Repository.find(name, config.revision)
     if not repository.to_download:
         return False
+    say: Callable[[str], None] = (lambda text: None) if quiet else note
     size = f"{size_text(repository.to_download)} of {size_text(sum(repository.sizes.values()))}"
-    note_unless(quiet, f"{name}, revision {repository.commit[:8]}: {size} to download")
-    problems = [*_disk(repository), *_memory(config, quiet)]
+    say(f"{name}, revision {repository.commit[:8]}: {size} to download")
+    problems, free = list[str](), repository.free()
+    if free < repository.to_download + SPARE:
+        download = size_text(repository.to_download)
+        problems += [f"the disk has {size_text(free)} left for a download of {download}"]
+    problems += _memory(config, say)
     if problems and not force:
         raise JengineError(f"{name}: {'; '.join(problems)}. --force downloads it anyway")
     for problem in problems:
-        note_unless(quiet, f"{name}: {problem}")
+        say(f"{name}: {problem}")
     folder = repository.fetch(quiet)
-    note_unless(quiet, f"{counted(len(repository.sizes), 'file')} in {folder}")
+    say(f"{counted(len(repository.sizes), 'file')} in {folder}")
     return True
 
 
-def note_unless(quiet: bool, text: str) -> None:
-    if not quiet:
-        note(text)
-
-
-def _disk(repository: Repository) -> list[str]:
-    free = repository.free()
-    if free >= repository.to_download + SPARE:
-        return []
-    return [f"the disk has {size_text(free)} left for a download of {size_text(repository.to_download)}"]
-
-
-def _memory(config: EngineConfig, quiet: bool) -> list[str]:
+def _memory(config: EngineConfig, say: Callable[[str], None]) -> list[str]:
     """What keeps an engine from running the model here, after a line about its memory."""
     from jengine.capacity.planning.memory import fits, local_room
 
@@ -108,8 +102,7 @@ def _memory(config: EngineConfig, quiet: bool) -> list[str]:
         return [f"an engine cannot load it: {unsupported}"]
     cache = pages * memory.page + memory.states
     total = memory.beside + pages * memory.page
-    note_unless(
-        quiet,
+    say(
         f"An engine takes {size_text(total)} of {size_text(memory.limit)}"
         f" ({spec.mesh.local_devices[0].device_kind}):"
         f" {size_text(memory.weights)} of weights, {size_text(cache)} of KV cache,"

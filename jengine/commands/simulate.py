@@ -14,7 +14,7 @@ from jengine import EngineConfig, InvalidArgument, SamplingParams, __version__
 from jengine.base.display import counted
 from jengine.base.progress import progress_bar
 from jengine.commands.flags import add_engine, add_flags, add_model, engine_fields
-from jengine.commands.terminal import check_output, note, write
+from jengine.commands.terminal import check_output, note, write, write_json
 
 if TYPE_CHECKING:
     from jengine.capacity.simulation.replay import Objective, Tuned
@@ -37,14 +37,9 @@ CSV, or Mooncake's JSONL. Requests have the trace's lengths. No model is loaded,
 def add_trace(parser: argparse.ArgumentParser) -> None:
     """Adds options for the trace, its requests, their targets, and step costs."""
     parser.add_argument("trace", metavar="TRACE", type=Path, help="a file of requests, see below")
-    parser.add_argument(
-        "--sampler",
-        choices=SAMPLERS,
-        default="greedy",
-        help="the sampler that all requests need (default: greedy)",
-    )
     add_flags(
         parser,
+        ("--sampler", SAMPLERS, "the sampler that all requests need", "greedy"),
         ("--rate-scale", "NUMBER", "factor on the arrival rate", 1.0),
         ("--requests", "N", "use only the first N requests"),
         ("--costs", "FILE", "step costs: a file from the folder `costs` of any machine's cache"),
@@ -145,12 +140,8 @@ def _simulate(options: argparse.Namespace) -> int:
         outcome = replay(shape, trace, replicas=int(options.replicas), **arguments)
     summary = summarize(outcome, trace, targets)
     if options.json:
-        write(
-            json.dumps(
-                {**dataclasses.asdict(summary), "goodput": summary.goodput, "refused": outcome.refused}
-            )
-            + "\n"
-        )
+        values = {"goodput": summary.goodput, "refused": outcome.refused}
+        write_json({**dataclasses.asdict(summary), **values})
     else:
         write(report(summary, trace, targets, outcome) + "\n")
     return 0
@@ -180,14 +171,14 @@ def add_tune(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     add_model(parser)
     add_trace(parser)
     parser.set_defaults(requests=REQUESTS)
-    add_flags(parser, ("--out", "FILE", "the options file to write, in TOML (default: stdout)"))
-    parser.add_argument(
-        "--objective",
-        choices=("goodput", "latency", "throughput"),
-        help=(
-            "what to improve: the share of requests within targets, a request's mean latency, or output"
-            " tokens a second (default: goodput if there are targets, otherwise latency)"
-        ),
+    text = (
+        "what to improve: the share of requests within targets, a request's mean latency, or output"
+        " tokens a second (default: goodput if there are targets, otherwise latency)"
+    )
+    add_flags(
+        parser,
+        ("--out", "FILE", "the options file to write, in TOML (default: stdout)"),
+        ("--objective", ("goodput", "latency", "throughput"), text),
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_engine(parser)
@@ -202,13 +193,13 @@ def _tune(options: argparse.Namespace) -> int:
     objective: Objective = options.objective or ("goodput" if targets.given(trace) else "latency")
     # the GPU's memory may belong to an engine
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from jengine.capacity.simulation.replay import Search, values
+    from jengine.capacity.simulation.replay import best_options, values
     from jengine.capacity.simulation.setup import Setup
 
     setup = Setup.of(config, options.costs, options.drafts_right)
     tried = values(config, setup.shape(), targets.given(trace))
     with progress_bar(desc="simulating", unit="set of options", show=not options.quiet) as bar:
-        search = Search(
+        tuned = best_options(
             lambda changes: setup.shape(**changes),
             tried,
             trace,
@@ -217,7 +208,6 @@ def _tune(options: argparse.Namespace) -> int:
             params=params(options),
             tried=bar.update,
         )
-        tuned = search.run()
     gain = _gain(objective, tuned)
     head = (
         f"# jengine {__version__} tune {options.model} {options.trace}: {gain}, predicted by simulating"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from jengine import InvalidArgument, JengineError
 from jengine.base.display import counted
@@ -19,6 +21,12 @@ def write(text: str) -> None:
     """Writes to stdout and flushes."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def write_json(values: dict[str, Any]) -> None:
+    """Writes one line of JSON to stdout. Infinity and NaN, which JSON lacks, become null."""
+    text = json.dumps(values)
+    write(json.dumps(json.loads(text, parse_constant=lambda name: None)) + "\n")
 
 
 def note(text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import os
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jengine import InvalidArgument
 from jengine.commands.flags import add_engine, add_model, engine_fields
-from jengine.commands.terminal import table, write
+from jengine.commands.terminal import table, write, write_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,7 +59,7 @@ def _verify(options: argparse.Namespace) -> int:
         reference = _reference(options.against, started.folder, started.dtype)
         parity = verify(llm, reference, rollout=options.rollout)
     if options.json:
-        write(json.dumps({"against": options.against, "dtype": started.dtype, **parity.plain()}) + "\n")
+        write_json({"against": options.against, "dtype": started.dtype, **parity.plain()})
     else:
         verdict = "equal, but for rounding" if parity.equal else "different"
         write(f"{llm.model} in {started.dtype} against {options.against}: {verdict}\n{table(_rows(parity))}")

@@ -101,7 +101,7 @@ def test_eight_bit_products_take_their_own_rate() -> None:
 
     def seconds(product: str) -> float:
         formats = dataclasses.replace(BF16, product=product)
-        return Roofline.of(model, formats, cluster).seconds(Batch(1, 1000))
+        return Roofline(model, formats, cluster).seconds(Batch(1, 1000))
 
     assert seconds("bfloat16") == pytest.approx((products + attention) / 100)
     assert seconds("int8") == pytest.approx(products / 200 + attention / 100)
@@ -117,7 +117,7 @@ def test_shares_give_the_steps_that_were_measured(target: str) -> None:
     device = device_spec(target)
     file = Path(__file__).parent.parent.parent / device.measured
     assert file.name == SUITES[target]
-    roofline, checked = Roofline.of(llama("8b"), BF16, Cluster.of(device, 1)), 0
+    roofline, checked = Roofline(llama("8b"), BF16, Cluster.of(device, 1)), 0
     for row in json.loads(file.read_text())["engine"]["rows"]:
         numbers = [int(number) for number in re.findall(r"\d+", row["case"])]
         if row["case"].startswith("decode"):

@@ -44,7 +44,7 @@ def costs_of_70b(layout: Layout) -> Roofline:
     model = llama("70b", layout.tensor)
     cluster = Cluster.of(H200, max(8, layout.devices))
     layers = (80 // layout.stages,) * layout.stages
-    return Roofline.of(model, formats(kv_token_bytes(model, 2)), cluster, layout, layers)
+    return Roofline(model, formats(kv_token_bytes(model, 2)), cluster, layout, layers)
 
 
 @functools.cache
@@ -58,7 +58,7 @@ def with_experts(layout: Layout, device: DeviceSpec = H200, hosts: int = 1) -> R
     model = mixtral(layout.tensor)
     layers = (model.config.num_layers // layout.stages,) * layout.stages
     cluster = Cluster.of(device, 4 * hosts, hosts)
-    return Roofline.of(model, formats(kv_token_bytes(model, 2)), cluster, layout, layers)
+    return Roofline(model, formats(kv_token_bytes(model, 2)), cluster, layout, layers)
 
 
 def test_tensor_parallelism_by_hand() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jengine import EngineConfig, cli
-from jengine.capacity.simulation.replay import EngineShape, Search
+from jengine.capacity.simulation.replay import EngineShape, best_options
 from jengine.capacity.simulation.setup import Setup
 from jengine.capacity.simulation.summary import Targets
 from jengine.commands import simulate
@@ -76,6 +76,16 @@ def test_simulate_as_json_and_in_part(trace, capsys):
     assert cli.main(arguments) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["requests"] == 10 and facts["in_target"] is None and facts["total"]["50"] > 0
+
+
+def test_what_has_no_value_is_null(tmp_path, capsys):
+    """No request fits, so none has a duration."""
+    file = tmp_path / "long.jsonl"
+    request = {"arrival": 0.0, "prompt_tokens": 1000, "output_tokens": 1}
+    file.write_text(f'{{"jengine_trace": 1}}\n{json.dumps(request)}\n')
+    assert cli.main(["simulate", "demo", str(file), "--json", "--quiet"]) == 0
+    facts = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert facts["refused"] == facts["unanswered"] == 1 and facts["mean_total"] is None
 
 
 def test_simulate_finds_the_engines_needed(trace, capsys):
@@ -166,9 +176,9 @@ def test_a_search_keeps_what_cannot_be_improved():
         tried.append(changes)
         return make_shape(max_num_seqs=changes.get("max_num_seqs", 16), num_pages=4000)
 
-    tuned = Search(
+    tuned = best_options(
         shape_of, {"max_num_seqs": (1, 2, 16)}, poisson(1, 40, 1e3), Targets(), objective="throughput"
-    ).run()
+    )
     assert shape.limits.max_num_seqs == 16 and tuned.changes == {}
     assert tuned.before == tuned.after and tuned.tried == len(tried) == 4
 

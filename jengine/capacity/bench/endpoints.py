@@ -9,7 +9,7 @@ import json
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from jengine.base.errors import InvalidArgument, JengineError
@@ -19,26 +19,6 @@ from jengine.capacity.bench.workload import BenchRequest
 HEAD = 1 << 16  # maximum bytes of a line
 # if a server cannot be reached, rejects requests, or sends invalid responses
 ERRORS = (JengineError, OSError, ValueError, KeyError)
-
-
-class ServerUnderTest(Protocol):
-    """A server under test."""
-
-    async def reach(self) -> None:
-        """Raises one of ERRORS if nothing answers, or something else does."""
-
-    def stream(self, request: BenchRequest) -> AsyncIterator[tuple[int, int]]:
-        """Yields (new tokens, prompt tokens); 0 prompt tokens if the server has not reported them.
-
-        Raises:
-            JengineError, OSError: the request failed.
-        """
-
-    async def tokens(self, text: str) -> int:
-        """Number of tokens of a text. Raises as `stream`."""
-
-    async def close(self) -> None:
-        """Close its connections."""
 
 
 class OpenAIEndpoint:
@@ -77,23 +57,27 @@ class OpenAIEndpoint:
         self._chat = endpoint.endswith("/chat/completions")
 
     async def reach(self) -> None:
+        """Raises one of ERRORS if nothing answers, or something else does."""
         _, writer = await asyncio.open_connection(self._host, self._port)
         writer.close()
         await self._name()  # not within the first requests' times
 
     async def stream(self, request: BenchRequest) -> AsyncIterator[tuple[int, int]]:
+        """Yields (new tokens, prompt tokens); 0 prompt tokens if the server has not reported them.
+
+        Raises:
+            JengineError, OSError: the request failed.
+        """
+        counts = {"include_usage": True}
         body: dict[str, Any] = {
             "model": await self._name(),
             "temperature": 0.0,
             "stream": True,
             "max_tokens": request.output,
+            "stream_options": counts,
         }
-        body["stream_options"] = {"include_usage": True}
         if self._ignore_eos:  # extensions of vLLM and jengine
-            body |= {
-                "ignore_eos": True,
-                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-            }
+            body["ignore_eos"] = counts["continuous_usage_stats"] = True
         if self._chat:
             if not isinstance(request.prompt, str):
                 request = BenchRequest(" ".join(f"w{token}" for token in request.prompt), request.output)
@@ -118,11 +102,12 @@ class OpenAIEndpoint:
                 seen = total
 
     async def tokens(self, text: str) -> int:
+        """Number of tokens of a text. Raises as `stream`."""
         answer = await self._json("POST", "/tokenize", {"model": await self._name(), "prompt": text})
         return int(answer["count"])
 
     async def close(self) -> None:
-        pass
+        """Does nothing: each request closes its connection."""
 
     async def _name(self) -> str:
         if self._model is None:
@@ -149,10 +134,9 @@ class OpenAIEndpoint:
                 f"Host: {host}:{self._port}",
                 "Connection: close",
                 f"Content-Length: {len(data)}",
+                "Content-Type: application/json",
+                *([] if self._key is None else [f"Authorization: Bearer {self._key}"]),
             ]
-            lines += ["Content-Type: application/json"] + (
-                [] if self._key is None else [f"Authorization: Bearer {self._key}"]
-            )
             writer.write("\r\n".join([*lines, "", ""]).encode() + data)
             head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower().split("\r\n")
             chunked = any(line.startswith("transfer-encoding:") and "chunked" in line for line in head)
@@ -185,7 +169,7 @@ async def _whole(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 class JengineEndpoint:
-    """jengine's gRPC service.
+    """jengine's gRPC service, with the methods of OpenAIEndpoint.
 
     Args:
         options: options of jengine.client.AsyncClient.
@@ -213,6 +197,9 @@ class JengineEndpoint:
 
     async def close(self) -> None:
         await self._client.close()
+
+
+ServerUnderTest = OpenAIEndpoint | JengineEndpoint
 
 
 async def drive(

@@ -212,7 +212,9 @@ def choose(config: EngineConfig, cluster: Cluster, traffic: Traffic, *, only: La
         ModelError: the model cannot be read, or is not supported.
     """
     cluster = dataclasses.replace(cluster, kernels=not config.batch_invariant)
-    groups = _Groups(dataclasses.replace(config, **_defaults()), cluster.device)
+    fields = EngineConfig.__dataclass_fields__
+    defaults: dict[str, Any] = {name: fields[name].default for name in (*OPTIONS.values(), EXPERTS)}
+    groups = _Groups(dataclasses.replace(config, **defaults), cluster.device)
     whole = groups.of(1)
     if traffic.tokens > whole.spec.max_model_len:
         limit = f"must be at most {whole.spec.max_model_len:,} tokens together, the longest sequence"
@@ -237,12 +239,6 @@ def choose(config: EngineConfig, cluster: Cluster, traffic: Traffic, *, only: La
     return Choice(cluster, traffic, whole, _ranked(candidates), without)
 
 
-def _defaults() -> dict[str, Any]:
-    """Default values of the options that set a layout."""
-    fields = EngineConfig.__dataclass_fields__
-    return {name: fields[name].default for name in (*OPTIONS.values(), EXPERTS) if name in fields}
-
-
 def _only(layout: Layout, cluster: Cluster) -> list[Deployment]:
     replicas, rest = divmod(cluster.count, layout.devices)
     if rest or not replicas:
@@ -257,7 +253,7 @@ def _candidate(groups: _Groups, deployment: Deployment, cluster: Cluster, traffi
     spec, layers = group.spec, groups.layers(layout.stages)
     rows = groups.rows or max(ROWS // layout.data, FEWEST_ROWS)
     memory = layout_memory(group, layout, layers, whole, rows)
-    roofline = Roofline.of(spec.model, group.formats, cluster, layout, layers)
+    roofline = Roofline(spec.model, group.formats, cluster, layout, layers)
     held = layout.data * (
         max(memory.pages - 1, 0) // spec.most_pages(traffic.tokens)
     )  # without the null page

@@ -243,19 +243,12 @@ DEVICES = 2, 4, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Attributes: cache: bytes on each device, 0 if it does not fit; tokens: that it holds."""
-
-    cache: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class Fitting:
-    """Options that make a model fit, and the cache that they leave."""
+    """Options that make a model fit, and the cache that they leave: its bytes on each device, its tokens."""
 
     options: dict[str, Any]
-    room: Room
+    cache: int
+    tokens: int
 
     def __str__(self) -> str:
         """Such as --max-num-batched-tokens 1024 (2.5 GiB of cache, 20,416 tokens)."""
@@ -263,21 +256,22 @@ class Fitting:
         changes = " ".join(f"{flag} {value}" for flag, value in flags.items() if value is not None)
         without = "".join(f"no {flag}" for flag, value in flags.items() if value is None)
         where = " on each device" if "tensor_parallel_size" in self.options else ""
-        return (
-            f"{changes or without} ({self.room.cache / 2**30:.1f} GiB of cache{where}, {self.room.tokens:,}"
-            " tokens)"
-        )
+        return f"{changes or without} ({self.cache / 2**30:.1f} GiB of cache{where}, {self.tokens:,} tokens)"
 
 
 def what_fits(
-    config: EngineConfig, room: Callable[[EngineConfig], Room], *, most_tokens: int, weights_fit: bool
+    config: EngineConfig,
+    room: Callable[[EngineConfig], tuple[int, int]],
+    *,
+    most_tokens: int,
+    weights_fit: bool,
 ) -> list[Fitting]:
     """The cheapest settings of each kind that make the model fit: fewer tokens a step, then also fewer
     sequences and more memory; shorter sequences; quantized weights; more devices. Empty if none does.
 
     Args:
-        room: the cache that a configuration leaves; raises JengineError where the model or the device does
-            not support it.
+        room: the bytes of the cache that a configuration leaves on each device, and its tokens; 0 if it does
+            not fit. Raises JengineError where the model or the device does not support it.
         most_tokens: max_model_len.
         weights_fit: whether the weights alone fit; if not, no smaller step helps.
     """
@@ -286,17 +280,19 @@ def what_fits(
     def first(kind: Iterator[dict[str, Any]]) -> Iterator[Fitting]:
         for options in kind:
             try:
-                fits = room(dataclasses.replace(config, **options))
+                cache, tokens = room(dataclasses.replace(config, **options))
             except JengineError:
                 continue
-            if fits.tokens >= enough:
-                yield Fitting(options, fits)
+            if tokens >= enough:
+                yield Fitting(options, cache, tokens)
                 return
 
     unset = {name: None for name in ("num_pages", "kv_cache_memory") if getattr(config, name) is not None}
     if unset and (fits := [*first(iter([unset]))]):  # otherwise it is not only this
         return fits
-    smaller = [*first(_smaller(config)), *first(_shorter(most_tokens))] if weights_fit else []
+    # without jengine's kernels, temporaries grow with the longest sequence
+    shorter: list[dict[str, Any]] = [{"max_model_len": SHORTER}] if most_tokens > SHORTER else []
+    smaller = [*first(_smaller(config)), *first(iter(shorter))] if weights_fit else []
     return [*smaller, *first(_quantized(config)), *first(_shared(config))]
 
 
@@ -313,12 +309,6 @@ def _smaller(config: EngineConfig) -> Iterator[dict[str, Any]]:
     yield few
     if config.gpu_memory_utilization < MORE_MEMORY:
         yield few | {"gpu_memory_utilization": MORE_MEMORY}
-
-
-def _shorter(most_tokens: int) -> Iterator[dict[str, Any]]:
-    """Without jengine's kernels, temporaries grow with the longest sequence."""
-    if most_tokens > SHORTER:
-        yield {"max_model_len": SHORTER}
 
 
 def _quantized(config: EngineConfig) -> Iterator[dict[str, Any]]:

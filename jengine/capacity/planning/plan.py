@@ -13,7 +13,6 @@ from jengine.capacity.planning.links import Cluster
 from jengine.capacity.planning.memory import (
     MORE_MEMORY,
     Fitting,
-    Room,
     described,
     estimated,
     fits,
@@ -27,9 +26,8 @@ from jengine.core.config import EngineConfig
 from jengine.devices.device_defaults import sizes
 from jengine.devices.device_spec import DeviceSpec, device_spec
 from jengine.execution.kernels import implementations
-from jengine.execution.kinds import Key
 from jengine.execution.memory import DeviceMemory
-from jengine.execution.programs import UNTUNED, Built, compile_all, memory_of, program_keys
+from jengine.execution.programs import UNTUNED, compile_all, memory_of, program_keys
 from jengine.execution.spec import ExecutionSpec
 
 CONTEXTS = 1024, 8192  # tokens per sequence, in addition to max_model_len
@@ -54,14 +52,17 @@ def make_plan(
     if exact:
         check_target(device.target or device.name)
         spec = describe_for(config, device.target)
+        # their memory does not depend on the number of pages
+        provisional, threads = dataclasses.replace(spec, num_pages=2), sizes(config, "gpu").compile_threads
+        keys = largest(spec)
+        built = [*compile_all(provisional, keys, threads=threads, progress=progress, options=UNTUNED)]
     else:
-        spec = described(config, device)
-    built = _compiled(config, spec, progress) if exact else []
+        spec, built = described(config, device), []
     programs = {program.key: memory_of(program.program) for program in built} or estimated(spec)
     memory, pages = room(config, spec, device_limit(config, device), programs)
     layout = config.layout
     cluster = Cluster(device, layout.devices, 1, kernels=not config.batch_invariant)
-    roofline = Roofline.of(spec.model, formats_of(spec), cluster, layout)
+    roofline = Roofline(spec.model, formats_of(spec), cluster, layout)
     if not fits(memory, pages):
         pages = 0
     plan = _plan(spec, memory, pages, roofline)
@@ -79,7 +80,7 @@ def plan_layouts(choice: Choice) -> Plan:
     best = choice.best
     if best is None:
         group = choice.group
-        roofline = Roofline.of(group.spec.model, group.formats, choice.cluster)
+        roofline = Roofline(group.spec.model, group.formats, choice.cluster)
         return dataclasses.replace(_plan(group.spec, group.memory, 0, roofline), choice=choice)
     pages = max(best.memory.pages, 0)
     return dataclasses.replace(_plan(best.spec, best.memory, pages, best.serving.roofline), choice=choice)
@@ -110,21 +111,14 @@ def _plan(spec: ExecutionSpec, memory: DeviceMemory, pages: int, roofline: Roofl
 def _what_fits(
     config: EngineConfig, device: DeviceSpec, spec: ExecutionSpec, memory: DeviceMemory
 ) -> list[Fitting]:
-    def free(changed: EngineConfig) -> Room:
+    def free(changed: EngineConfig) -> tuple[int, int]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the plan has already shown them
             spec = described(changed, device)
         memory, pages = room(changed, spec, device_limit(changed, device))
         pages = pages if fits(memory, pages) else 0
-        return Room(pages * memory.page, max(pages - 1, 0) * spec.page_size)
+        return pages * memory.page, max(pages - 1, 0) * spec.page_size
 
     return what_fits(
         config, free, most_tokens=spec.max_model_len, weights_fit=memory.weights < device.memory * MORE_MEMORY
     )
-
-
-def _compiled(config: EngineConfig, spec: ExecutionSpec, progress: bool) -> list[Built]:
-    """The programs that need the most memory, which does not depend on the number of pages."""
-    provisional, threads = dataclasses.replace(spec, num_pages=2), sizes(config, "gpu").compile_threads
-    keys: list[Key] = largest(spec)
-    return [*compile_all(provisional, keys, threads=threads, progress=progress, options=UNTUNED)]

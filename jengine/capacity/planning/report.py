@@ -114,7 +114,9 @@ class Plan:
         return f"Plan({setting(self)}; {self.pages:,} pages, {'fits' if self.fits else 'does not fit'})"
 
     def _repr_html_(self) -> str:
-        return html(self)
+        shown = "".join(columns_html([table.title, *table.head], table.rows) for table in tables(self))
+        lines = "<br>".join(map(escape, verdict(self)))
+        return f"<div><p>{escape(setting(self))}</p>{shown}<p>{lines}</p></div>"
 
 
 class Table(NamedTuple):
@@ -274,12 +276,6 @@ def verdict(plan: Plan) -> tuple[str, ...]:
     return _sources(plan), f"Kernels: {described(plan.kernels)}.", *ahead, last
 
 
-def html(plan: Plan) -> str:
-    """The plan's tables as HTML, for notebooks."""
-    shown = "".join(columns_html([table.title, *table.head], table.rows) for table in tables(plan))
-    return f"<div><p>{escape(setting(plan))}</p>{shown}<p>{'<br>'.join(map(escape, verdict(plan)))}</p></div>"
-
-
 def _sources(plan: Plan) -> str:
     """Where the speeds come from."""
     device, cluster, formats = plan.device, plan.roofline.cluster, plan.roofline.formats
@@ -359,24 +355,11 @@ def _exchanges(plan: Plan) -> list[Table]:
 
 
 def _text(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Right-aligns columns of figures, left-aligns columns of text."""
-    cells = [(title, *head), *rows]
-    by_column = [[row[i] for row in cells] for i in range(len(cells[0]))]
-    widths = [max(map(len, column)) for column in by_column]
+    """A table for a terminal. After the first figures, columns without a title or a number are texts."""
     figures = [
-        i > 0 and any(cell[:1].isdigit() for cell in column[1:]) and head[i - 1] != ""
-        for i, column in enumerate(by_column)
+        i for i, name in enumerate(head, 1) if i == 1 or (name and any(row[i][:1].isdigit() for row in rows))
     ]
-    figures[1] = True
-    lines = [
-        "  ".join(
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, figures, strict=True)
-        )
-        for row in cells
-    ]
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(line.rstrip() for line in lines)
+    return columns([title, *head], rows, {*range(len(head) + 1)}.difference(figures))
 
 
 # --- layouts ------------------------------------------------------------------------------------------

@@ -124,11 +124,6 @@ def mean_seen(model: Model, prompt: int) -> dict[int, float]:
     return {layer: window - window**2 / (2 * prompt) for layer, window in seen(model, prompt).items()}
 
 
-def cached_operations(model: Model, attended: dict[int, float]) -> float:
-    """Operations of a token on what is cached, over all layers."""
-    return sum(entry.operations * attended.get(layer, 1) for layer, entry in enumerate(model.entries))
-
-
 def cached_bytes(model: Model, formats: Formats, attended: dict[int, float]) -> float:
     """Bytes of cached tokens that are read for a query. Each layer reads keys and values, shared ones too."""
     sizes = {layer: sum(array.elements for array in model.entries[layer].arrays) for layer in attended}
@@ -152,52 +147,36 @@ class Batch(NamedTuple):
     prompt: float = 1.0
 
 
-class _Attention(NamedTuple):
-    """Bytes that are read, and operations on them, for one token over all layers: bytes on one device,
-    operations on all devices together.
-    """
-
-    read: float
-    operations: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class Roofline:
     """What the steps of a layout cost.
 
     Attributes:
         model, formats: for `layout.tensor` devices.
-        layers: of each stage.
-        expert_layers: number of layers that have experts.
+        layers: of each stage; None: there is one stage, which has all.
         attending: by context, what was computed before.
     """
 
     model: Model
     formats: Formats
-    layout: Layout
     cluster: Cluster
-    layers: tuple[int, ...]
-    expert_layers: int
-    attending: dict[tuple[float, bool], _Attention] = field(default_factory=dict, repr=False, compare=False)
+    layout: Layout = field(default_factory=Layout)
+    layers: tuple[int, ...] | None = None
+    attending: dict[tuple[float, bool], tuple[float, float]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
-    @classmethod
-    def of(
-        cls,
-        model: Model,
-        formats: Formats,
-        cluster: Cluster,
-        layout: Layout = Layout(),  # noqa: B008  frozen
-        layers: tuple[int, ...] | None = None,
-    ) -> Roofline:
-        """layers: of each stage; None: there is one stage, which has all."""
-        return cls(
-            model=model,
-            formats=formats,
-            layout=layout,
-            cluster=cluster,
-            layers=layers or (model.config.num_layers,),
-            expert_layers=_expert_layers(model),
-        )
+    @functools.cached_property
+    def expert_layers(self) -> int:
+        """Number of layers that have experts."""
+        layers = self.model.axes["layers"]
+        every = layers.values() if isinstance(layers, dict) else layers
+
+        def routed(layer: object) -> bool:
+            leaves = jax.tree.leaves(layer, is_leaf=lambda axes: isinstance(axes, tuple))
+            return any(axes and axes[0] == "experts" for axes in leaves)
+
+        return sum(map(routed, every))
 
     def step(self, batch: Batch) -> Causes:
         """Seconds in which each sequence gets one token: its cohort passes through all stages.
@@ -217,8 +196,9 @@ class Roofline:
         return sum(self.step(batch).values())
 
     def _stages(self, cohort: Batch) -> list[Causes]:
-        last = len(self.layers) - 1
-        kinds = [(layers, stage == 0, stage == last) for stage, layers in enumerate(self.layers)]
+        every = self.layers or (self.model.config.num_layers,)
+        last = len(every) - 1
+        kinds = [(layers, stage == 0, stage == last) for stage, layers in enumerate(every)]
         costs = {kind: self._stage(cohort, *kind) for kind in dict.fromkeys(kinds)}
         return [costs[kind] for kind in kinds]
 
@@ -228,16 +208,19 @@ class Roofline:
         Args:
             begins, ends: whether it has the embedding, and the output head.
         """
-        layout, hidden = self.layout, self.model.config.hidden_size
+        layout, device, formats = self.layout, self.cluster.device, self.formats
+        rate = device.rates[formats.dtype]
         share = layers / self.model.config.num_layers
         rows, tokens = -(-cohort.rows // layout.data), -(-cohort.tokens // layout.data)
         local = Batch(rows, cohort.context, tokens, cohort.prompt)
         causes: Causes = dict.fromkeys(CAUSES, 0.0)
         for moved, operations, attending in self.parts(local, share, float(ends)):
-            reading, computing = moved / self._bandwidth, operations / self._rate(attending)
+            of_products = rate if attending else device.rates.get(formats.product, rate)
+            reading = moved / (device.bandwidth * device.bandwidth_share)
+            computing = operations / (of_products * device.products_share)
             cause: Cause = "memory" if reading > computing else "products"
             causes[cause] += max(reading, computing)
-        size = (rows + tokens) * hidden * self.formats.activation_bytes
+        size = (rows + tokens) * self.model.config.hidden_size * formats.activation_bytes
         sent = self._collectives(size, layers, share * self.expert_layers)
         logits = _logits(local) * self.model.config.vocab_size * LOGIT_BYTES
         tensor = self.cluster.tensor_group(layout)
@@ -249,16 +232,6 @@ class Roofline:
             sent = sent.plus(self.cluster.all_reduce(size, tensor))
         causes["links"], causes["network"], causes["latency"] = sent
         return causes
-
-    @property
-    def _bandwidth(self) -> float:
-        device = self.cluster.device
-        return device.bandwidth * device.bandwidth_share
-
-    def _rate(self, attending: bool) -> float:
-        device, formats = self.cluster.device, self.formats
-        rate = device.rates[formats.dtype]
-        return (rate if attending else device.rates.get(formats.product, rate)) * device.products_share
 
     def parts(
         self, batch: Batch, share: float = 1.0, head: float = 1.0
@@ -283,7 +256,8 @@ class Roofline:
             met, routed = self._experts(math.ceil(tokens))
             size = share * elements.expert
             yield met * size * formats.weight_bytes, 2 * routed * size, False
-        yield share * self._read(batch), share * self._attention(batch), True
+        read, attention = self._cached(batch)
+        yield share * read, share * attention, True
         yield (
             head * elements.head * formats.weight_bytes / tensor,
             2 * head * _logits(batch) * elements.head / tensor,
@@ -304,30 +278,27 @@ class Roofline:
             most_routed(experts, chosen, layout.stage_devices, every),
         )
 
-    def _read(self, batch: Batch) -> float:
-        """Bytes of the cache on one device, over all layers."""
-        read = batch.rows * self._attending(batch.context).read
-        if batch.tokens:  # once for all tokens of a prompt in the step
-            read += max(1.0, batch.tokens / batch.prompt) * self._attending(batch.prompt, mean=True).read
-        return read
-
-    def _attention(self, batch: Batch) -> float:
-        """Operations on cached tokens and states, on one device, over all layers."""
-        operations = batch.rows * self._attending(batch.context).operations
+    def _cached(self, batch: Batch) -> tuple[float, float]:
+        """Bytes of the cache, and operations on cached tokens and states, on one device, over all layers."""
+        read, operations = (batch.rows * part for part in self._attending(batch.context))
         if batch.tokens:
-            operations += batch.tokens * self._attending(batch.prompt, mean=True).operations
-        return operations / self.layout.tensor
+            of_prompt, of_token = self._attending(batch.prompt, mean=True)
+            read += max(1.0, batch.tokens / batch.prompt) * of_prompt  # once for all its tokens in the step
+            operations += batch.tokens * of_token
+        return read, operations / self.layout.tensor
 
-    def _attending(self, context: float, *, mean: bool = False) -> _Attention:
-        """What a token costs that attends to `context` tokens; with `mean`, on average over the tokens of a
-        prompt of this length.
+    def _attending(self, context: float, *, mean: bool = False) -> tuple[float, float]:
+        """Bytes on one device that a token reads which attends to `context` tokens, and operations on them on
+        all devices together, over all layers; with `mean`, on average over the tokens of a prompt of this
+        length.
         """
         known = self.attending.get((context, mean))
         if known is None:
             model = self.model
             attended = mean_seen(model, math.ceil(context)) if mean else seen(model, context)
             read = cached_bytes(model, self.formats, attended) if attended else 0.0
-            known = _Attention(read + 2 * self.formats.state_bytes, cached_operations(model, attended))
+            operations = sum(entry.operations * attended.get(i, 1) for i, entry in enumerate(model.entries))
+            known = read + 2 * self.formats.state_bytes, operations
             self.attending[context, mean] = known
         return known
 
@@ -351,18 +322,6 @@ class Roofline:
         if not between:
             return inside
         return inside.plus(self.cluster.send(size, between_hosts=True) * (between / borders))
-
-
-def _expert_layers(model: Model) -> int:
-    """Number of layers that have experts."""
-    layers = model.axes["layers"]
-    every = layers.values() if isinstance(layers, dict) else layers
-
-    def routed(layer: object) -> bool:
-        leaves = jax.tree.leaves(layer, is_leaf=lambda axes: isinstance(axes, tuple))
-        return any(axes and axes[0] == "experts" for axes in leaves)
-
-    return sum(map(routed, every))
 
 
 def _logits(batch: Batch) -> float:

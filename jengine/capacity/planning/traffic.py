@@ -95,7 +95,7 @@ class Serving:
     def at(self, sequences: int) -> Point:
         traffic = self.traffic
         tokens = sequences * traffic.prompt / traffic.output  # of prompts, for each step
-        piece = self._piece(sequences)
+        piece = self._piece
         # for each step: pieces in different cohorts delay the others only once
         busiest = most_arrived(tokens / piece, self.roofline.layout.stages)
         share = min(1.0, busiest)
@@ -146,15 +146,14 @@ class Serving:
             causes["bubble"] += max(0.0, longest - sum(causes.values()))
         return causes
 
-    def _piece(self, sequences: int) -> float:
+    @property
+    def _piece(self) -> float:
         """The most tokens of a prompt that a step of one data rank has room for."""
-        layout = self.roofline.layout
-        room = self.budget / layout.data
-        return min(self.traffic.prompt, max(1.0, room))
+        return min(self.traffic.prompt, max(1.0, self.budget / self.roofline.layout.data))
 
     def _first_token(self, sequences: int, tpot: float) -> float:
         """Waits for the stage's step in progress, and then passes in pieces."""
-        layout, piece = self.roofline.layout, self._piece(sequences)
+        layout, piece = self.roofline.layout, self._piece
         stage = sum(self._pass(sequences, piece * layout.data, piece * layout.data).values()) / layout.stages
         return tpot / layout.stages + (math.ceil(self.traffic.prompt / piece) + layout.stages - 1) * stage
 

@@ -176,7 +176,16 @@ class Tuned:
     promising: Changes | None = None
 
 
-class Search:
+def best_options(
+    shape_of: Callable[[Changes], EngineShape],
+    values: dict[str, tuple[Any, ...]],
+    trace: RequestTrace,
+    targets: Targets,
+    *,
+    objective: Objective,
+    params: SamplingParams | None = None,
+    tried: Callable[[], object] = lambda: None,
+) -> Tuned:
     """Coordinate search: sets one option after the other to its best value, until no option improves the
     result. Only options whose costs were measured are taken: estimates have been wrong by half.
 
@@ -188,82 +197,66 @@ class Search:
             ended; throughput:
             output tokens a second until all have ended.
         tried: called after each simulation.
+
+    Raises:
+        JengineError: the initial options are invalid.
     """
+    if objective == "goodput" and not targets.given(trace):
+        raise InvalidArgument(
+            "objective", objective, "needs targets: --target-ttft-ms, --target-tpot-ms, or the trace's"
+        )
+    known: dict[str, ReplaySummary | None] = {}  # keyed by changes
+    estimated: list[tuple[Changes, ReplaySummary]] = []  # by costs that were not measured
 
-    def __init__(
-        self,
-        shape_of: Callable[[Changes], EngineShape],
-        values: dict[str, tuple[Any, ...]],
-        trace: RequestTrace,
-        targets: Targets,
-        *,
-        objective: Objective,
-        params: SamplingParams | None = None,
-        tried: Callable[[], object] = lambda: None,
-    ) -> None:
-        if objective == "goodput" and not targets.given(trace):
-            raise InvalidArgument(
-                "objective", objective, "needs targets: --target-ttft-ms, --target-tpot-ms, or the trace's"
-            )
-        self._shape_of, self._values, self._trace, self._targets = shape_of, values, trace, targets
-        self._objective, self._params, self._tried = objective, params, tried
-        self._known: dict[str, ReplaySummary | None] = {}  # keyed by changes
-        self._estimated: list[tuple[Changes, ReplaySummary]] = []  # by costs that were not measured
+    def simulated(shape: EngineShape) -> ReplaySummary:
+        outcome = replay(shape, trace, params=params)
+        tried()
+        return summarize(outcome, trace, targets)
 
-    def run(self) -> Tuned:
-        """Runs the search.
-
-        Raises:
-            JengineError: the initial options are invalid.
-        """
-        before = best = self._simulated(self._shape_of({}))
-        changes: Changes = {}
-        for _ in range(ROUNDS):
-            start = dict(changes)
-            for name, values in self._values.items():
-                for candidate in [{**changes, name: value} for value in values if changes.get(name) != value]:
-                    summary = self._summary(candidate)
-                    if summary is not None and self._better(summary, best):
-                        best, changes = summary, candidate
-            if changes == start:
-                break
-        tried = 1 + sum(known is not None for known in self._known.values()) + len(self._estimated)
-        promising, best_estimate = None, best
-        for candidate, summary in self._estimated:
-            if self._better(summary, best_estimate):
-                promising, best_estimate = candidate, summary
-        return Tuned(changes, before, best, tried, promising)
-
-    def _summary(self, changes: Changes) -> ReplaySummary | None:
+    def measured(changes: Changes) -> ReplaySummary | None:
         """None if an engine rejects these options, or if their costs were not measured."""
         key = repr(sorted(changes.items()))
-        if key not in self._known:
-            try:
-                shape = self._shape_of(changes)
-                summary = self._simulated(shape)
-                self._known[key] = summary if shape.measured else None
-                if not shape.measured:
-                    self._estimated.append((changes, summary))
-            except JengineError:
-                self._known[key] = None
-        return self._known[key]
+        if key not in known:
+            known[key] = None
+            with suppress(JengineError):
+                shape = shape_of(changes)
+                summary = simulated(shape)
+                if shape.measured:
+                    known[key] = summary
+                else:
+                    estimated.append((changes, summary))
+        return known[key]
 
-    def _simulated(self, shape: EngineShape) -> ReplaySummary:
-        outcome = replay(shape, self._trace, params=self._params)
-        self._tried()
-        return summarize(outcome, self._trace, self._targets)
+    before = best = simulated(shape_of({}))
+    changes: Changes = {}
+    for _ in range(ROUNDS):
+        start = dict(changes)
+        for name, each in values.items():
+            for candidate in [{**changes, name: value} for value in each if changes.get(name) != value]:
+                summary = measured(candidate)
+                if summary is not None and _better(objective, summary, best):
+                    best, changes = summary, candidate
+        if changes == start:
+            break
+    count = 1 + sum(summary is not None for summary in known.values()) + len(estimated)
+    promising, best_estimate = None, best
+    for candidate, estimate in estimated:
+        if _better(objective, estimate, best_estimate):
+            promising, best_estimate = candidate, estimate
+    return Tuned(changes, before, best, count, promising)
 
-    def _better(self, summary: ReplaySummary, other: ReplaySummary) -> bool:
-        """Whether it is better by more than LEAST_GAIN. First, more requests are served."""
-        if summary.unanswered != other.unanswered:
-            return summary.unanswered < other.unanswered
-        if self._objective == "throughput":
-            return summary.output_tokens_per_second > other.output_tokens_per_second * (1 + LEAST_GAIN)
-        if self._objective == "goodput":
-            assert summary.in_target is not None and other.in_target is not None
-            if abs(summary.in_target - other.in_target) > LEAST_GAIN * other.in_target:
-                return summary.in_target > other.in_target
-        return summary.mean_total < other.mean_total * (1 - LEAST_GAIN)
+
+def _better(objective: Objective, summary: ReplaySummary, other: ReplaySummary) -> bool:
+    """Whether it is better by more than LEAST_GAIN. First, more requests are served."""
+    if summary.unanswered != other.unanswered:
+        return summary.unanswered < other.unanswered
+    if objective == "throughput":
+        return summary.output_tokens_per_second > other.output_tokens_per_second * (1 + LEAST_GAIN)
+    if objective == "goodput":
+        assert summary.in_target is not None and other.in_target is not None
+        if abs(summary.in_target - other.in_target) > LEAST_GAIN * other.in_target:
+            return summary.in_target > other.in_target
+    return summary.mean_total < other.mean_total * (1 - LEAST_GAIN)
 
 
 def values(config: EngineConfig, shape: EngineShape, targets: bool) -> dict[str, tuple[Any, ...]]:

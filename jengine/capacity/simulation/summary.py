@@ -228,7 +228,9 @@ def report(summary: ReplaySummary, trace: RequestTrace, targets: Targets, outcom
         ),
     ]
     if summary.unanswered:
-        lines.append(_unanswered(summary, outcome))
+        reasons = [f"{outcome.refused} too long for this engine"] if outcome.refused else []
+        reasons += [f"{count} {reason}" for reason, count in sorted(outcome.rejected.items())]
+        lines.append(f"{counted(summary.unanswered, 'request')} not answered: {', '.join(reasons)}")
     if summary.in_target is not None:
         lines.append(
             f"goodput: {summary.goodput:.3g} requests a second, {summary.in_target:.1%} of all,"
@@ -260,12 +262,6 @@ def _row(name: str, values: dict[int, float]) -> str:
     return f"{name:24}" + "".join(
         f"{1e3 * values[rank]:>10,.1f}" if values else f"{'-':>10}" for rank in RANKS
     )
-
-
-def _unanswered(summary: ReplaySummary, outcome: Outcome) -> str:
-    reasons = [f"{outcome.refused} too long for this engine"] if outcome.refused else []
-    reasons += [f"{count} {reason}" for reason, count in sorted(outcome.rejected.items())]
-    return f"{counted(summary.unanswered, 'request')} not answered: {', '.join(reasons)}"
 
 
 def _targets(targets: Targets) -> str:

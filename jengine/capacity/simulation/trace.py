@@ -84,14 +84,13 @@ class RequestTrace:
 
     def take(self, rows: np.ndarray) -> RequestTrace:
         """The requests at these indices, in ascending order."""
-        prefixes = None if self.prefixes is None else [self.prefixes[i] for i in rows]
-        clients = None if self.clients is None else [self.clients[i] for i in rows]
-        loras = None if self.loras is None else [self.loras[i] for i in rows]
-        columns = ("arrivals", "prompts", "outputs", "limits", "priorities", "ttft_ms", "tpot_ms")
+        columns = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "block"}
         taken: dict[str, Any] = {
-            name: None if (column := getattr(self, name)) is None else column[rows] for name in columns
+            name: column[rows] if isinstance(column, np.ndarray) else [column[i] for i in rows]
+            for name, column in columns.items()
+            if column is not None
         }
-        return replace(self, prefixes=prefixes, clients=clients, loras=loras, **taken)
+        return replace(self, **taken)
 
     def prompt_token_ids(self, row: int) -> list[int]:
         """Artificial tokens for a request's prompt: equal to another prompt's exactly where their prefixes
@@ -221,26 +220,26 @@ def _jengine(path: str, lines: Iterator[str]) -> RequestTrace:
             rows.append(row)
             records.append(fields)
 
-    def column(name: str, default: Any) -> list[Any] | None:
+    def column(name: str, default: Any = None, dtype: type | None = None) -> Any:
         values = [fields.get(name) for fields in records]
         if all(value is None for value in values):
             return None
-        return [default if value is None else value for value in values]
+        values = [default if value is None else value for value in values]
+        return values if dtype is None else np.array(values, dtype)
 
     tokens, prefixes = column("prompt_token_ids", ()), column("prefix", ())
     if tokens is not None and prefixes is not None:
         raise InvalidArgument("trace", "prefix", f"a file has either prefix or prompt_token_ids ({path})")
-    priorities, ttft, tpot = column("priority", 0), column("ttft_ms", np.nan), column("tpot_ms", np.nan)
     known = tokens or prefixes
     return make_trace(
         rows,
         prefixes=None if known is None else _numbered(known),
         block=1 if tokens is not None else _value(path, 1, int, header.get("block", 1)),
-        priorities=None if priorities is None else np.array(priorities, np.int64),
-        clients=column("client", None),
-        loras=column("lora", None),
-        ttft_ms=None if ttft is None else np.array(ttft, np.float64),
-        tpot_ms=None if tpot is None else np.array(tpot, np.float64),
+        priorities=column("priority", 0, np.int64),
+        clients=column("client"),
+        loras=column("lora"),
+        ttft_ms=column("ttft_ms", np.nan, np.float64),
+        tpot_ms=column("tpot_ms", np.nan, np.float64),
     )
 
 

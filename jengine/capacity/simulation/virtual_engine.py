@@ -22,7 +22,6 @@ from jengine.table.program_table import SWAPS
 
 FOREVER = float("inf")
 SHORTEST = 2  # minimum number of steps to run at once
-REPORTED = 100  # requests between progress reports
 SAMPLES = 500  # maximum number of samples
 
 
@@ -46,7 +45,7 @@ class VirtualEngine:
         params: sampling parameters of all requests, except their lengths, which come from the trace.
         overlap: whether to dispatch a step before the previous one's tokens are read.
         fast_forward: whether to run many decode-only steps at once. The result is bit-identical.
-        progress: called at intervals with the number of ended requests.
+        progress: called with the number of requests that have ended since the last call.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class VirtualEngine:
         # times at which the stages have finished all dispatched steps; one stage is a whole device
         self._free = [self.now] * self._stages
         self._in_flight: list[DispatchedStep] = []
-        self._progress, self._ended = progress, 0
+        self._progress = progress
         # by sequence, the token that it generates, so that equal prompts diverge
         self._tokens: list[list[int]] = []
         self._sample_at, self._sample_every = self.now, trace.seconds / SAMPLES
@@ -114,7 +113,6 @@ class VirtualEngine:
                 self.now = self._arrivals[self._taken]
             else:
                 outcome.end = self.now
-                self._progress(self._ended)
                 return outcome
             if self.now >= self._sample_at:
                 self._sample()
@@ -261,11 +259,8 @@ class VirtualEngine:
             else:
                 reason = str(sequence.stop_reason or sequence.finish_reason)
                 outcome.rejected[reason] = outcome.rejected.get(reason, 0) + 1
-        self._ended += len(self.scheduler.registry.ended)
+        self._progress(len(self.scheduler.registry.ended))
         self.scheduler.registry.ended.clear()
-        if self._ended >= REPORTED:
-            self._progress(self._ended)
-            self._ended = 0
 
     def _skip(self, plan: StepPlan) -> None:
         """Runs steps that the scheduler would plan like `plan`. Computes only their differences."""

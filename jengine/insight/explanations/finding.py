@@ -9,7 +9,7 @@ from functools import cached_property
 from statistics import fmean
 
 from jengine.base.display import columns_html
-from jengine.insight.recording.records import STAGES, EngineFacts, Machine, RequestRecord, StepRecord
+from jengine.insight.recording.records import STAGES, Machine, RequestRecord, StepRecord
 from jengine.insight.recording.trace import Trace
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.step_plan import Work
@@ -194,29 +194,21 @@ def _left(samples: Sequence[Machine]) -> float | None:
     return missing * (last.at - first.at) / came if came > 0 else None
 
 
-@dataclass(frozen=True)
 class Window:
-    """A trace, with sums. All seconds are of the loop while it had work, without idle time."""
+    """A trace, with sums. All seconds are of the loop while it had work, without idle time.
 
-    trace: Trace
+    Attributes:
+        served: whether the engine runs in a server's process, where it receives requests between two steps.
+    """
 
-    @cached_property
-    def steps(self) -> list[StepRecord]:
-        return self.trace.steps
-
-    @property
-    def facts(self) -> EngineFacts:
-        return self.trace.facts
+    def __init__(self, trace: Trace) -> None:
+        self.trace, self.steps, self.facts = trace, trace.steps, trace.facts
+        self.served = trace.readers is not None
 
     @cached_property
     def costs(self) -> StepCosts:
         """Step costs under usual load."""
         return self.trace.step_costs
-
-    @property
-    def served(self) -> bool:
-        """Whether the engine runs in a server's process, where it receives requests between two steps."""
-        return self.trace.readers is not None
 
     @property
     def enough(self) -> bool:

@@ -15,6 +15,7 @@ import tracemalloc
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ import msgspec
 from jengine.base.errors import InvalidArgument
 from jengine.insight.profiling.data import CallCount, HeapGrowth, ProcessProfile, Profile, ProfileOptions
 from jengine.insight.profiling.device_trace import device_times, operations_of
-from jengine.insight.profiling.sampler import ThreadSampler, input_output, thread_ids
+from jengine.insight.profiling.sampler import ThreadSampler
 from jengine.insight.recording.engines import engines
 from jengine.insight.recording.machine import garbage_pauses
 from jengine.insight.recording.trace import Trace
@@ -162,15 +163,12 @@ def _add_engines(profile: ProcessProfile) -> None:
 def _capture_jax(profile: ProcessProfile, options: ProfileOptions, folder: Path, wait: Wait) -> None:
     """Captures with jax.profiler for some seconds, into the folder."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        capture = JaxCapture(Path(scratch))
-        capture.start()
-        if not capture.why:
-            wait(min(options.seconds, JAX_SECONDS))
-        if trace := capture.stop():
+        trace, why = jax_trace(Path(scratch), lambda: wait(min(options.seconds, JAX_SECONDS)))
+        if trace:
             profile.operations, profile.device_times = operations_of(trace), device_times(trace)
-        capture.pack(folder / JAX)
-    if capture.why:
-        profile.missing["jax.profiler"] = capture.why
+        why = why or _pack(Path(scratch), folder / JAX)
+    if why:
+        profile.missing["jax.profiler"] = why
 
 
 def heap_growth(seconds: float, wait: Callable[[float], object]) -> tuple[list[HeapGrowth], float]:
@@ -217,8 +215,16 @@ def resident_parts(parts: Mapping[str, int], on_devices: bool) -> dict[str, int]
 
 
 def kernel_counts() -> dict[int, dict[str, int]]:
-    """Reads and writes of files so far, by the system's id of each thread of this process."""
-    return {thread: input_output(thread) for thread in thread_ids()}
+    """Read and write calls so far, `syscr` and `syscw`, and their bytes, by the system's id of each thread of
+    this process, Python's and others; empty for a thread if unknown.
+    """
+    counts = dict[int, dict[str, int]]()
+    for thread in Path("/proc/self/task").glob("*"):
+        counts[int(thread.name)] = {}
+        with suppress(OSError):
+            lines = [line.split(": ") for line in (thread / "io").read_text().splitlines()]
+            counts[int(thread.name)] = {name: int(value) for name, value in lines}
+    return counts
 
 
 def add_calls(profile: ProcessProfile, sampler: ThreadSampler, before: dict[int, dict[str, int]]) -> None:
@@ -250,50 +256,39 @@ def _usual_frames(sampler: ThreadSampler) -> dict[tuple[str, str], str]:
     return {(thread, call): where for (thread, call, where), _ in samples}
 
 
-class JaxCapture:
-    """A capture by jax.profiler from `start` until `stop`: a folder for XProf. JAX allows one capture at a
+def jax_trace(folder: Path, work: Callable[[], object]) -> tuple[dict[str, Any], str]:
+    """Captures with jax.profiler while the work runs, into a folder for XProf. JAX allows one capture at a
     time.
 
-    Attributes:
-        why: the reason why there is no capture; empty if there is one.
+    Returns:
+        The events in Chrome's format, and the reason why there is no capture; empty if there is one.
     """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._started = False
-        self.why = ""
-
-    def start(self) -> None:
-        jax: Any = sys.modules.get("jax")
-        if jax is None or not jax._src.xla_bridge.backends_are_initialized():
-            self.why = "this process does not use JAX"
-            return
-        options = jax.profiler.ProfileOptions()
-        # Python calls are sampled separately; level 1 includes the programs' own events
-        options.python_tracer_level, options.host_tracer_level = 0, 1
-        try:
-            jax.profiler.start_trace(str(self._folder), profiler_options=options)
-            self._started = True
-        except RuntimeError as error:  # another capture is running
-            self.why = str(error)
-
-    def stop(self) -> dict[str, Any]:
-        """The capture's events in Chrome's format; empty if there is none."""
-        if not self._started:
-            return {}
-        self._started = False
-        jax: Any = sys.modules["jax"]
+    jax: Any = sys.modules.get("jax")
+    if jax is None or not jax._src.xla_bridge.backends_are_initialized():
+        return {}, "this process does not use JAX"
+    options = jax.profiler.ProfileOptions()
+    # Python calls are sampled separately; level 1 includes the programs' own events
+    options.python_tracer_level, options.host_tracer_level = 0, 1
+    try:
+        jax.profiler.start_trace(str(folder), profiler_options=options)
+    except RuntimeError as error:  # another capture is running
+        return {}, str(error)
+    try:
+        work()
+    finally:
         jax.profiler.stop_trace()
-        files = sorted(self._folder.rglob("*.trace.json.gz"))
-        return json.loads(gzip.decompress(files[-1].read_bytes())) if files else {}
+    files = sorted(folder.rglob("*.trace.json.gz"))
+    return json.loads(gzip.decompress(files[-1].read_bytes())) if files else {}, ""
 
-    def pack(self, to: Path) -> None:
-        """Writes the capture to a zip file, unless there is none, or it is too large; see `why`."""
-        files = [file for file in self._folder.rglob("*") if file.is_file()]
-        size = sum(file.stat().st_size for file in files)
-        if size > JAX_BYTES:
-            self.why = self.why or f"the capture has {size >> 20} MiB; the limit is {JAX_BYTES >> 20}"
-        elif files:
-            with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as packed:
-                for file in files:
-                    packed.write(file, file.relative_to(self._folder))
+
+def _pack(folder: Path, to: Path) -> str:
+    """Writes a capture to a zip file, if there is one. Returns the reason if it is too large."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    if size > JAX_BYTES:
+        return f"the capture has {size >> 20} MiB; the limit is {JAX_BYTES >> 20}"
+    if files:
+        with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as packed:
+            for file in files:
+                packed.write(file, file.relative_to(folder))
+    return ""

@@ -18,7 +18,7 @@ from jengine.insight.explanations.explain import explain
 from jengine.insight.explanations.finding import Finding, duration, percent
 from jengine.insight.profiling.data import Flame, ProcessProfile, Profile
 from jengine.insight.profiling.sampler import FILES
-from jengine.insight.profiling.slow_steps import Event, SlowStep, events, slow_steps, turns
+from jengine.insight.profiling.slow_steps import SlowStep, events, slow_steps, turns
 from jengine.insight.recording.perfetto import stage_begins
 from jengine.insight.recording.records import STAGES
 
@@ -341,10 +341,7 @@ def _template() -> Template:
 
 def time_line(profile: ProcessProfile) -> Chart:
     """The loop's iterations, and what may have delayed them."""
-    happened, trace = events(profile), profile.steps
-    lanes = [
-        Lane(name, [_bar(event) for event in happened if event.kind == kind]) for kind, name in KINDS.items()
-    ]
+    lanes, trace = _event_lanes(profile), profile.steps
     if trace is not None and trace.steps:
         steps = [
             Bar(t.begin, t.seconds, "step", f"step {t.step.number}, {t.step.name}: {duration(t.seconds)}")
@@ -368,17 +365,19 @@ def slow_step_chart(profile: ProcessProfile, slow: SlowStep) -> Chart:
         for step in trace.steps
         for stage, at in stage_begins(step).items()
     ]
-    bars = {name: [_bar(e) for e in events(profile) if e.kind == kind] for kind, name in KINDS.items()}
     begin, end = slow.turn.begin - margin, slow.turn.end + margin
-    lanes = [Lane("stages of the loop", stages), *(Lane(name, others) for name, others in bars.items())]
+    lanes = [Lane("stages of the loop", stages), *_event_lanes(profile)]
     near = [lane for lane in lanes if any(b.at < end and b.at + b.seconds > begin for b in lane.bars)]
     return Chart(begin, end, near)
 
 
-def _bar(event: Event) -> Bar:
-    return Bar(
-        event.at, event.seconds, event.kind, f"{KINDS[event.kind]}: {duration(event.seconds)} {event.text}"
-    )
+def _event_lanes(profile: ProcessProfile) -> list[Lane]:
+    """What may have delayed the loop, by kind."""
+    lanes = {kind: Lane(name, []) for kind, name in KINDS.items()}
+    for event in events(profile):
+        title = f"{KINDS[event.kind]}: {duration(event.seconds)} {event.text}"
+        lanes[event.kind].bars.append(Bar(event.at, event.seconds, event.kind, title))
+    return [*lanes.values()]
 
 
 def visible(lane: Lane, chart: Chart) -> Iterator[dict[str, Any]]:

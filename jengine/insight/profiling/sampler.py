@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import dis
 import linecache
-import os
 import platform
 import re
 import sys
@@ -17,10 +16,8 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import islice
-from pathlib import Path
 from traceback import walk_stack
 from types import CodeType, FrameType
 
@@ -40,12 +37,8 @@ _NUMBERS = {
         66: "writev", 79: "newfstatat", 80: "fstat", 82: "fsync", 83: "fdatasync", 291: "statx",
     },
 }  # fmt: skip
+_NAMES = _NUMBERS.get(platform.machine(), {})
 FILES = frozenset(name for names in _NUMBERS.values() for name in names.values())
-
-
-def file_call_name(number: int) -> str:
-    """Name of a system call on files on this architecture; empty for others."""
-    return _NUMBERS.get(platform.machine(), {}).get(number, "")
 
 
 def call_now(thread: int) -> int:
@@ -66,23 +59,6 @@ def processor(thread: int) -> tuple[int, int]:
     except (OSError, ValueError):
         return -1, -1
     return int(ran), int(waited)
-
-
-def input_output(thread: int) -> dict[str, int]:
-    """A thread's read and write calls, `syscr` and `syscw`, and their bytes; empty if unknown."""
-    try:
-        lines = Path(f"/proc/self/task/{thread}/io").read_text().splitlines()
-    except OSError:
-        return {}
-    return {name: int(value) for name, value in (line.split(": ") for line in lines)}
-
-
-def thread_ids() -> list[int]:
-    """Ids of this process's threads, Python's and others."""
-    try:
-        return [int(name) for name in os.listdir("/proc/self/task")]
-    except OSError:
-        return []
 
 
 # of threading: wait for a notification, not for a held lock
@@ -112,11 +88,6 @@ def awaited_lock(top: FrameType) -> str:
     return lock
 
 
-def waiting_frame(top: FrameType) -> FrameType:
-    """The innermost frame outside threading, which is waiting for the lock."""
-    return next((frame for frame, _ in walk_stack(top) if frame.f_code.co_filename not in WRAPPERS), top)
-
-
 @lru_cache(4096)
 def _lock_at(code: CodeType, offset: int) -> str:
     if offset < 0:
@@ -131,13 +102,9 @@ def _lock_at(code: CodeType, offset: int) -> str:
     return match[1] if match else ""
 
 
-def file_call(top: FrameType) -> str:
-    """The system call that the current Python call makes, such as "fsync"; empty if there is none."""
-    return _file_call_at(top.f_code, top.f_lasti)
-
-
 @lru_cache(4096)
-def _file_call_at(code: CodeType, offset: int) -> str:
+def file_call(code: CodeType, offset: int) -> str:
+    """The system call that a Python call at this instruction makes, such as "fsync"; empty: none."""
     if offset < 0 or not dis.opname[code.co_code[offset]].startswith("CALL"):
         return ""
     match = FILE_CALL.match(_source(code, offset))
@@ -216,19 +183,6 @@ def _short(file: str) -> str:
     return "/".join(file.replace("\\", "/").split("/")[-3:])
 
 
-@dataclass(slots=True)
-class _WaitingThread:
-    """A thread that has been at the same place for several samples."""
-
-    thread: str
-    place: tuple[CodeType, int]
-    begun: float
-    lock: str
-    where: str
-    holder: str = ""
-    seen: int = 1
-
-
 class ThreadSampler:
     """Samples threads.
 
@@ -252,7 +206,7 @@ class ThreadSampler:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="profile-sampler", daemon=True)
         self._stacks: dict[str, Counter[tuple[tuple[CodeType, int], ...]]] = defaultdict(Counter)
-        self._waiting: dict[int, _WaitingThread] = {}
+        self._waiting: dict[int, tuple[tuple[CodeType, int], LockWait]] = {}  # with the waiting instruction
         self._in_call: dict[int, SlowCall] = {}
         self._there: dict[int, threading.Thread] = {}
         self._names: dict[int, tuple[str, int]] = {}  # name and the system's id of each thread
@@ -308,8 +262,8 @@ class ThreadSampler:
             now = time.perf_counter()
             self._note_late(now - planned, processor(native)[1] - before[1], now)
             self._sample(now)
-        for waiting in self._waiting.values():
-            self._end(waiting, time.perf_counter())
+        for _, wait in self._waiting.values():
+            self._end(wait, time.perf_counter())
         self.slow_calls.extend(call for call in self._in_call.values() if call.seconds > self.interval)
 
     def _note_late(self, late: float, queued: int, now: float) -> None:
@@ -336,7 +290,7 @@ class ThreadSampler:
         self.samples += 1
         tops = {ident: top for ident, top in current.items() if ident in self._names}
         for ident in self._waiting.keys() - tops.keys():  # threads that have ended
-            self._end(self._waiting.pop(ident), now)
+            self._end(self._waiting.pop(ident)[1], now)
         for ident, top in tops.items():
             name, native = self._names[ident]
             stack = tuple([(frame.f_code, line) for frame, line in islice(walk_stack(top), DEPTH)][::-1])
@@ -368,41 +322,40 @@ class ThreadSampler:
     def _sample_lock(
         self, ident: int, name: str, top: FrameType, tops: dict[int, FrameType], now: float
     ) -> None:
-        place, known = (top.f_code, top.f_lasti), self._waiting.get(ident)
-        if known is not None and known.place == place:
-            known.seen += 1
-            if not known.holder:
-                known.holder = self._holder(ident, top, known.lock, tops)
+        place = top.f_code, top.f_lasti
+        before, wait = self._waiting.get(ident, (None, None))
+        if wait is not None and before == place:
+            wait.seconds = now - wait.at
+            wait.holder = wait.holder or self._holder(ident, top, wait.lock, tops)
             return
-        if known is not None:
+        if wait is not None:
             del self._waiting[ident]
-            self._end(known, now)
+            self._end(wait, now)
         if lock := awaited_lock(top):
-            frame = waiting_frame(top)
+            # the innermost one outside threading
+            frames = (frame for frame, _ in walk_stack(top))
+            frame = next((frame for frame in frames if frame.f_code.co_filename not in WRAPPERS), top)
             where = frame_name(frame.f_code, frame.f_lineno)
-            self._waiting[ident] = _WaitingThread(
-                name, place, now, lock, where, self._holder(ident, top, lock, tops)
-            )
+            started = LockWait(now, 0.0, name, lock, where, self._holder(ident, top, lock, tops))
+            self._waiting[ident] = place, started
 
     def _holder(self, ident: int, top: FrameType, lock: str, tops: dict[int, FrameType]) -> str:
         return holder(
             top, lock, [(self._names[other][0], frame) for other, frame in tops.items() if other != ident]
         )
 
-    def _end(self, waiting: _WaitingThread, now: float) -> None:
-        """Ends a wait. A single sample may have hit a free lock."""
-        if waiting.seen > 1:
-            seconds = now - waiting.begun
-            self.lock_waits.append(
-                LockWait(waiting.begun, seconds, waiting.thread, waiting.lock, waiting.where, waiting.holder)
-            )
+    def _end(self, wait: LockWait, now: float) -> None:
+        """Ends a wait. A single sample, which says no seconds, may have hit a free lock."""
+        if wait.seconds:
+            wait.seconds = now - wait.at
+            self.lock_waits.append(wait)
 
     def _sample_call(self, ident: int, name: str, native: int, top: FrameType, now: float) -> None:
         """A short call may have returned, and its thread wait; then the Python call names it."""
         number, known = call_now(native), self._in_call.get(ident)
         self.knows_calls = self.knows_calls and number != UNKNOWN
-        seen = file_call_name(number)
-        call = seen or file_call(top)
+        seen = _NAMES.get(number, "")
+        call = seen or file_call(top.f_code, top.f_lasti)
         where = frame_name(top.f_code, top.f_lineno) if call else ""
         if known is not None:
             if known.name == call and known.where == where:

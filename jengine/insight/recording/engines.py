@@ -23,18 +23,17 @@ class Observed(Protocol):
         """Whether this memory is part of the process's host memory."""
 
 
-_engines: list[weakref.ref[Observed]] = []
+_engines: weakref.WeakValueDictionary[int, Observed] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
 def note_engine(engine: Observed) -> None:
     """Registers a new engine."""
     with _lock:
-        _engines[:] = [reference for reference in _engines if reference() is not None]
-        _engines.append(weakref.ref(engine))
+        _engines[id(engine)] = engine
 
 
 def engines() -> list[Observed]:
     """Existing engines, in order of creation."""
     with _lock:
-        return [engine for reference in _engines if (engine := reference()) is not None]
+        return [*_engines.values()]

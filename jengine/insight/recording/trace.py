@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -212,20 +211,14 @@ class Trace(msgspec.Struct, kw_only=True):
 
 def _lanes(axes: Any, requests: Sequence[RequestRecord], begun: float, taken: float) -> None:
     """Waiting, prefill and decoding of each request."""
-    parts: dict[str, tuple[list[int], list[float], list[float]]] = {
-        name: ([], [], []) for name in ("waiting", "prefill", "decode")
-    }
-    for lane, request in enumerate(requests):
+    marks = []
+    for request in requests:
         end = request.ended or taken
-        times = [request.arrival, request.scheduled or end, request.first_token or end, end]
-        for (lanes, starts, widths), (start, stop) in zip(parts.values(), pairwise(times), strict=True):
-            lanes.append(lane)
-            starts.append(start - begun)
-            widths.append(max(stop - start, 0.0))
-    for (name, (lanes, starts, widths)), colour in zip(
-        parts.items(), (WAITING, PREFILL, DECODE), strict=True
-    ):
-        axes.barh(lanes, widths, left=starts, height=0.75, color=colour, label=name)
+        marks.append((request.arrival, request.scheduled or end, request.first_token or end, end))
+    for part, (name, colour) in enumerate((("waiting", WAITING), ("prefill", PREFILL), ("decode", DECODE))):
+        starts = [times[part] - begun for times in marks]
+        widths = [max(times[part + 1] - times[part], 0.0) for times in marks]
+        axes.barh([*range(len(marks))], widths, left=starts, height=0.75, color=colour, label=name)
     axes.set(ylabel="requests", yticks=[])
     axes.invert_yaxis()
 

@@ -183,7 +183,10 @@ class BatchWorker:
 
     def _params(self, asked: object) -> SamplingParams:
         if isinstance(asked, str):
-            asked = json.loads(asked)
+            try:
+                asked = json.loads(asked)
+            except ValueError as wrong:
+                raise InvalidArgument(PARAMS, asked, f"is not JSON: {wrong}") from None
         if not isinstance(asked, dict | None):
             raise InvalidArgument(PARAMS, asked, "must be an object of sampling parameters")
         # Arrow adds nulls
@@ -213,25 +216,18 @@ def _with_columns(batch: pa.Table, answers: list[Row], errors: bool) -> pa.Table
     import pyarrow as pa
 
     tokens = pa.list_(pa.int64())
-    kinds = {
-        "prompt": pa.string(),
-        "prompt_token_ids": tokens,
-        "num_input_tokens": pa.int64(),
-        "generated_text": pa.string(),
-        "generated_tokens": tokens,
-        "num_generated_tokens": pa.int64(),
-        "finish_reason": pa.string(),
-        **({ERROR: pa.string()} if errors else {}),
+    kinds: dict[str, tuple[Any, Any]] = {  # and the value of a row with an error
+        "prompt": (pa.string(), ""),
+        "prompt_token_ids": (tokens, None),
+        "num_input_tokens": (pa.int64(), 0),
+        "generated_text": (pa.string(), ""),
+        "generated_tokens": (tokens, []),
+        "num_generated_tokens": (pa.int64(), 0),
+        "finish_reason": (pa.string(), None),
+        **({ERROR: (pa.string(), None)} if errors else {}),
     }
-    empty: Row = {
-        "prompt": "",
-        "generated_text": "",
-        "num_input_tokens": 0,
-        "num_generated_tokens": 0,
-        "generated_tokens": [],
-    }
-    for name, kind in kinds.items():
-        values = [answer.get(name, empty.get(name)) for answer in answers]
+    for name, (kind, empty) in kinds.items():
+        values = [answer.get(name, empty) for answer in answers]
         if name == "prompt" and name in batch.column_names:  # use the row's own column
             values = [
                 existing if existing is not None else value

@@ -145,29 +145,17 @@ class JengineEngine(LLMEngine):  # type: ignore[misc]  # ray ships no types
 
     # --- control ----------------------------------------------------------------------------------------
 
-    async def reset_prefix_cache(self) -> None:
-        await self.llm.reset_prefix_cache()
+    async def _control(self, method: str, **kwargs: Any) -> Any:
+        """Calls a method of AsyncLLM, which takes these keywords; see LLM."""
+        return await getattr(self.llm, method)(**kwargs)
 
-    async def sleep(self, **kwargs: Any) -> None:
-        """kwargs: level, mode, tags; see LLM.sleep."""
-        await self.llm.sleep(**kwargs)
-
-    async def wakeup(self, **kwargs: Any) -> None:
-        """kwargs: tags."""
-        await self.llm.wake_up(**kwargs)
-
-    async def is_sleeping(self) -> bool:
-        return await self.llm.is_sleeping()
-
-    async def pause(self, **kwargs: Any) -> None:
-        """kwargs: mode; see LLM.pause."""
-        await self.llm.pause(**kwargs)
-
-    async def resume(self, **kwargs: Any) -> None:
-        await self.llm.resume(**kwargs)
-
-    async def is_paused(self) -> bool:
-        return await self.llm.is_paused()
+    reset_prefix_cache = partialmethod(_control, "reset_prefix_cache")
+    sleep = partialmethod(_control, "sleep")
+    wakeup = partialmethod(_control, "wake_up")
+    is_sleeping = partialmethod(_control, "is_sleeping")
+    pause = partialmethod(_control, "pause")
+    resume = partialmethod(_control, "resume")
+    is_paused = partialmethod(_control, "is_paused")
 
     async def collective_rpc(
         self,

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -57,7 +57,6 @@ from jengine.spi import (
     Pooled,
     PromptScores,
     Request,
-    Steps,
     StepTotals,
     TokenMask,
     TokenUpdate,
@@ -66,6 +65,9 @@ from jengine.spi import (
     run_engine,
     run_operation,
 )
+
+if TYPE_CHECKING:
+    from jengine.spi import AnyEngine  # imports jax, which an engine may not need
 
 Made = list[Request] | tuple[list[str], Exception]
 LISTS: dict[type[object], str] = {  # of StepUpdates
@@ -211,7 +213,7 @@ class EngineChild:
         self._configured: queue.SimpleQueue[Configure] = queue.SimpleQueue()
         self._tokenizer: Tokenizer | None = None
         self._masks = MaskQueue(lambda: self._tokenizer, self._masked)
-        self._engine: Steps
+        self._engine: AnyEngine
         self._told: object = None  # the last load sent to the server
         self._fresh = False  # whether nothing has happened since it was sent
         self._totals, self._totals_at = StepTotals(), 0.0  # the last totals sent to the server, and the time

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jengine import EngineConfig, InvalidArgument, SamplingParams, StructuredOutputs, Tokenizer
 from jengine.serving.calls.model_provider import EngineInfo, EventSource, PagesInfo
-from jengine.spi import Steps
+
+if TYPE_CHECKING:
+    from jengine.spi import AnyEngine  # imports jax, which the mock does not need
 
 
 class WarmEngine(NamedTuple):
     """A warmed-up engine, and the tokenizer for its requests' masks. Without one there are no masks."""
 
-    engine: Steps
+    engine: AnyEngine
     tokenizer: Tokenizer | None
     info: EngineInfo
 

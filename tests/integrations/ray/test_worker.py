@@ -109,11 +109,19 @@ def test_columns_that_were_there_and_template_variables(model: Path) -> None:
 
 @pytest.mark.parametrize(
     "params, field",
-    [({"n": 2}, "sampling_params.n"), ({"temprature": 1}, "temprature"), ("[1]", "sampling_params")],
+    [
+        ({"n": 2}, "sampling_params.n"),
+        ({"temprature": 1}, "temprature"),
+        ("[1]", "sampling_params"),
+        ("{max_tokens: 1}", "sampling_params"),
+    ],
 )
-def test_wrong_parameters_end_the_job(params: Any, field: str, model: Path) -> None:
+def test_wrong_parameters_end_the_job_or_are_reported(params: Any, field: str, model: Path) -> None:
+    batch = pa.table({"prompt": ["x"], "sampling_params": [params]})
     with pytest.raises(InvalidArgument, match=field):
-        answered(model, pa.table({"prompt": ["x"], "sampling_params": [params]}))
+        answered(model, batch)
+    [row] = answered(model, batch, should_continue_on_error=True).to_pylist()
+    assert row["__inference_error__"].startswith("InvalidArgument: ") and field in row["__inference_error__"]
 
 
 def test_a_dead_engine_ends_the_process(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
