@@ -177,8 +177,8 @@ def run(sequences: int, steps: int) -> Iterator[dict[str, float]]:
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         request = Request(request_id=str(i), prompt_token_ids=prompt, params=params)
         engine.add(request)
-        plain[str(i)] = CompletionBuilder(tokenizer, request, StopAutomaton(()))
-        stopping[str(i)] = CompletionBuilder(tokenizer, request, StopAutomaton(stops))
+        plain[str(i)] = CompletionBuilder(tokenizer, request, StopAutomaton())
+        stopping[str(i)] = CompletionBuilder(tokenizer, request, StopAutomaton.of(stops))
     while len(engine.step()) < sequences:
         pass  # until all prompts are computed
     with Clock() as clock:

@@ -319,7 +319,7 @@ class AsyncLLM(VllmMethods):
         with ExitStack() as stack:
             handles = []
             for requests in work:
-                handles.append(self.submit(PreparedPrompt(requests, StopAutomaton(())), output_kind="final"))
+                handles.append(self.submit(PreparedPrompt(requests, StopAutomaton()), output_kind="final"))
                 stack.callback(handles[-1].close)
             outputs = [await anext(handle) for handle in handles]
         return [*map(logprobs_of, completions, outputs)]
@@ -407,7 +407,7 @@ class AsyncLLM(VllmMethods):
         length = self.max_model_len
         requests = make_requests(self.tokenizer, prompt, params, request_id, masks, length, **options)
         self.backend.limits.validate(requests[0])
-        return PreparedPrompt(requests, StopAutomaton(tuple(requests[0].params.stop)))
+        return PreparedPrompt(requests, StopAutomaton.of(tuple(requests[0].params.stop)))
 
     def submit(
         self,

@@ -50,7 +50,7 @@ class LiveOutputs:
         stops: stop strings of their parameters; None compiles them.
         """
         first = requests[0]
-        stops = stops or StopAutomaton(tuple(first.params.stop))
+        stops = stops or StopAutomaton.of(tuple(first.params.stop))
         builders = {
             request.request_id: CompletionBuilder(self._tokenizer, request, stops) for request in requests
         }

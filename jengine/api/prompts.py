@@ -15,10 +15,9 @@ from jengine.core.image_options import PROCESSING
 from jengine.core.pooling import PoolingParams
 from jengine.core.request import Request, SamplingParams, TokenMask, check_cache_salt
 from jengine.scheduling.requests.sequence_limits import longest_prompt
-from jengine.text.bad_words import bad_sequences
 from jengine.text.completion import StopAutomaton
 from jengine.text.thinking import bound_thinking, check_thinking
-from jengine.text.tokenizer import Tokenizer
+from jengine.text.tokenizer import Tokenizer, bad_sequences
 
 EMBEDS = "prompt_embeds"  # of a prompt, as in vLLM
 LONG_TEXT = 10_000  # characters; AsyncLLM tokenizes longer texts in a thread

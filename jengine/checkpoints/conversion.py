@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jengine.base.errors import InvalidArgument, ModelError
 from jengine.base.gguf_file import is_gguf
 from jengine.base.progress import progress_bar
 from jengine.checkpoints import orbax
-from jengine.checkpoints.calibration import check_stateless, check_unconverted, load_calibrated, read_text
+from jengine.checkpoints.calibration import check_stateless, load_calibrated, read_text
 from jengine.checkpoints.converted import PARAMS, REVISED, REVISION, has_orbax, is_converted, write_config
 from jengine.checkpoints.folder import read_config, resolve
 from jengine.checkpoints.stored import Tensor
@@ -84,68 +84,51 @@ def convert(
         quantization_group_size=quantization_group_size,
         calibration_data=calibration_data,
     )
-    stored = read_config(folder)
-    config = dataclasses.replace(stored, stored=None, quantized_inputs="")
-    if options.quantization is not None or (
-        is_gguf(folder) and stored.stored is not None and quantization is None
-    ):
-        config = config if options.quantization is not None else stored
-        return _convert_quantized(
-            folder,
-            Path(out),
-            options,
-            config if dtype == "auto" else dataclasses.replace(config, dtype=dtype),
-            progress,
+    config = read_config(folder)
+    if quantization not in (None, "none", *get_args(Quantization)):
+        limit = f"must be {', '.join(get_args(Quantization))}"
+        raise InvalidArgument("quantization", quantization, limit)
+    as_stored = is_gguf(folder) and config.stored is not None and quantization is None
+    target: Any = "stored" if as_stored else options.quantization
+    if not as_stored:
+        config = dataclasses.replace(config, stored=None, quantized_inputs="")
+    whole: Dtype = config.dtype if dtype == "auto" and is_gguf(folder) else dtype  # type: ignore[assignment]
+    if dtype != "auto":
+        config = dataclasses.replace(config, dtype=dtype)
+    if target is None:
+        declared = build(config, config.dtype, config.max_position)
+        arrays = _parameters(declared, read(folder, declared), whole, progress)
+    else:
+        done = Converted(
+            quantization=target,
+            group_size=quantization_group_size,
+            calibrated=calibration_data is not None,
+            revision=REVISION if target in REVISED else 1,
         )
-    declared = build(config, config.dtype, config.max_position)
-    tensors = read(folder, declared)
-    target: Dtype = config.dtype if dtype == "auto" and is_gguf(folder) else dtype  # type: ignore[assignment]
+        arrays = _quantized(folder, options, config, done, progress)
+        config = dataclasses.replace(config, converted=done)
     with _new_folder(Path(out)) as unfinished:
-        orbax.save(unfinished / PARAMS, _parameters(declared, tensors, target, progress))
+        orbax.save(unfinished / PARAMS, arrays)
         _copy_files(folder, unfinished)
-        write_config(unfinished, config if dtype == "auto" else dataclasses.replace(config, dtype=dtype))
+        write_config(unfinished, config)
     return Path(out)
 
 
-def _convert_quantized(
-    folder: Path, out: Path, options: EngineConfig, config: ModelConfig, progress: bool
-) -> Path:
-    """Quantizes the parameters for one device, or takes them as they are stored, and writes them to `out`."""
-    if options.calibration_data is not None:
-        check_unconverted(config, options.calibration_data)
-    if options.quantization is not None and options.quantization not in get_args(Quantization):
-        raise InvalidArgument(
-            "quantization", options.quantization, f"must be {', '.join(get_args(Quantization))}"
-        )
-    calibrated, target = options.calibration_data is not None, cast(Any, options.quantization or "stored")
-    done = Converted(
-        quantization=target,
-        group_size=options.quantization_group_size,
-        calibrated=calibrated,
-        revision=REVISION if target in REVISED else 1,
-    )
-    declared = build(
-        config,
-        config.dtype,
-        config.max_position,
-        options.quantization,
-        group_size=done.group_size,
-        calibrated=calibrated,
-    )
-    if options.calibration_data is not None:
-        check_stateless(declared, options.calibration_data)
-    with _new_folder(out) as unfinished:
-        if options.calibration_data is None:
-            params = load(folder, declared, make_mesh(1), progress)
-        else:
-            tokens = read_text(options.calibration_data, Tokenizer.load(folder))
-            params = load_calibrated(folder, declared, make_mesh(1), tokens, progress)
-        orbax.save(
-            unfinished / PARAMS, ((name, np.asarray(array)) for name, array in parts_by_name(params).items())
-        )
-        _copy_files(folder, unfinished)
-        write_config(unfinished, dataclasses.replace(config, converted=done))
-    return out
+def _quantized(
+    folder: Path, options: EngineConfig, config: ModelConfig, done: Converted, progress: bool
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields every array's name and value, quantized for one device, or as it is stored."""
+    data = options.calibration_data
+    form: Any = {"group_size": done.group_size, "calibrated": done.calibrated}
+    declared = build(config, config.dtype, config.max_position, options.quantization, **form)
+    if data is None:
+        params = load(folder, declared, make_mesh(1), progress)
+    else:
+        check_stateless(declared, data)
+        tokens = read_text(data, Tokenizer.load(folder))
+        params = load_calibrated(folder, declared, make_mesh(1), tokens, progress)
+    for name, array in parts_by_name(params).items():
+        yield name, np.asarray(array)
 
 
 def _parameters(

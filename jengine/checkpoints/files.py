@@ -31,31 +31,26 @@ CONSTANTS = (
 )
 
 
-def read_tensors(folder: Path, skipped: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by name, except those with these suffixes.
+def found_tensors(path: Path, tensors: Tensors | None) -> dict[str, Tensor]:
+    """All tensors of a folder by name, or those given in their place, without constants.
 
     Raises:
         ModelError: a file is missing, truncated or corrupt.
     """
+    if tensors is not None:
+        return {name: tensor for name, tensor in tensors.items() if not name.endswith(CONSTANTS)}
     for name, read in FORMATS.items():
-        if (folder / name).exists():
-            return read(folder / name, skipped)
-        if (index := folder / f"{name}.index.json").exists():
-            return _read_shards(index, read, skipped)
+        if (path / name).exists():
+            return read(path / name, CONSTANTS)
+        if (index := path / f"{name}.index.json").exists():
+            return _read_shards(index, read)
     raise ModelError(
         f"has neither {' nor '.join(FORMATS)}, nor an index of such files; other formats are not read",
-        file=folder,
+        file=path,
     )
 
 
-def found_tensors(path: Path, tensors: Tensors | None) -> dict[str, Tensor]:
-    """All tensors of a folder, or those given in their place, without constants."""
-    if tensors is None:
-        return read_tensors(path, skipped=CONSTANTS)
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith(CONSTANTS)}
-
-
-def _read_shards(index: Path, read: Reader, skipped: tuple[str, ...]) -> dict[str, Tensor]:
+def _read_shards(index: Path, read: Reader) -> dict[str, Tensor]:
     places = read_object(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise ModelError("weight_map is missing or does not map tensors to files", file=index)
@@ -63,9 +58,9 @@ def _read_shards(index: Path, read: Reader, skipped: tuple[str, ...]) -> dict[st
         raise ModelError(f"weight_map names {outside!r}, which is not a file of the folder", file=index)
     tensors: dict[str, Tensor] = {}
     for name in sorted(set(places.values())):
-        tensors |= read(index.parent / name, skipped)
+        tensors |= read(index.parent / name, CONSTANTS)
     for tensor, name in places.items():
-        if tensor.endswith(skipped):
+        if tensor.endswith(CONSTANTS):
             continue
         if tensor not in tensors or tensors[tensor].file.name != name:
             raise ModelError(

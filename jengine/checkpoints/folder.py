@@ -145,7 +145,9 @@ def read_config(path: Path) -> ModelConfig:
     else:
         config = model_config(read_fields(path), file=file)
     if file.name != converted.MARK and (config.tie_embeddings or config.num_layers > USUAL_LAYERS):
-        tensors = _stored_tensors(path)
+        tensors: Tensors = {}
+        with contextlib.suppress(ModelError):  # if files are missing, loading has an error
+            tensors = found_tensors(path, None)
         check_layers(config, tensors, path)
         config = with_stored_head(config, tensors)
     generation = path / "generation_config.json"
@@ -156,13 +158,6 @@ def read_config(path: Path) -> ModelConfig:
         return config
     with malformed(generation):
         return dataclasses.replace(config, eos_token_ids=token_ids(eos))
-
-
-def _stored_tensors(path: Path) -> Tensors:
-    """The folder's tensors; none if some of its files are missing, for which loading has an error."""
-    with contextlib.suppress(ModelError):
-        return found_tensors(path, None)
-    return {}
 
 
 def with_stored_head(config: ModelConfig, tensors: Tensors) -> ModelConfig:

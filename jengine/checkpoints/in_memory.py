@@ -13,13 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jengine.base.errors import InvalidArgument, ModelError
-from jengine.checkpoints.layouts import LeafTensor
+from jengine.checkpoints.layouts import LeafTensor, without_flax
 from jengine.checkpoints.orbax import by_name
-from jengine.checkpoints.quantization import Parameter, Target, placed
 from jengine.checkpoints.safetensors import DTYPES, READABLE
 from jengine.checkpoints.stored import Tensor
 from jengine.models import Model, Params
@@ -28,6 +26,8 @@ from pallas_kernels.products.weights import stored
 
 PLACE = Path("params")  # in errors, the place of the file
 Tensors = Mapping[str, Tensor]
+Parameter = Any  # as programs take it: an array, or the numbers and scales of a quantized one
+Target = Any  # its abstract form, with shardings
 Places = tuple[tuple[int, Piece], ...]
 
 
@@ -65,10 +65,7 @@ def in_memory(params: Any) -> Tensors:
 
 def _named(params: Any) -> Iterator[tuple[Any, Any]]:
     """Names and arrays of whatever `in_memory` takes."""
-    if isinstance(params, nnx.Module):
-        params = nnx.state(params, nnx.Param)
-    if isinstance(params, nnx.State):
-        params = nnx.to_pure_dict(params)
+    params = without_flax(params)
     if isinstance(params, Mapping):
         yield from _joined(params, "")
     elif isinstance(params, Iterator):
@@ -91,6 +88,14 @@ def _joined(tree: Mapping[Any, Any], before: str) -> Iterator[tuple[Any, Any]]:
             yield from _joined(value, f"{name}.")
         else:
             yield name, value
+
+
+def placed(array: np.ndarray, target: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array on its devices; each takes its part."""
+    made: jax.Array = jax.block_until_ready(
+        jax.make_array_from_callback(target.shape, target.sharding, array.__getitem__)
+    )
+    return made
 
 
 def assemble_on_devices(
@@ -129,9 +134,7 @@ def _assembler(sharding: NamedSharding) -> Any:
 def assembled(tensors: list[jax.Array], *, shape: tuple[int, ...], dtype: str, places: Places) -> jax.Array:
     out = jnp.zeros(shape, dtype)
     for at, piece in places:
-        array = jnp.atleast_1d(tensors[at])
-        array = array.swapaxes(-1, -2) if piece.transposed and array.ndim > 1 else array
-        rows = array[piece.rows][..., piece.columns]
+        rows = piece.of(jnp.atleast_1d(tensors[at]))
         out = out.at[piece.part].set(rows.reshape(out[piece.part].shape).astype(dtype))
     return out
 

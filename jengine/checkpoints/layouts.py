@@ -251,12 +251,14 @@ def trainer_weights(tree: Any, layout: str | Layout) -> dict[str, Any]:
     return weights
 
 
+def without_flax(tree: Any) -> Any:
+    """The parameters of an nnx.Module or nnx.State as nested dicts; another tree as it is."""
+    tree = nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree
+    return nnx.to_pure_dict(tree) if isinstance(tree, nnx.State) else tree
+
+
 def _leaves(tree: Any) -> Iterator[tuple[str, np.ndarray | jax.Array]]:
-    if isinstance(tree, nnx.Module):
-        tree = nnx.state(tree, nnx.Param)
-    if isinstance(tree, nnx.State):
-        tree = nnx.to_pure_dict(tree)
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(without_flax(tree))[0]:
         named = [key for key in keys if not isinstance(key, jax.tree_util.FlattenedIndexKey)]
         path = jax.tree_util.keystr(tuple(named), simple=True, separator=".").replace("/", ".")
         while path.startswith("params."):  # Linen's collection

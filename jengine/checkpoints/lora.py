@@ -73,10 +73,24 @@ def read_lora(
     pairs = _pairs(tensors, file)
     if not pairs:
         raise ModelError("has no tensors of an adapter", file=file)
-    changes = [
-        _change(name, bare(name, model.prefix), *pair, modules, fused or {}, max_rank, file)
-        for name, pair in pairs.items()
-    ]
+
+    def changed(name: str, a: np.ndarray, b: np.ndarray) -> Change:
+        bare_name = bare(name, model.prefix)
+        if (module := modules.get(bare_name)) is not None:
+            _check_shapes(name, a, b, module, max_rank, file)
+            return Change(name, len(a), {module.name: (a, b)})
+        if (site := fused_site(bare_name, a, b, fused or {})) is not None and site.fused is not None:
+            each = of_experts(site, a, b)
+            rank = len(next(iter(each.values()))[0])
+            _check_rank(name, rank, max_rank, file)
+            return Change(f"{BASE.sub('', name)}.{site.fused.rpartition('.')[2]}", rank, each)
+        raise ModelError(
+            f"the model has no module {name} that an adapter may change; those of experts, embeddings and"
+            " output heads must be in lora_target_modules",
+            file=file,
+        )
+
+    changes = [changed(name, *pair) for name, pair in pairs.items()]
     scales = settings.scales({change.name: change.rank for change in changes})
     factors: dict[str, Factors] = {}
     for change in changes:
@@ -92,31 +106,6 @@ def read_lora(
     others = [start + name for start in before for name in module_names(model) - factors.keys()]
     settings.check_targets(pairs, others, [change.name for change in changes if change.name not in pairs])
     return LoraWeights(max(change.rank for change in changes), factors)
-
-
-def _change(
-    name: str,
-    bare_name: str,
-    a: np.ndarray,
-    b: np.ndarray,
-    modules: Mapping[str, Module],
-    fused: Mapping[str, Site],
-    max_rank: int,
-    file: Path,
-) -> Change:
-    if (module := modules.get(bare_name)) is not None:
-        _check_shapes(name, a, b, module, max_rank, file)
-        return Change(name, len(a), {module.name: (a, b)})
-    if (site := fused_site(bare_name, a, b, fused)) is not None and site.fused is not None:
-        each = of_experts(site, a, b)
-        rank = len(next(iter(each.values()))[0])
-        _check_rank(name, rank, max_rank, file)
-        return Change(f"{BASE.sub('', name)}.{site.fused.rpartition('.')[2]}", rank, each)
-    raise ModelError(
-        f"the model has no module {name} that an adapter may change; those of experts, embeddings and"
-        " output heads must be in lora_target_modules",
-        file=file,
-    )
 
 
 def _read(source: LoraSource) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:

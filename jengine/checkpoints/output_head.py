@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from jengine.checkpoints.stored import StoredTensor, Tensor
 from jengine.core.speculation import NAME
 from jengine.models import DRAFT_HEADS
 from jengine.models.config import ModelConfig
-from jengine.models.draft_heads import ARCHITECTURES, Ahead
+from jengine.models.draft_heads import ARCHITECTURES
 
 OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight")
 BLOCK = 1 << 22  # numbers that are compared at a time
@@ -54,16 +53,6 @@ def untied_head(tensors: Tensors) -> str | None:
         return None
     same = any(_equal(tensors[heads[0]], table) for table in tables)
     return None if same else heads[0]
-
-
-def check_tied(tensors: Tensors) -> None:
-    """
-    Raises:
-        ModelError: there is an output head that differs from the embeddings.
-    """
-    if (name := untied_head(tensors)) is not None:
-        reason = "differs from the embeddings, which the model uses as its output head"
-        raise ModelError(reason, file=tensors[name].file, tensor=name)
 
 
 def _equal(tensor: Tensor, other: Tensor) -> bool:
@@ -103,13 +92,6 @@ def mtp_config(folder: Path, model: ModelConfig) -> ModelConfig:
             return model_config({**fields, "model_type": name}, folder / "config.json", draft_head=True)
         why = f"the checkpoint has no such head: {field}=0"
     raise InvalidArgument(f"{NAME}.method", "mtp", why)
-
-
-def mtp_prefix(head: ModelConfig) -> str:
-    """The prefix of the names of its tensors."""
-    module: Any = DRAFT_HEADS[head.family].module
-    prefix: str = module.names(head.part(Ahead).layers).head
-    return prefix
 
 
 def eagle3_config(folder: Path) -> ModelConfig:

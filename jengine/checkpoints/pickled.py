@@ -13,7 +13,6 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -60,9 +59,8 @@ def read_file(file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
         raise ModelError(f"is not a zip archive by PyTorch ({error}); {why}", file=file) from None
     if order.strip() != b"little":
         raise ModelError(f"byteorder {order!r} is not supported; little is", file=file)
-    storages = _Storages(file, data, members)
     try:
-        content = _Unpickler(BytesIO(pickled), storages).load()
+        content = _Unpickler(BytesIO(pickled), file, data, members).load()
     except ModelError:
         raise
     except Exception as error:  # a corrupt pickle may raise anything
@@ -76,34 +74,14 @@ def read_file(file: Path, skipped: tuple[str, ...]) -> dict[str, Tensor]:
     return {name: Tensor(file, value) for name, value in tensors.items()}
 
 
-@dataclass(frozen=True)
-class _Storages:
-    """The bytes of a file's storages, by key."""
-
-    file: Path
-    data: np.ndarray
-    members: dict[str, zipfile.ZipInfo]
-
-    def view(self, dtype: np.dtype[Any], key: str, count: int) -> np.ndarray:
-        info = self.members.get(f"data/{key}")
-        if info is None:
-            raise ModelError(f"has no storage {key}, which a tensor references", file=self.file)
-        if info.compress_type != zipfile.ZIP_STORED:
-            raise ModelError(f"storage {key} is compressed, which is not supported", file=self.file)
-        header = self.data[info.header_offset : info.header_offset + LOCAL_HEADER.size].tobytes()
-        *_, name, extra = LOCAL_HEADER.unpack(header)
-        begin = info.header_offset + LOCAL_HEADER.size + name + extra
-        size = count * dtype.itemsize
-        if count < 0 or size > info.file_size or begin + size > self.data.size:
-            raise ModelError(f"is truncated: storage {key} needs {size} bytes", file=self.file)
-        storage: np.ndarray = self.data[begin : begin + size].view(dtype)
-        return storage
-
-
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: BytesIO, storages: _Storages) -> None:
-        super().__init__(file)
-        self._storages = storages
+    """Reads tensors; members: those of the archive in `file`, of which `data` are the bytes."""
+
+    def __init__(
+        self, pickled: BytesIO, file: Path, data: np.ndarray, members: dict[str, zipfile.ZipInfo]
+    ) -> None:
+        super().__init__(pickled)
+        self._file, self._data, self._members = file, data, members
 
     def find_class(self, module: str, name: str) -> Any:
         """The only names that a pickle may reference, and thus call."""
@@ -115,14 +93,29 @@ class _Unpickler(pickle.Unpickler):
             ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
         }
         if (module, name) not in allowed:
-            raise ModelError(f"names {module}.{name}; only tensors are read", file=self._storages.file)
+            raise ModelError(f"names {module}.{name}; only tensors are read", file=self._file)
         return allowed[module, name]
 
     def persistent_load(self, saved: Any) -> np.ndarray:
         kind, dtype, key, _, count = saved
         if kind != "storage" or not isinstance(dtype, np.dtype):
-            raise ModelError(f"references a {kind} that is not a storage", file=self._storages.file)
-        return self._storages.view(dtype, str(key), int(count))
+            raise ModelError(f"references a {kind} that is not a storage", file=self._file)
+        return self._storage(dtype, str(key), int(count))
+
+    def _storage(self, dtype: np.dtype[Any], key: str, count: int) -> np.ndarray:
+        info = self._members.get(f"data/{key}")
+        if info is None:
+            raise ModelError(f"has no storage {key}, which a tensor references", file=self._file)
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise ModelError(f"storage {key} is compressed, which is not supported", file=self._file)
+        header = self._data[info.header_offset : info.header_offset + LOCAL_HEADER.size].tobytes()
+        *_, name, extra = LOCAL_HEADER.unpack(header)
+        begin = info.header_offset + LOCAL_HEADER.size + name + extra
+        size = count * dtype.itemsize
+        if count < 0 or size > info.file_size or begin + size > self._data.size:
+            raise ModelError(f"is truncated: storage {key} needs {size} bytes", file=self._file)
+        storage: np.ndarray = self._data[begin : begin + size].view(dtype)
+        return storage
 
     def _tensor(
         self, storage: np.ndarray, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any
@@ -132,12 +125,12 @@ class _Unpickler(pickle.Unpickler):
         if len(shape) != len(strides) or min((offset, *shape, *strides)) < 0:
             raise ModelError(
                 f"a tensor of shape {list(shape)} has strides {list(strides)} and offset {offset}",
-                file=self._storages.file,
+                file=self._file,
             )
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if math.prod(shape) and last >= storage.size:
             raise ModelError(
-                f"a tensor reaches to element {last} of a storage of {storage.size}", file=self._storages.file
+                f"a tensor reaches to element {last} of a storage of {storage.size}", file=self._file
             )
         start = storage[min(offset, storage.size) :]
         return np.lib.stride_tricks.as_strided(

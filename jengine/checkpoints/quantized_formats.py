@@ -286,56 +286,29 @@ def _array(tensor: Tensor) -> np.ndarray:
 
 def _awq(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> StoredTensor:
     words, zeros, scales = parts["qweight"], parts.get("qzeros"), parts["scales"]
-    shape = words.shape[1] * 8, words.shape[0]
 
     def fields(words: np.ndarray) -> np.ndarray:  # [rows, columns]
         apart = _fields(words, 4)
         return np.asarray(apart[..., np.argsort(AWQ_ORDER)].reshape(words.shape[0], -1))
 
-    return _by_input(shape, lambda: fields(words), scales, lambda: 8 if zeros is None else fields(zeros), 8)
+    shape, middle = (words.shape[1] * 8, words.shape[0]), 8
+    points = None if zeros is None else lambda: fields(zeros).T
+    return _whole_numbers(shape, lambda: fields(words).T, scales.T, points, middle)
 
 
 def _gptq(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> StoredTensor:
     bits = int(config["bits"])
-    words, zeros, scales, index = parts["qweight"], parts["qzeros"], parts["scales"], parts.get("g_idx")
-    each = 32 // bits
-    shape = words.shape[1], words.shape[0] * each
+    words, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
+    shape = words.shape[1], words.shape[0] * 32 // bits
     shift = int(config.get("checkpoint_format", "gptq") == "gptq")  # this format stores zero points minus one
 
     def numbers() -> np.ndarray:
-        return np.asarray(_fields(words, bits).transpose(0, 2, 1).reshape(shape[1], shape[0]))
+        return np.asarray(_fields(words, bits).transpose(1, 0, 2).reshape(shape))
 
-    def zero_points() -> np.ndarray:
-        return np.asarray((_fields(zeros, bits).reshape(zeros.shape[0], -1) + shift) & (2**bits - 1))
+    def points() -> np.ndarray:
+        return np.asarray((_fields(zeros, bits).reshape(zeros.shape[0], -1) + shift) & (2**bits - 1)).T
 
-    return _by_input(shape, numbers, scales, zero_points, 2 ** (bits - 1), index)
-
-
-def _by_input(
-    shape: tuple[int, int],
-    numbers: Callable[[], np.ndarray],
-    scales: np.ndarray,
-    zeros: Callable[[], Any],
-    middle: int,
-    index: np.ndarray | None = None,
-) -> StoredTensor:
-    """A tensor of unsigned numbers [in, out] with scales and zero points [groups, out]. index: the group of
-    each input.
-    """
-    group = -(-shape[1] // scales.shape[0])
-
-    def read() -> GroupedValues:
-        scale = scales.astype(np.float32)
-        offset = (middle - zeros()) * scale
-        per_group = group
-        if index is not None and not np.array_equal(index, np.arange(shape[1]) // group):
-            scale, offset, per_group = scale[index], offset[index], 1
-        values = (numbers() - middle).astype(np.int8)
-        return GroupedValues(
-            np.ascontiguousarray(values.T), scale.T, offset.T if offset.any() else None, (1, per_group)
-        )
-
-    return StoredTensor(shape, read)
+    return _whole_numbers(shape, numbers, scales.T, points, 2 ** (bits - 1), parts.get("g_idx"))
 
 
 def _compressed(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> StoredTensor:
@@ -344,24 +317,44 @@ def _compressed(parts: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> S
     if "weight_packed" not in parts:
         return _scaled(parts, config)
     bits = next(group["weights"]["num_bits"] for group in config_groups(config))
-    words, scale, zeros, index = (
-        parts.get(name) for name in ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
-    )
-    if words is None or scale is None:
-        raise KeyError("weight_scale")
-    middle = 2 ** (bits - 1)
+    words, scale, zeros = parts["weight_packed"], parts["weight_scale"], parts.get("weight_zero_point")
     shape = words.shape[0], words.shape[1] * 32 // bits
 
+    def points(words: np.ndarray) -> np.ndarray:  # words hold the zero points of consecutive outputs
+        return _fields(words, bits).transpose(0, 2, 1).reshape(-1, words.shape[1])[: shape[0]]
+
+    def numbers() -> np.ndarray:
+        return _fields(words, bits).reshape(shape)
+
+    zero_points = None if zeros is None else lambda: points(zeros)
+    middle, index = 2 ** (bits - 1), parts.get("weight_g_idx")
+    return _whole_numbers(shape, numbers, scale, zero_points, middle, index)
+
+
+def _whole_numbers(
+    shape: tuple[int, int],
+    numbers: Callable[[], np.ndarray],
+    scales: np.ndarray,
+    zeros: Callable[[], np.ndarray] | None,
+    middle: int,
+    index: np.ndarray | None = None,
+) -> StoredTensor:
+    """A tensor of unsigned numbers [out, in] with scales and zero points [out, groups].
+
+    Args:
+        zeros: None: all are `middle`, which becomes 0.
+        index: the group of each input; None: they are consecutive.
+    """
+    group = -(-shape[1] // scales.shape[1])
+
     def read() -> GroupedValues:
-        wide, group = scale.astype(np.float32), shape[1] // scale.shape[1]
-        offset = None
-        if zeros is not None:  # words hold the zero points of consecutive outputs
-            points = _fields(zeros, bits).transpose(0, 2, 1).reshape(-1, zeros.shape[1])[: shape[0]] - middle
-            offset = -points * wide
+        scale, each, offset = scales.astype(np.float32), group, None
+        if zeros is not None:
+            offset = (middle - zeros()) * scale
         if index is not None and not np.array_equal(index, np.arange(shape[1]) // group):
-            wide, offset, group = wide[:, index], None if offset is None else offset[:, index], 1
-        values = (_fields(words, bits).reshape(shape) - middle).astype(np.int8)
-        return GroupedValues(values, wide, offset, (1, group))
+            scale, offset, each = scale[:, index], None if offset is None else offset[:, index], 1
+        values = np.ascontiguousarray((numbers() - middle).astype(np.int8))
+        return GroupedValues(values, scale, offset if offset is None or offset.any() else None, (1, each))
 
     return StoredTensor(shape, read)
 

@@ -154,7 +154,12 @@ def read_reranker(folder: Path) -> Reranker | None:
             )
             raise ModelError(reason, file=file)
     common, options = _fields(folder / COMMON, RERANKING), _options(folder)
-    activation = common.get("activation_fn") or _activation_of_config(folder)
+    config = _object(folder / "config.json")  # older versions write it there
+    activation = (
+        common.get("activation_fn")
+        or (config.get("sentence_transformers") or {}).get("activation_fn")
+        or config.get("sbert_ce_default_activation_function")
+    )
     if activation not in ACTIVATIONS:
         raise ModelError(
             f"activation_fn={activation!r} is not supported; Sigmoid and Identity are", file=folder / COMMON
@@ -168,12 +173,6 @@ def read_reranker(folder: Path) -> Reranker | None:
         probability=ACTIVATIONS[activation],
         max_tokens=_longest(folder, options),
     )
-
-
-def _activation_of_config(folder: Path) -> Any:
-    config = _object(folder / "config.json")
-    named = (config.get("sentence_transformers") or {}).get("activation_fn")
-    return named or config.get("sbert_ce_default_activation_function")
 
 
 def _modules(folder: Path) -> list[_Module]:

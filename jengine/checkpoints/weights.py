@@ -1,4 +1,6 @@
-"""Loads a checkpoint's weights onto the device, one parameter at a time."""
+"""Loads a checkpoint's weights onto the device, one parameter at a time, and quantizes them there. What is
+stored in the wanted form is read as it is, without rounding.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,18 @@ from jengine.base.progress import Progress, progress_bar
 from jengine.checkpoints import orbax
 from jengine.checkpoints.converted import PARAMS, is_converted
 from jengine.checkpoints.files import found_tensors
-from jengine.checkpoints.in_memory import PLACE, Tensors, assemble_on_devices, own_makers, own_names
+from jengine.checkpoints.in_memory import (
+    PLACE,
+    Parameter,
+    Target,
+    Tensors,
+    assemble_on_devices,
+    own_makers,
+    own_names,
+    placed,
+)
 from jengine.checkpoints.layouts import LeafTensor
-from jengine.checkpoints.output_head import OUTPUT_HEADS, check_tied
-from jengine.checkpoints.quantization import Parameter, Target, placed
+from jengine.checkpoints.output_head import OUTPUT_HEADS, untied_head
 from jengine.checkpoints.quantized_formats import quantization_config, read_fields, read_quantized
 from jengine.checkpoints.safetensors import DTYPES, NUMBERS
 from jengine.checkpoints.stored import GroupedValues, StoredTensor, Tensor, dense
@@ -66,12 +76,17 @@ def load(
             shape.
         OutOfMemory: the device cannot hold the weights.
     """
-    files = partial(_from_tensors, tensors=tensors, drafts=drafts)
-    fill = files if not is_converted(path) else _from_orbax if model.config.converted is None else _as_it_is
-    total = num_bytes(model.params)
+    total, targets = num_bytes(model.params), model.placed(mesh)
     with progress_bar(total=total, desc="loading weights", unit="B", unit_scale=True, show=progress) as bar:
         try:
-            return fill(path, model, model.placed(mesh), bar.update)
+            if is_converted(path):
+                restore = _from_orbax if model.config.converted is None else _as_it_is
+                return restore(path, model, targets, bar.update)
+            made = []
+            for make in makers(path, model, targets, tensors, drafts=drafts):
+                made.append(make())
+                bar.update(num_bytes(made[-1]))
+            return jax.tree.unflatten(jax.tree.structure(targets, is_leaf=is_weight), made)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -114,22 +129,6 @@ def _as_it_is(path: Path, model: Model, targets: Params, count: Callable[[int], 
 def parts_by_name(params: Params) -> dict[str, Any]:
     """All arrays by name, those of quantized parameters one by one."""
     return orbax.by_name(params, is_leaf=lambda node: False)
-
-
-def _from_tensors(
-    path: Path,
-    model: Model,
-    targets: Params,
-    count: Callable[[int], object],
-    *,
-    tensors: Tensors | None,
-    drafts: bool,
-) -> Params:
-    made = []
-    for make in makers(path, model, targets, tensors, drafts=drafts):
-        made.append(make())
-        count(num_bytes(made[-1]))
-    return jax.tree.unflatten(jax.tree.structure(targets, is_leaf=is_weight), made)
 
 
 def makers(
@@ -260,8 +259,9 @@ def read(
     if model.elsewhere:
         tensors = {name: tensor for name, tensor in tensors.items() if name not in model.elsewhere}
     place = path if in_memory is None else PLACE
-    if model.config.tie_embeddings:
-        check_tied(tensors)
+    if model.config.tie_embeddings and (name := untied_head(tensors)) is not None:
+        reason = "differs from the embeddings, which the model uses as its output head"
+        raise ModelError(reason, file=tensors[name].file, tensor=name)
     check_tensors(place, tensors, pieces, model.config.tie_embeddings, _of_integers(model))
     return tensors
 
@@ -298,10 +298,7 @@ def assemble(target: jax.ShapeDtypeStruct, source: tuple[Piece, ...], tensors: T
             continue
         if piece.name not in arrays:
             arrays[piece.name] = np.atleast_1d(dense(stored))
-        array = arrays[piece.name]
-        part[...] = (_turned(array) if piece.transposed else array)[piece.rows][..., piece.columns].reshape(
-            part.shape
-        )
+        part[...] = piece.of(arrays[piece.name]).reshape(part.shape)
     return out
 
 
@@ -310,8 +307,7 @@ def disassemble(parameter: np.ndarray, source: tuple[Piece, ...]) -> dict[str, T
     tensors: dict[str, Tensor] = {}
     for piece in source:
         tensor = tensors.setdefault(piece.name, Tensor(Path(), np.empty(piece.shape, parameter.dtype)))
-        stored = dense(tensor.array)
-        part = (_turned(stored) if piece.transposed else stored)[piece.rows][..., piece.columns]
+        part = piece.of(dense(tensor.array))
         part[...] = parameter[piece.part].reshape(part.shape)
     return tensors
 
@@ -326,11 +322,6 @@ def _turned_back(tensors: Tensors, pieces: list[Piece]) -> dict[str, Tensor]:
         if tensor.array.shape == piece.turned_shape:
             turned[piece.name] = Tensor(tensor.file, tensor.array.swapaxes(-1, -2))
     return turned
-
-
-def _turned(array: np.ndarray) -> np.ndarray:
-    """Swaps the last two axes: [..., in, out] to [..., out, in]."""
-    return array if array.ndim < 2 else array.swapaxes(-1, -2)
 
 
 def is_source(node: Any) -> bool:

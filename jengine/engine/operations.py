@@ -126,9 +126,9 @@ class LoadWeights(Operation[Version], frozen=True):
     unbounded = True
 
     def run(self, engine: Engine) -> Version:
-        from jengine.checkpoints.files import read_tensors  # imports jax, which other processes do not need
+        from jengine.checkpoints.files import found_tensors  # imports jax, which other processes do not need
 
-        tensors = {name: tensor.array for name, tensor in read_tensors(Path(self.folder)).items()}
+        tensors = {name: tensor.array for name, tensor in found_tensors(Path(self.folder), None).items()}
         return replace_weights(
             engine, tensors, self.version, check_finite=self.check_finite, keep_cache=self.keep_cache
         )

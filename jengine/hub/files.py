@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -141,27 +140,12 @@ def _any(file: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(file, pattern) for pattern in patterns)
 
 
-@dataclass(frozen=True, slots=True)
-class CachedModel:
-    """A revision of a model in the cache, or a GGUF file in it.
-
-    Attributes:
-        quantization: of a GGUF file; None: a folder.
-        path: the folder, or the GGUF file.
-        bytes: on disk.
-    """
-
-    quantization: str | None
-    path: Path
-    bytes: int
-
-
 def is_cached(name: HubName, revision: str | None = None) -> bool:
     """Whether an engine of this model needs to download nothing."""
     formats = {name.quantization or DEFAULT_QUANTIZATION, name.quantization}
     wanted = {format and format.upper() for format in formats}
     return any(
-        model.quantization in wanted and _complete(model.path) for model in _models(name.repo, revision)
+        quantization in wanted and _complete(path) for quantization, path, _ in _models(name.repo, revision)
     )
 
 
@@ -177,13 +161,14 @@ def bytes_on_disk(model: str, revision: str | None = None) -> int:
             )
         if (name := HubName.of(model)) is not None:
             wanted = name.quantization and name.quantization.upper()
-            models = [m for m in _models(name.repo, revision) if wanted in (None, m.quantization)]
-            return max((model.bytes for model in models), default=0)
+            sizes = (size for stored, _, size in _models(name.repo, revision) if wanted in (None, stored))
+            return max(sizes, default=0)
     return 0
 
 
-def _models(repository: str, revision: str | None) -> Iterator[CachedModel]:
-    """The models of a repository in the cache.
+def _models(repository: str, revision: str | None) -> Iterator[tuple[str | None, Path, int]]:
+    """The models of a repository in the cache, with their bytes on disk: the quantizations of GGUF files and
+    their paths, and None and the folder of a revision with other weights.
 
     Args:
         revision: a branch, a tag, or the beginning of a commit; None: main.
@@ -204,13 +189,13 @@ def _models(repository: str, revision: str | None) -> Iterator[CachedModel]:
         for file in cached.files:
             quantization = quantization_of(file.file_name) if file.file_name.endswith(SUFFIX) else None
             if quantization is not None and not file.file_name.startswith("mmproj"):
-                yield CachedModel(quantization, Path(file.file_path), file.size_on_disk)
+                yield quantization, Path(file.file_path), file.size_on_disk
         weights = [file for file in cached.files if file.file_name.endswith(WEIGHTS)]
         if (
             any(Path(file.file_path).parent == folder for file in weights)
             and (folder / "config.json").exists()
         ):
-            yield CachedModel(None, folder, cached.size_on_disk)
+            yield None, folder, cached.size_on_disk
 
 
 def _complete(path: Path) -> bool:

@@ -25,7 +25,7 @@ from jengine.models.cache import TOKENS, CacheEntry, PageArray, Queries
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import decoder, rope_fields
-from jengine.models.layers import Attend, GatedMlp, Matrix, RMSNorm, dense, matrix, param, row_parallel_dense
+from jengine.models.layers import Attend, Matrix, RMSNorm, dense, matrix, param, row_parallel_dense
 from jengine.models.llama import Llama
 from jengine.models.moe import Experts, MixtureOfExperts
 from jengine.models.pieces import EVERY, Piece
@@ -199,18 +199,13 @@ class DeepseekExperts(Experts):
 
     correction: nnx.Param[jax.Array] | None = None
     correction_name = "gate.e_score_correction_bias"
-    shared: GatedMlp | None = None
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         super().declare(dtype, name)
-        config, sizes = self.config, self.sizes
-        self.routing = config.find(GroupRouting) or GroupRouting()
+        self.routing = self.config.find(GroupRouting) or GroupRouting()
         if self.routing.scores == "sigmoid":
-            bias = Piece(f"{name}.{self.correction_name}", (sizes.count,))
-            self.correction = param((sizes.count,), jnp.float32, (None,), bias)
-        if sizes.shared_size:
-            shared = dataclasses.replace(config, intermediate_size=sizes.shared_size)
-            self.shared = GatedMlp(shared, dtype, f"{name}.shared_experts")
+            bias = Piece(f"{name}.{self.correction_name}", (self.sizes.count,))
+            self.correction = param((self.sizes.count,), jnp.float32, (None,), bias)
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         routing, scores = self.routing, dense(x, self.router[...], dtype=jnp.float32)
@@ -228,10 +223,6 @@ class DeepseekExperts(Experts):
         if self.sizes.normalize:
             weights /= weights.sum(-1, keepdims=True) + 1e-20
         return weights * routing.scaling, chosen
-
-    def own_part(self, x: jax.Array) -> jax.Array:
-        y = super().own_part(x)
-        return y if self.shared is None else y + self.shared.own_part(x)
 
 
 class Deepseek(Llama):

@@ -8,7 +8,7 @@ layer behind the model's last, which reads the last state.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from jengine.base.errors import ModelError
 from jengine.models import deepseek, glm, qwen3_next
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields, TextPart
-from jengine.models.hf_config import attention_biases, decoder
+from jengine.models.hf_config import decoder
 from jengine.models.layers import (
     Attend,
     Attention,
@@ -31,7 +31,7 @@ from jengine.models.layers import (
     vocabulary,
     whole_matrix,
 )
-from jengine.models.llama import Llama
+from jengine.models.llama import Llama, read_llama
 from jengine.models.moe import MixtureOfExperts
 from jengine.models.pieces import Piece
 from jengine.models.recurrent import LinearAttention
@@ -112,7 +112,7 @@ class Eagle3(Llama):
 
 def read_eagle3(hf: Fields) -> dict[str, Any]:
     """Reads the layer's fields; `of_model` completes them."""
-    fields = {**decoder(hf), **attention_biases(hf), "mlp_bias": bool(hf.get("mlp_bias", False))}
+    fields = read_llama(hf)
     for name in LATER:
         if hf.get(name):
             raise ModelError(f"{name} of EAGLE 3.1 is not supported")
@@ -168,57 +168,50 @@ class Ahead:
     layers: int
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Names of a head's tensors.
-
-    Attributes:
-        head: the prefix that all of them have.
-        layer: the prefix of its layer's.
-        embedding_norm, hidden_norm: norms of its two inputs.
-        joined: the product of both inputs.
-        norm: the norm before the output head.
-        unread: tensors that repeat some of the model's.
-    """
-
-    head: str
-    layer: str
-    embedding_norm: str
-    hidden_norm: str
-    joined: str
-    norm: str
-    unread: tuple[str, ...] = ()
-
-
 class Mtp(Llama):
     """A head, as a mixin for the model of its family, whose layer it has. See family.Head.
 
     The model's embedding and output head are its own, too. At position 0 there is no token before, and
     its inputs are zeros.
+
+    Attributes:
+        only: the prefix of its tensors, with {layers} for the number of layers. The other names follow it.
+        inner: the prefix of its layer's.
+        embedding_norm_name, hidden_norm_name: norms of its two inputs.
+        joined_name: the product of both inputs.
+        norm_name: the norm before the output head.
+        repeated: tensors that repeat some of the model's.
     """
 
     prefix = ""
+    only, inner = "model.layers.{layers}.", ""  # a layer behind the last
+    embedding_norm_name, hidden_norm_name, joined_name = "enorm", "hnorm", "eh_proj"
+    norm_name = "shared_head.norm"
+    repeated: tuple[str, ...] = ("embed_tokens.weight", "shared_head.head.weight")
     shared: tuple[str, ...] = ("embed", "lm_head", "head_bias")
     reads: tuple[int, ...] = ()
     embedding_first = True  # in the product of both inputs
     feeds_norm = True  # the next draft's input is the result of the norm
 
     def __init__(self, config: ModelConfig, dtype: jax.typing.DTypeLike, max_model_len: int) -> None:
-        names, hidden = self.names(config.part(Ahead).layers), config.hidden_size
-        self.norm_name, self.only = names.norm, names.head
+        self.only, hidden = self.prefix_of(config), config.hidden_size
+        self.norm_name = self.only + self.norm_name
         super().__init__(config, dtype, max_model_len)
-        self.embedding_norm = self.norm_type(hidden, config, dtype, names.embedding_norm)
-        self.hidden_norm = self.norm_type(hidden, config, dtype, names.hidden_norm)
+        self.embedding_norm, self.hidden_norm = (
+            self.norm_type(hidden, config, dtype, self.only + name)
+            for name in (self.embedding_norm_name, self.hidden_norm_name)
+        )
         # never quantized: no published checkpoint does so
-        self.joined = whole_matrix(f"{names.joined}.weight", dtype, hidden, 2 * hidden, exact=True)
+        joined = f"{self.only}{self.joined_name}.weight"
+        self.joined = whole_matrix(joined, dtype, hidden, 2 * hidden, exact=True)
 
-    @staticmethod
-    def names(layers: int) -> Names:
-        """The names for a model with so many layers."""
-        raise NotImplementedError
+    @classmethod
+    def prefix_of(cls, config: ModelConfig) -> str:
+        """The prefix of a head's tensors in the model's checkpoint."""
+        return cls.only.format(layers=config.part(Ahead).layers)
 
     def layer_name(self, config: ModelConfig, index: int) -> str:
-        return self.names(config.part(Ahead).layers).layer
+        return f"{self.only}{self.inner}".removesuffix(".")
 
     def entering(self, states: Sequence[jax.Array]) -> jax.Array:
         (hidden,) = states
@@ -241,14 +234,24 @@ class Mtp(Llama):
 def head_of(title: str, module: type[Mtp], family: Family) -> Family:
     """The head's Family, from that of its model."""
 
+    def of_one_layer(part: Any) -> Any:
+        if isinstance(part, MixtureOfExperts):
+            return dataclasses.replace(part, layers=(0,) if part.layers else ())
+        return dataclasses.replace(part, layers=()) if isinstance(part, LinearAttention) else part
+
+    def read(hf: Fields) -> dict[str, Any]:
+        fields = family.read(hf)
+        parts = *map(of_one_layer, fields.get("parts", ())), Ahead(layers=fields["num_layers"])
+        return {**fields, "num_layers": 1, "windows": (), "parts": parts}
+
     def unread(config: ModelConfig) -> frozenset[str]:
-        return frozenset(module.names(config.part(Ahead).layers).unread)
+        return frozenset(module.prefix_of(config) + name for name in module.repeated)
 
     return dataclasses.replace(
         family,
         title=title,
         module=module,
-        read=_one_layer(family.read),
+        read=read,
         skipped=(),
         parts=(*family.parts, Ahead),
         unread=unread,
@@ -258,62 +261,34 @@ def head_of(title: str, module: type[Mtp], family: Family) -> Family:
 class MimoMtp(Mtp):
     """A layer of MiMo, which has Qwen2's."""
 
+    only = "model.mtp_layers.0."
+    embedding_norm_name, hidden_norm_name, joined_name = "token_layernorm", "hidden_layernorm", "input_proj"
+    norm_name, repeated = "final_layernorm", ()
     embedding_first = False
-
-    @staticmethod
-    def names(layers: int) -> Names:
-        name = "model.mtp_layers.0"
-        norms = f"{name}.token_layernorm", f"{name}.hidden_layernorm"
-        return Names(f"{name}.", name, *norms, f"{name}.input_proj", f"{name}.final_layernorm")
-
-
-def as_layer(layers: int) -> Names:
-    """Tensors of a layer behind the last."""
-    name = f"model.layers.{layers}"
-    norms, repeated = (f"{name}.enorm", f"{name}.hnorm"), ("embed_tokens", "shared_head.head")
-    unread = tuple(f"{name}.{tensor}.weight" for tensor in repeated)
-    return Names(f"{name}.", name, *norms, f"{name}.eh_proj", f"{name}.shared_head.norm", unread)
 
 
 class DeepseekMtp(Mtp, deepseek.Deepseek):
     """A layer with latent attention and experts."""
 
     feeds_norm = False
-    names = staticmethod(as_layer)
 
 
 class Glm4MoeMtp(Mtp, glm.Glm4Moe):
     """A layer with experts."""
 
     feeds_norm = False
-    names = staticmethod(as_layer)
 
 
 class Qwen3NextMtp(Mtp, qwen3_next.Qwen3Next):
     """A layer with gated attention."""
 
-    @staticmethod
-    def names(layers: int) -> Names:
-        norms = "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"
-        return Names("mtp.", "mtp.layers.0", *norms, "mtp.fc", "mtp.norm")
+    only, inner = "mtp.", "layers.0."
+    embedding_norm_name, hidden_norm_name, joined_name = "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc"
+    norm_name, repeated = "norm", ()
 
 
 def read_mimo(hf: Fields) -> dict[str, Any]:
     return {**decoder(hf), "qkv_bias": bool(hf.get("attention_bias", True))}
-
-
-def _one_layer(read: Callable[[Fields], dict[str, Any]]) -> Callable[[Fields], dict[str, Any]]:
-    def changed(part: Any) -> Any:
-        if isinstance(part, MixtureOfExperts):
-            return dataclasses.replace(part, layers=(0,) if part.layers else ())
-        return dataclasses.replace(part, layers=()) if isinstance(part, LinearAttention) else part
-
-    def one(hf: Fields) -> dict[str, Any]:
-        fields = read(hf)
-        parts = *map(changed, fields.get("parts", ())), Ahead(layers=fields["num_layers"])
-        return {**fields, "num_layers": 1, "windows": (), "parts": parts}
-
-    return one
 
 
 FAMILIES = {"mimo": Family("MiMo", Llama, read_mimo, skipped=("model.mtp_layers.",))}

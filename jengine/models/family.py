@@ -70,6 +70,10 @@ class Fields(dict[str, Any]):
         self.seen.add(name)
         return super().get(name, default)
 
+    def rename(self, **names: str) -> None:
+        """Gives fields under Llama's names the values of these others. Raises KeyError if one is missing."""
+        self.update({ours: self[theirs] for ours, theirs in names.items()})
+
 
 # Family.renamed of text models: loaded from a whole model, transformers saves them with its names.
 OF_WHOLE = {"model.language_model.": "model."}

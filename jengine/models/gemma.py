@@ -35,7 +35,7 @@ from jengine.models.hf_config import (
     rope_by_layer_types,
     windows_but_every,
 )
-from jengine.models.layers import Attend, GatedMlp, Matrix, RMSNorm, dense, exact_matrix, param, whole_matrix
+from jengine.models.layers import Attend, GatedMlp, Matrix, RMSNorm, dense, matrix, param, whole_matrix
 from jengine.models.llama import Llama
 from jengine.models.pieces import Piece
 from jengine.models.qwen import Qwen3Attention
@@ -250,7 +250,7 @@ class Gemma3n(Gemma4):
 
         def others(name: str) -> Matrix:
             pieces = (Piece(f"{self.prefix}{name}.{i}.weight", square, (i,)) for i in range(count))
-            return exact_matrix((count, *square), dtype, (None, None, None), *pieces)
+            return matrix((count, *square), dtype, (None, None, None), *pieces, exact=True)
 
         self.into, self.out_of = others("altup_projections"), others("altup_unembed_projections")
 

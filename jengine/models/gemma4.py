@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jengine.base.errors import ModelError
-from jengine.models.cache import CacheEntry
 from jengine.models.config import ModelConfig, OutputHead, RopeScaling
 from jengine.models.facts import Working
 from jengine.models.family import Family, Fields, TextPart
@@ -33,21 +32,18 @@ from jengine.models.layers import (
     dense,
     embed,
     param,
-    row_parallel_dense,
     unit,
-    value,
     vocabulary,
     whole_matrix,
 )
 from jengine.models.llama import Llama
-from jengine.models.moe import Experts, MixtureOfExperts, has_experts
+from jengine.models.moe import Experts, MixtureOfExperts, experts_everywhere, has_experts
 from jengine.models.pieces import Part, Piece, qkv_parts
 from jengine.models.rope import local_rope, rope
 from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.cache.qkv import Qkv, QueriesOnly
+from pallas_kernels.cache.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.elementwise.activations import ACTIVATIONS
 from pallas_kernels.elementwise.rotary import Rotation
-from pallas_kernels.products.rows import Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,31 +133,27 @@ class Gemma4Attention(Attention):
     def layout(self, config: ModelConfig) -> tuple[int, tuple[Part, ...]]:
         return config.head_dim * (config.group_size_padded + self.own), qkv_parts(config)[: 1 + self.own]
 
-    def __call__(self, layer: int, x: Rows, rotation: Rotation | None, attend: Attend) -> jax.Array:
-        config, weight = self.config, self.qkv[...]
-        tokens, kv_heads, group, dim = x.shape[0], weight.shape[0], config.group_size_padded, config.head_dim
-        qkv = dense(x, weight, value(self.qkv_bias)).reshape(tokens, kv_heads, -1, dim)
-        q = self.q_norm(qkv[:, :, :group].reshape(tokens, kv_heads * group, dim))
-        inputs: Qkv | QueriesOnly = QueriesOnly(q)
-        if self.k_norm is not None:
-            inputs = Qkv(q, self.k_norm(qkv[:, :, group]), unit(qkv[:, :, -1], config.norm_eps))
-        window = config.window(layer)
-        # an image's tokens see later ones in layers with a window only
-        options = AttentionOptions(1.0, window=window, causal=window is None)
-        y = attend(self.reads, inputs, rotation, options)
-        return row_parallel_dense(y.reshape(tokens, -1), self.o[...], value(self.o_bias))
+    def options(self, layer: int) -> AttentionOptions:
+        """An image's tokens see later ones in layers with a window only."""
+        options = super().options(layer)
+        return dataclasses.replace(options, causal=options.window is None)
 
-    def cache(self, layer: int) -> CacheEntry:
-        return dataclasses.replace(super().cache(layer), reads=self.reads)
+    def normalize(self, qkv: QkvProduct) -> Qkv | QueriesOnly:
+        rows, group = qkv.rows, qkv.group
+        q = self.q_norm(rows[:, :, :group].reshape(len(rows), -1, rows.shape[-1]))
+        if self.k_norm is None:
+            return QueriesOnly(q)
+        return Qkv(q, self.k_norm(rows[:, :, group]), unit(rows[:, :, -1], self.config.norm_eps))
 
 
 class Gemma4Experts(Experts):
     """Experts with norms of their own, before the router and before themselves; each has a factor."""
 
+    router_name, stacked = "router.proj", ("experts.gate_up_proj", "experts.down_proj")
+
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
+        super().declare(dtype, name)
         config, experts, hidden = self.config, self.sizes.count, self.config.hidden_size
-        self.declare_router(dtype, f"{name}.router.proj")
-        self.declare_stacked(dtype, f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj")
         self.router_scale = param((hidden,), dtype, (None,), Piece(f"{name}.router.scale", (hidden,)))
         self.scale = param((experts,), dtype, (None,), Piece(f"{name}.router.per_expert_scale", (experts,)))
         self.norm = RMSNorm(hidden, config, dtype, f"{name}.pre_feedforward_layernorm_2")
@@ -298,7 +290,8 @@ def read_gemma4(hf: Fields) -> dict[str, Any]:
     if size := int(hf.get("hidden_size_per_layer_input") or 0):
         parts.append(LayerInputs(size=size, vocab_size=int(hf["vocab_size_per_layer_input"])))
     if hf.get("enable_moe_block"):
-        parts.append(_experts(hf, layers))
+        sizes = hf["num_experts"], hf["top_k_experts"], hf["moe_intermediate_size"]
+        parts.append(experts_everywhere(fields, *sizes))
     return {**completed(hf, fields, types, local_theta), "parts": tuple(parts)}
 
 
@@ -341,16 +334,6 @@ def _full_attention(hf: Fields, types: list[str]) -> FullAttention:
         head_dim=head_dim,
         kv_heads=int(changes.get("num_key_value_heads") or kv_heads),
         keys_as_values=one_matrix,
-    )
-
-
-def _experts(hf: Fields, layers: int) -> MixtureOfExperts:
-    return MixtureOfExperts(
-        layers=tuple(range(layers)),
-        count=int(hf["num_experts"]),
-        per_token=int(hf["top_k_experts"]),
-        size=int(hf["moe_intermediate_size"]),
-        normalize=True,
     )
 
 

@@ -22,7 +22,6 @@ from jengine.models.hf_config import (
     attention_biases,
     decoder,
     partly_rotated,
-    rope,
     rope_fields,
     window_everywhere,
 )
@@ -34,8 +33,9 @@ from jengine.models.layers import (
     LayerNorm,
     Matrix,
     Mlp,
+    Stream,
     dense,
-    exact_matrix,
+    matrix,
     whole_matrix,
 )
 from jengine.models.llama import Llama
@@ -43,9 +43,8 @@ from jengine.models.pieces import Part, Piece, grouped, stacked
 from jengine.models.residuals import ParallelLayer, ParallelResidual
 from jengine.parallel.collectives import shard_index
 from pallas_kernels.attention.options import AttentionOptions
-from pallas_kernels.cache.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.elementwise.rotary import Rotation
-from pallas_kernels.products.rows import Sum, array_of
+from pallas_kernels.products.rows import array_of
 
 BIASES = ("qkv_bias", "output_bias", "mlp_bias")
 
@@ -59,6 +58,11 @@ class GptNeoXAttention(Attention):
 
 class BloomAttention(GptNeoXAttention):
     slopes = True
+
+    def options(self, layer: int) -> AttentionOptions:
+        heads, every = self.qkv[...].shape[0], jnp.asarray(laid_slopes(self.config))
+        slopes_here = lax.dynamic_slice_in_dim(every, shard_index() * heads, heads)
+        return replace(super().options(layer), slopes=slopes_here)
 
 
 class PhiAttention(Attention):
@@ -95,9 +99,7 @@ class OptAttention(Attention):
 
 
 class PostNormLayer(Layer):
-    def __call__(
-        self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend
-    ) -> jax.Array:
+    def __call__(self, layer: int, x: Stream, rotation: Rotation | None, attend: Attend) -> jax.Array:
         x = array_of(x)
         x = self.attention_norm(x + self.attention(layer, x, rotation, attend))
         return self.mlp_norm(x + self.mlp(x))
@@ -118,7 +120,7 @@ class Gpt2(Llama):
         super().__init__(config, dtype, max_model_len)
         places = config.max_position + self.offset, config.hidden_size
         piece = Piece(f"{self.prefix}{self.positions_name}.weight", places)
-        self.positions = exact_matrix(places, dtype, ("positions", None), piece)
+        self.positions = matrix(places, dtype, ("positions", None), piece, exact=True)
 
     def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
         return Mlp(config, dtype, f"{name}.mlp.c_fc", f"{name}.mlp.c_proj", transposed=True)
@@ -182,7 +184,7 @@ class GptNeoX(Llama):
     prefix = "gpt_neox."
     embed_name, norm_name, head_name = "embed_in", "final_layer_norm", "embed_out"
     attention, norm_type, attention_name = GptNeoXAttention, LayerNorm, "attention"
-    ungated = "dense_h_to_4h", "dense_4h_to_h"
+    mlp_parts = "dense_h_to_4h", "dense_4h_to_h"
 
 
 class Falcon(GptNeoX):
@@ -214,21 +216,6 @@ class Bloom(GptNeoX):
     def embedded(self, tokens: jax.Array) -> jax.Array:
         return self.embedding_norm(super().embedded(tokens))
 
-    def attending(self, positions: jax.Array, attend: Attend) -> Attend:
-        heads = self.config.num_kv_heads_padded // self.config.shards
-        every = jnp.asarray(laid_slopes(self.config))
-        slopes_here = lax.dynamic_slice_in_dim(every, shard_index() * heads, heads)
-
-        def with_slopes(
-            layer: int,
-            qkv: Qkv | QkvProduct | QueriesOnly,
-            rotation: Rotation | None,
-            options: AttentionOptions,
-        ) -> jax.Array:
-            return attend(layer, qkv, rotation, replace(options, slopes=slopes_here))
-
-        return with_slopes
-
 
 class Phi(Llama):
     """Attention and MLP read one norm of the same input."""
@@ -236,7 +223,7 @@ class Phi(Llama):
     attention: type[Attention] = PhiAttention
     norm_type, layer_type = LayerNorm, ParallelLayer
     norm_name, norm_names = "final_layernorm", ("input_layernorm",)
-    ungated = "fc1", "fc2"
+    mlp_parts = "fc1", "fc2"
 
 
 class GptJ(Phi):
@@ -244,15 +231,15 @@ class GptJ(Phi):
 
     prefix = "transformer."
     embed_name, layers_name, norm_name, norm_names = "wte", "h", "ln_f", ("ln_1",)
-    attention, attention_name, ungated = GptJAttention, "attn", ("fc_in", "fc_out")
+    attention, attention_name, mlp_parts = GptJAttention, "attn", ("fc_in", "fc_out")
 
 
 class Starcoder2(Llama):
-    norm_type, ungated = LayerNorm, ("c_fc", "c_proj")
+    norm_type, mlp_parts = LayerNorm, ("c_fc", "c_proj")
 
 
 class Nemotron(Llama):
-    norm_type, ungated = LayerNorm, ("up_proj", "down_proj")
+    norm_type, mlp_parts = LayerNorm, ("up_proj", "down_proj")
 
 
 def laid_slopes(config: ModelConfig) -> np.ndarray:
@@ -273,63 +260,36 @@ def slopes(heads: int) -> list[float]:
 
 
 def read_gpt2(hf: Fields) -> dict[str, Any]:
-    return {
-        **gpt_sizes(hf),
-        "attention_scale": None if hf.get("scale_attn_weights", True) else 1.0,
-        "tie_embeddings": bool(hf["tie_word_embeddings"]),
-        **dict.fromkeys(BIASES, True),
-    }
-
-
-def read_opt(hf: Fields) -> dict[str, Any]:
-    heads, hidden = int(hf["num_attention_heads"]), int(hf["hidden_size"])
-    layers = OptLayers(
-        pre_norm=bool(hf.get("do_layer_norm_before", True)),
-        embedding_size=int(hf.get("word_embed_proj_dim") or hidden),
-    )
-    return {
-        **_sizes(hf, hidden, heads, hf["num_hidden_layers"], hf["ffn_dim"]),
-        "max_position": int(hf.get("max_position_embeddings", 2048)),
-        "norm_eps": 1e-5,
-        "activation": hf.get("activation_function", "relu"),
-        "parts": (layers,),
-        "tie_embeddings": bool(hf["tie_word_embeddings"]),
-        **dict.fromkeys(BIASES, bool(hf.get("enable_bias", True))),
-    }
+    scale = None if hf.get("scale_attn_weights", True) else 1.0
+    return {**gpt_fields(hf), "attention_scale": scale, **dict.fromkeys(BIASES, True)}
 
 
 def read_gptj(hf: Fields) -> dict[str, Any]:
-    hidden, heads = int(hf["n_embd"]), int(hf["n_head"])
-    return {
-        **gpt_sizes(hf),
-        "rope": Rotary(dim=int(hf["rotary_dim"] or hidden // heads)),
-        "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
-        "mlp_bias": True,
-        "head": OutputHead(bias=True),
-    }
+    fields, rotary = gpt_fields(hf), hf["rotary_dim"]
+    rope = Rotary(dim=int(rotary or fields["head_dim"]))
+    return {**fields, "rope": rope, "mlp_bias": True, "head": OutputHead(bias=True)}
 
 
-def gpt_sizes(hf: Fields) -> dict[str, Any]:
+def gpt_fields(hf: Fields) -> dict[str, Any]:
     """The fields that GPT-2 and GPT-J share."""
-    heads, hidden = int(hf["n_head"]), int(hf["n_embd"])
-    return {
-        **_sizes(hf, hidden, heads, hf["n_layer"], hf.get("n_inner") or 4 * hidden),
-        "max_position": int(hf["n_positions"]),
-        "norm_eps": float(hf.get("layer_norm_epsilon", 1e-5)),
-        "activation": hf.get("activation_function", "gelu_new"),
-    }
+    hf.rename(hidden_size="n_embd", num_attention_heads="n_head", num_hidden_layers="n_layer")
+    hf.rename(max_position_embeddings="n_positions", rms_norm_eps="layer_norm_epsilon")
+    hf["intermediate_size"] = hf.get("n_inner") or 4 * int(hf["n_embd"])
+    return {**decoder(hf, {}), "activation": hf["activation_function"]}
 
 
-def _sizes(hf: Fields, hidden: int, heads: int, layers: int, intermediate: int) -> dict[str, Any]:
-    """Fields of models with as many heads for keys and values as for queries."""
+def read_opt(hf: Fields) -> dict[str, Any]:
+    hf.rename(intermediate_size="ffn_dim")
+    layers = OptLayers(
+        pre_norm=bool(hf.get("do_layer_norm_before", True)),
+        embedding_size=int(hf.get("word_embed_proj_dim") or hf["hidden_size"]),
+    )
     return {
-        "vocab_size": int(hf["vocab_size"]),
-        "hidden_size": hidden,
-        "intermediate_size": int(intermediate),
-        "num_layers": int(layers),
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": hidden // heads,
+        **decoder(hf, {}),
+        "norm_eps": 1e-5,
+        "activation": hf.get("activation_function", "relu"),
+        "parts": (layers,),
+        **dict.fromkeys(BIASES, bool(hf.get("enable_bias", True))),
     }
 
 
@@ -349,36 +309,34 @@ def read_gpt_neox(hf: Fields) -> dict[str, Any]:
 def read_falcon(hf: Fields) -> dict[str, Any]:
     if hf.get("alibi"):
         raise ModelError("alibi is not supported; rotary embedding is")
-    heads, hidden = int(hf["num_attention_heads"]), int(hf["hidden_size"])
     new, parallel = bool(hf.get("new_decoder_architecture", False)), bool(hf.get("parallel_attn", True))
-    kv_heads, multi_query = int(hf.get("num_kv_heads") or heads), bool(hf.get("multi_query", True))
     norms = int(hf.get("num_ln_in_parallel_attn") or 2) if new else 1
     if new and not parallel:
         raise ModelError("parallel_attn=False is not supported with new_decoder_architecture")
+    hf["intermediate_size"] = hf.get("ffn_hidden_size") or 4 * int(hf["hidden_size"])
+    fields, multi_query = decoder(hf), bool(hf.get("multi_query", True))
+    kv_heads = int(hf.get("num_kv_heads") or fields["num_heads"])
     return {
-        **_sizes(hf, hidden, heads, hf["num_hidden_layers"], hf.get("ffn_hidden_size") or 4 * hidden),
-        "num_kv_heads": kv_heads if new else 1 if multi_query else heads,
-        "max_position": int(hf.get("max_position_embeddings", 2048)),
+        **fields,
+        "num_kv_heads": kv_heads if new else 1 if multi_query else fields["num_heads"],
         "norm_eps": float(hf.get("layer_norm_epsilon", 1e-5)),
         "parts": (ParallelResidual(shared_norm=norms == 1),) if parallel else (),
         "activation": hf.get("activation", "gelu"),
-        "tie_embeddings": bool(hf["tie_word_embeddings"]),
         **dict.fromkeys(BIASES, bool(hf.get("bias", False))),
-        "rope": rope(hf, rope_fields(hf)),
     }
 
 
 def read_bloom(hf: Fields) -> dict[str, Any]:
-    hidden = int(hf.get("n_embed") or hf["hidden_size"])
-    heads = int(hf.get("n_head") or hf["num_attention_heads"])
-    layers = int(hf.get("n_layer") or hf["num_hidden_layers"])
+    older = {"hidden_size": "n_embed", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
+    hf.rename(**{ours: theirs for ours, theirs in older.items() if hf.get(theirs)})
+    hf["intermediate_size"] = 4 * int(hf["hidden_size"])
+    fields = decoder(hf, {})
     return {
-        **_sizes(hf, hidden, heads, layers, 4 * hidden),
-        "rope": Rotary(unrotated=tuple(range(layers))),
+        **fields,
+        "rope": Rotary(unrotated=tuple(range(fields["num_layers"]))),
         "max_position": int(hf.get("seq_length", 2048)),
         "norm_eps": float(hf.get("layer_norm_epsilon", 1e-5)),
         "activation": "gelu_new",
-        "tie_embeddings": bool(hf.get("tie_word_embeddings", True)),
         **dict.fromkeys(BIASES, True),
     }
 
@@ -412,14 +370,15 @@ def read_nemotron(hf: Fields) -> dict[str, Any]:
 
 
 PARALLEL = (ParallelResidual,)
+GPT = {"layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"}
 STARCODER2 = {"hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 4096, "tie_word_embeddings": True}
 NEMOTRON = {"hidden_act": "relu2", "max_position_embeddings": 4096}
 FAMILIES = {
-    "bloom": Family("BLOOM, BLOOMZ", Bloom, read_bloom),
+    "bloom": Family("BLOOM, BLOOMZ", Bloom, read_bloom, {"tie_word_embeddings": True}),
     "falcon": Family("Falcon", Falcon, read_falcon, {"tie_word_embeddings": True}, parts=PARALLEL),
-    "gpt2": Family("GPT-2", Gpt2, read_gpt2, {"tie_word_embeddings": True}),
+    "gpt2": Family("GPT-2", Gpt2, read_gpt2, {**GPT, "tie_word_embeddings": True}),
     "gpt_neox": Family("GPT-NeoX, Pythia", GptNeoX, read_gpt_neox, {"hidden_act": "gelu"}, parts=PARALLEL),
-    "gptj": Family("GPT-J", GptJ, read_gptj, {"n_positions": 2048, "rotary_dim": 64}),
+    "gptj": Family("GPT-J", GptJ, read_gptj, {**GPT, "n_positions": 2048, "rotary_dim": 64}),
     "nemotron": Family("Nemotron (2024), Minitron", Nemotron, read_nemotron, NEMOTRON),
     "opt": Family("OPT", Opt, read_opt, {"tie_word_embeddings": True}, parts=(OptLayers,)),
     "phi": Family("Phi-1, Phi-1.5, Phi-2", Phi, read_phi, {"hidden_act": "gelu_new"}),

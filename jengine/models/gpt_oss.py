@@ -4,7 +4,7 @@ gates.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jengine.models.layers import Attention, dense, param
 from jengine.models.llama import Llama
 from jengine.models.moe import Experts, MixtureOfExperts, experts_everywhere
 from jengine.models.pieces import EVERY, Piece, heads, qkv_parts
+from pallas_kernels.attention.options import AttentionOptions
 
 GROUP = 32  # inputs per scale in MXFP4; each device has whole groups
 
@@ -44,27 +45,31 @@ class GptOssAttention(Attention):
             (config.num_kv_heads_padded, config.group_size_padded), jnp.float32, ("kv_heads", None), *source
         )
 
+    def options(self, layer: int) -> AttentionOptions:
+        return replace(super().options(layer), sinks=self.sinks[...].reshape(-1))
+
 
 class GptOssExperts(Experts):
     """Experts that checkpoints store in one tensor per layer, [experts, in, out] or in MXFP4. Gate and up
     alternate.
     """
 
+    router_name, stacked, transposed = "router", ("experts.gate_up_proj", "experts.down_proj"), True
+
+    @property
+    def group(self) -> int:
+        return 1 if self.config.stored is None else GROUP
+
+    def sources(self, name: str) -> tuple[list[Piece], list[Piece]]:
+        [half, _], down = super().sources(name)
+        return [half._replace(part=half.part[:2], rows=EVERY)], down
+
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
-        config, experts, ffn = self.config, self.sizes.count, self.sizes.size
-        hidden = config.hidden_size
-        group = 1 if config.stored is None else GROUP
-        (laid, size), every, real = self.laid(group), self.real, slice(0, ffn)
-        gates = Piece(
-            f"{name}.experts.gate_up_proj", (experts, hidden, 2 * ffn), (every, real), transposed=True
-        )
-        downs = Piece(
-            f"{name}.experts.down_proj", (experts, ffn, hidden), (every, EVERY, real), transposed=True
-        )
-        self.declare_router(dtype, f"{name}.router")
+        super().declare(dtype, name)
+        experts, ffn, hidden = self.sizes.count, self.sizes.size, self.config.hidden_size
+        (laid, size), every = self.laid, self.real
         self.router_bias = param((experts,), dtype, (None,), Piece(f"{name}.router.bias", (experts,)))
-        self.hold(dtype, [gates], [downs], group)
-        gate_bias = Piece(f"{name}.experts.gate_up_proj_bias", (experts, 2 * ffn), (every, real))
+        gate_bias = Piece(f"{name}.experts.gate_up_proj_bias", (experts, 2 * ffn), (every, slice(0, ffn)))
         self.gate_up_bias = param((laid, size, 2), dtype, ("experts", "ffn", None), gate_bias)
         down_bias = Piece(f"{name}.experts.down_proj_bias", (experts, hidden), (every,))
         self.down_bias = param((laid, hidden), dtype, ("experts", None), down_bias)

@@ -11,11 +11,11 @@ import jax
 
 from jengine.models.config import ModelConfig, OutputHead
 from jengine.models.family import Family, Fields
-from jengine.models.layers import Attend, Layer
+from jengine.models.layers import Attend, Layer, Stream
 from jengine.models.llama import Llama, read_llama
 from jengine.models.moe import Experts, MixtureOfExperts, experts_everywhere
 from pallas_kernels.elementwise.rotary import Rotation
-from pallas_kernels.products.rows import Sum, array_of
+from pallas_kernels.products.rows import array_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +28,7 @@ class ResidualMultiplier:
 class GraniteLayer(Layer):
     multiplier: float
 
-    def __call__(
-        self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend
-    ) -> jax.Array:
+    def __call__(self, layer: int, x: Stream, rotation: Rotation | None, attend: Attend) -> jax.Array:
         x = array_of(x)
         x = x + self.attention(layer, self.attention_norm(x), rotation, attend) * self.multiplier
         return x + self.mlp(self.mlp_norm(x)) * self.multiplier
@@ -47,9 +45,7 @@ class Granite(Llama):
 
 
 class GraniteExperts(Experts):
-    def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
-        self.declare_router(dtype, f"{name}.router.layer")
-        self.declare_stacked(dtype, f"{name}.input_linear.weight", f"{name}.output_linear.weight")
+    router_name, stacked = "router.layer", ("input_linear.weight", "output_linear.weight")
 
 
 class GraniteMoe(Granite):

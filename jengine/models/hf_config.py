@@ -185,6 +185,19 @@ def check_kinds(types: Sequence[str], *known: str) -> None:
         raise ModelError(f"layer_types has {unknown.pop()!r}; {' and '.join(known)} are supported")
 
 
+def check_mixed(
+    types: Sequence[str],
+    layers: int,
+    *known: str,
+    both: str = "some have full and some linear attention",
+    field: str = "layer_types",
+) -> None:
+    """Raises ModelError, unless there is a type of these for each layer, and a layer of both."""
+    check_kinds(types, *known)
+    if len(types) != layers or len({*types}) < 2:
+        raise ModelError(f"{field} must name {layers} layers, num_hidden_layers, of which {both}")
+
+
 def check_shared_layers(hf: Fields, types: list[str]) -> int:
     """The number of final layers that read the keys and values of earlier layers.
 

@@ -13,7 +13,7 @@ from jax import lax
 from jengine.models.cache import TOKENS, CacheEntry, PageArray, Queries
 from jengine.models.config import ModelConfig
 from jengine.models.facts import Working
-from jengine.models.pieces import EVERY, Part, Piece, apart, by_heads, qkv_parts, whole
+from jengine.models.pieces import EVERY, Part, Piece, apart, by_heads, qkv_parts
 from jengine.parallel.collectives import all_reduce, shard_index, shards
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.cache.qkv import Qkv, QkvProduct, QueriesOnly
@@ -25,6 +25,8 @@ from pallas_kernels.products.weight import Weight
 from pallas_kernels.products.weights import weight_of
 
 Block = Callable[[jax.Array], jax.Array]  # a module [N, hidden] -> [N, hidden]
+Stream = jax.Array | Sum  # the residual stream [N, hidden], whose last sum the next product may compute
+GATED, W = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")  # names of gate, up and down
 Axes = tuple[str | None, ...]  # a logical name per axis; parallel/mesh.py defines which are sharded
 
 
@@ -99,33 +101,28 @@ class Matrix(nnx.Param[Any]):
         return weight if index is Ellipsis else weight[index]
 
 
-def matrix(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece) -> Matrix:
-    """Declares a weight [*out, in], or a table of vectors, that may be quantized."""
-    return _matrix(shape, dtype, axes, source, exact=False, adaptable=True)
-
-
-def exact_matrix(
-    shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, *source: Piece, adaptable: bool = False
+def matrix(
+    shape: tuple[int, ...],
+    dtype: jax.typing.DTypeLike,
+    axes: Axes,
+    *source: Piece,
+    exact: bool = False,
+    adaptable: bool | None = None,
 ) -> Matrix:
-    """Declares a weight, or a table, that is never quantized, such as a router's.
+    """Declares a weight [*out, in], or a table of vectors.
 
     Args:
-        adaptable: whether LoRA adapters may change it.
+        exact: it is never quantized, as a router's.
+        adaptable: whether LoRA adapters may change it; None: unless it is exact.
     """
-    return _matrix(shape, dtype, axes, source, exact=True, adaptable=adaptable)
+    value = jax.ShapeDtypeStruct(shape, dtype)
+    adaptable = not exact if adaptable is None else adaptable
+    return Matrix(value, axes=axes, source=source, multiplies=True, exact=exact, adaptable=adaptable)
 
 
 def whole_matrix(name: str, dtype: jax.typing.DTypeLike, *shape: int, exact: bool = False) -> Matrix:
-    """Declares a tensor of the checkpoint that each device has whole. exact: as `exact_matrix`."""
-    axes, source = (None,) * len(shape), (Piece(name, shape),)
-    return _matrix(shape, dtype, axes, source, exact=exact, adaptable=not exact)
-
-
-def _matrix(
-    shape: tuple[int, ...], dtype: jax.typing.DTypeLike, axes: Axes, source: tuple[Piece, ...], **facts: bool
-) -> Matrix:
-    value = jax.ShapeDtypeStruct(shape, dtype)
-    return Matrix(value, axes=axes, source=source, multiplies=True, **facts)
+    """Declares a tensor of the checkpoint that each device has whole. exact: as in `matrix`."""
+    return matrix(shape, dtype, (None,) * len(shape), Piece(name, shape), exact=exact)
 
 
 def dense(
@@ -230,11 +227,11 @@ class Attention(nnx.Module):
     reordering.
     """
 
-    sinks: nnx.Param[jax.Array] | None = None  # float32 [kv heads, group], in families that have them
     qkv_bias: nnx.Param[jax.Array] | None = None
     o_bias: nnx.Param[jax.Array] | None = None
     takes_norm = True  # x may be a norm, which its product computes
-    slopes = False  # whether `attend` gets slopes
+    slopes = False  # whether `options` have slopes
+    reads: int | None = None  # the layer whose keys and values it attends to; None: its own
     width = 1  # of x, in hidden sizes
     output_name = "o_proj"  # in the checkpoint
 
@@ -281,14 +278,17 @@ class Attention(nnx.Module):
         group = config.group_size_padded
         dim = config.head_dim
         rows = dense(x, self.qkv[...], value(self.qkv_bias)).reshape(tokens, kv_heads, -1, dim)
-        scale = dim**-0.5 if config.attention_scale is None else config.attention_scale
-        sinks = None if self.sinks is None else self.sinks[...].reshape(-1)
-        cap = config.attention_soft_cap
-        options = AttentionOptions(scale, window=config.window(layer), soft_cap=cap, sinks=sinks)
-        y = attend(layer, self.normalize(QkvProduct(rows, group)), rotation, options)
+        reads, qkv = layer if self.reads is None else self.reads, self.normalize(QkvProduct(rows, group))
+        y = attend(reads, qkv, rotation, self.options(layer))
         return row_parallel_dense(
             self.finish(y, rows[:, :, group + 2 :]).reshape(tokens, -1), self.o[...], value(self.o_bias)
         )
+
+    def options(self, layer: int) -> AttentionOptions:
+        """What scores in a layer have beside queries and keys."""
+        config, scale = self.config, self.config.attention_scale
+        scale = config.head_dim**-0.5 if scale is None else scale
+        return AttentionOptions(scale, window=config.window(layer), soft_cap=config.attention_soft_cap)
 
     def cache(self, layer: int) -> CacheEntry:
         """Keys and values of each token, or of the last ones."""
@@ -302,6 +302,7 @@ class Attention(nnx.Module):
             channels=6 * (heads + 2 * kv_heads // config.shards) * dim,
             window=window,
             queries=Queries(heads=heads, dim=dim, soft_cap=config.attention_soft_cap, slopes=self.slopes),
+            reads=self.reads,
         )
 
     def finish(self, y: jax.Array, rest: jax.Array) -> jax.Array:
@@ -310,7 +311,7 @@ class Attention(nnx.Module):
         """
         return y
 
-    def normalize(self, qkv: QkvProduct) -> Qkv | QkvProduct:
+    def normalize(self, qkv: QkvProduct) -> Qkv | QkvProduct | QueriesOnly:
         """A family's changes to queries and keys before they are rotated. On GPUs, a HeadNorm needs no
         separate kernel.
         """
@@ -329,27 +330,28 @@ class GatedMlp(nnx.Module):
     takes_norm = True
 
     def __init__(
-        self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, down: str = "down_proj"
+        self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, names: tuple[str, ...] = GATED
     ) -> None:
-        self.activation = config.activation
+        """`names` are the checkpoint's names of gate, up and down."""
+        self.activation, self.names, down = config.activation, names, f"{name}.{names[-1]}"
         ffn, hidden = config.intermediate_size, config.hidden_size
         laid, real = config.padded(ffn), slice(0, ffn)
         self.own_size = laid // config.shards
-        parts = [whole(ffn, real, 0), whole(ffn, real, 1)]
+        parts = [Part(ffn, ((real, (real, i)),)) for i in range(2)]
         self.gate_up = matrix(
             (laid, 2, hidden), dtype, ("ffn", None, None), *self.gate_up_source(name, "weight", parts, hidden)
         )
         self.down = matrix(
-            (hidden, laid), dtype, (None, "ffn"), Piece(f"{name}.{down}.weight", (hidden, ffn), (EVERY, real))
+            (hidden, laid), dtype, (None, "ffn"), Piece(f"{down}.weight", (hidden, ffn), (EVERY, real))
         )
         if config.mlp_bias:
             biases = self.gate_up_source(name, "bias", parts)
             self.gate_up_bias = param((laid, 2), dtype, ("ffn", None), *biases)
-            self.down_bias = param((hidden,), dtype, (None,), Piece(f"{name}.{down}.bias", (hidden,)))
+            self.down_bias = param((hidden,), dtype, (None,), Piece(f"{down}.bias", (hidden,)))
 
     def gate_up_source(self, name: str, kind: str, parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:
         """The checkpoint tensors of the weight or bias of gate and up."""
-        return apart([f"{name}.{part}_proj.{kind}" for part in ("gate", "up")], parts, *inputs)
+        return apart([f"{name}.{part}.{kind}" for part in self.names[:2]], parts, *inputs)
 
     def __call__(self, x: Rows) -> jax.Array:
         y = all_reduce(self.own_part(x))
@@ -411,14 +413,12 @@ class Layer(nnx.Module):
         self.attention_norm, self.attention = attention_norm, attention
         self.mlp_norm, self.mlp = mlp_norm, mlp
 
-    def __call__(
-        self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend
-    ) -> jax.Array | Sum:
+    def __call__(self, layer: int, x: Stream, rotation: Rotation | None, attend: Attend) -> Stream:
         x = Sum(x, self.attention(layer, normed(self.attention_norm, x, self.attention), rotation, attend))
         return Sum(x, self.mlp(normed(self.mlp_norm, x, self.mlp)))
 
 
-def normed(norm: Block, x: jax.Array | Sum, then: object) -> Any:
+def normed(norm: Block, x: Stream, then: object) -> Any:
     """The norm of x; left to the product of the block that follows if this block can do so."""
     if type(norm) is RMSNorm and getattr(then, "takes_norm", False):
         return Normed(x, norm.weight[...], norm.eps, norm.offset)

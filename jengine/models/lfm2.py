@@ -12,20 +12,10 @@ from jengine.base.errors import ModelError
 from jengine.models.cache import CacheEntry
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
-from jengine.models.hf_config import check_kinds, decoder
-from jengine.models.layers import (
-    Attend,
-    Block,
-    GatedMlp,
-    Mixer,
-    Recur,
-    dense,
-    matrix,
-    param,
-    row_parallel_dense,
-)
+from jengine.models.hf_config import check_mixed, decoder
+from jengine.models.layers import Attend, Mixer, Recur, W, dense, matrix, param, row_parallel_dense
 from jengine.models.llama import Llama
-from jengine.models.pieces import EVERY, Piece, apart
+from jengine.models.pieces import EVERY, Piece
 from jengine.models.qwen import Qwen3Attention
 from jengine.models.recurrent import LinearAttention, state_entry
 from pallas_kernels.elementwise.rotary import Rotation
@@ -67,22 +57,15 @@ class ShortConvolution(nnx.Module):
         return state_entry(self.config, self.linear)
 
 
-class Lfm2Mlp(GatedMlp):
-    def gate_up_source(self, name: str, kind: str, parts: Any, *inputs: int) -> tuple[Piece, ...]:
-        return apart([f"{name}.{part}.{kind}" for part in ("w1", "w3")], parts, *inputs)
-
-
 class Lfm2(Llama):
     attention = Lfm2Attention
+    mlp_name, mlp_parts = "feed_forward", W
     norm_name, norm_names = "embedding_norm", ("operator_norm", "ffn_norm")
 
     def mixer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Mixer:
         if index in config.part(LinearAttention).layers:
             return ShortConvolution(config, dtype, f"{name}.conv")
         return super().mixer(config, dtype, name, index)
-
-    def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
-        return Lfm2Mlp(config, dtype, f"{name}.feed_forward", "w2")
 
 
 def read_lfm2(hf: Fields) -> dict[str, Any]:
@@ -91,12 +74,7 @@ def read_lfm2(hf: Fields) -> dict[str, Any]:
     full = hf.get("full_attn_idxs")
     full = range(layers) if full is None else full
     types = hf.get("layer_types") or ["full_attention" if i in full else "conv" for i in range(layers)]
-    check_kinds(types, "conv", "full_attention")
-    if len(types) != layers or len({*types}) < 2:
-        raise ModelError(
-            f"layer_types must name {layers} layers, num_hidden_layers, of which some are conv and some"
-            " full_attention"
-        )
+    check_mixed(types, layers, "conv", "full_attention", both="some are conv and some full_attention")
     if hf.get("conv_bias"):
         raise ModelError("conv_bias=true is not supported")
     if int(hf["conv_L_cache"]) < 2:

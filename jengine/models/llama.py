@@ -15,6 +15,7 @@ from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import attention_biases, decoder, windows_by_layer_types
 from jengine.models.layers import (
+    GATED,
     Attend,
     Attention,
     Block,
@@ -24,6 +25,7 @@ from jengine.models.layers import (
     Mixer,
     Mlp,
     RMSNorm,
+    Stream,
     dense,
     embed,
     param,
@@ -31,7 +33,7 @@ from jengine.models.layers import (
     vocabulary,
     with_images,
 )
-from jengine.models.moe import GATED, Experts, has_experts
+from jengine.models.moe import Experts, has_experts
 from jengine.models.pieces import Piece
 from jengine.models.residuals import ParallelLayer, ParallelResidual
 from jengine.models.rope import local_rope, rope
@@ -47,8 +49,7 @@ class Llama(nnx.Module):
     Attributes:
         norm_names: of a layer: its one norm; those of the inputs of attention and MLP; or, for each of both,
             those of its input and its result.
-        ungated: the two products of an MLP without a gate; None: it has one.
-        expert_parts: an expert's products gate, up and down.
+        mlp_parts: the products gate, up and down of an MLP, or of each expert; or up and down alone.
     """
 
     prefix = "model."
@@ -60,8 +61,7 @@ class Llama(nnx.Module):
     embed_name, layers_name, norm_name, head_name = "embed_tokens", "layers", "norm", "lm_head"
     attention_name, mlp_name = "self_attn", "mlp"
     norm_names: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    ungated: tuple[str, str] | None = None
-    expert_parts: tuple[str, str, str] = GATED
+    mlp_parts: tuple[str, ...] = GATED
     # types of parts
     attention: Callable[..., Mixer] = Attention
     norm_type: type[RMSNorm | LayerNorm] = RMSNorm
@@ -116,10 +116,10 @@ class Llama(nnx.Module):
     def mlp(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Block:
         name = f"{name}.{self.mlp_name}"
         if has_experts(config, index):
-            return self.experts(config, dtype, name, self.expert_parts)
-        if self.ungated is None:
-            return self.gated_mlp(config, dtype, name)
-        up, down = self.ungated
+            return self.experts(config, dtype, name, self.mlp_parts)
+        if len(self.mlp_parts) == len(GATED):
+            return self.gated_mlp(config, dtype, name, self.mlp_parts)
+        up, down = self.mlp_parts
         return Mlp(config, dtype, f"{name}.{up}", f"{name}.{down}")
 
     def embedded(self, tokens: jax.Array) -> jax.Array:
@@ -210,7 +210,7 @@ class Llama(nnx.Module):
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def with_deeper_images(x: jax.Array | Sum, attend: Attend, layer: int) -> jax.Array | Sum:
+def with_deeper_images(x: Stream, attend: Attend, layer: int) -> Stream:
     """The residual stream [N, hidden] after a layer, with an image's next level, if its rows have one more.
 
     The first level takes the place of a token's own embedding, see `layers.with_images`. Each of the others,

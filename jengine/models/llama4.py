@@ -17,7 +17,7 @@ from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.glm import GlmAttention
 from jengine.models.hf_config import attention_biases, decoder
-from jengine.models.layers import Attend, GatedMlp, Mixer, dense, unit
+from jengine.models.layers import Attend, Mixer, dense, unit
 from jengine.models.llama import Llama
 from jengine.models.mistral import scaled_queries
 from jengine.models.moe import Experts, MixtureOfExperts
@@ -47,12 +47,9 @@ class Llama4Experts(Experts):
     in, out].
     """
 
-    def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
-        self.declare_router(dtype, f"{name}.router")
-        names = f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj"
-        self.declare_stacked(dtype, *names, transposed=True)
-        sizes = dataclasses.replace(self.config, intermediate_size=self.sizes.size)
-        self.shared = GatedMlp(sizes, dtype, f"{name}.shared_expert")
+    router_name, shared_name = "router", "shared_expert"
+    stacked = "experts.gate_up_proj", "experts.down_proj"
+    transposed = True
 
     def scores(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The highest score, float32 [N, 1], and its expert."""
@@ -64,9 +61,6 @@ class Llama4Experts(Experts):
 
     def entering(self, x: jax.Array) -> jax.Array:
         return x * jax.nn.sigmoid(self.scores(x)[0]).astype(x.dtype)
-
-    def own_part(self, x: jax.Array) -> jax.Array:
-        return super().own_part(x) + self.shared.own_part(x)
 
 
 class Llama4(Llama):

@@ -19,27 +19,28 @@ from jengine.models.cache import CacheEntry
 from jengine.models.config import ModelConfig
 from jengine.models.deepseek import AHEAD, DeepseekExperts, GroupRouting
 from jengine.models.family import Family, Fields
-from jengine.models.hf_config import check_kinds, partly_rotated
+from jengine.models.hf_config import check_mixed, partly_rotated
 from jengine.models.layers import (
     Attend,
-    Attention,
     Layer,
+    Mixer,
     Recur,
-    RMSNorm,
+    Stream,
+    W,
     dense,
     matrix,
     param,
     row_parallel_dense,
 )
 from jengine.models.llama import Llama
-from jengine.models.moe import Experts, MixtureOfExperts, W, experts_everywhere
+from jengine.models.moe import MixtureOfExperts, experts_everywhere
 from jengine.models.olmo import OlmoAttention
 from jengine.models.pieces import EVERY, Piece
 from jengine.models.recurrent import LinearAttention, state_entry
 from jengine.parallel.collectives import all_reduce, shard_index
 from pallas_kernels.elementwise.activations import ACTIVATIONS
 from pallas_kernels.elementwise.rotary import Rotation
-from pallas_kernels.products.rows import Sum, array_of
+from pallas_kernels.products.rows import array_of
 
 EPSILON = 1e-6  # of the norm over all heads
 FULL, LINEAR = "full_attention", "linear_attention"
@@ -104,9 +105,7 @@ class MiniMaxLayer(Layer):
 
     factors: tuple[tuple[float, float], tuple[float, float]]
 
-    def __call__(
-        self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend
-    ) -> jax.Array:
+    def __call__(self, layer: int, x: Stream, rotation: Rotation | None, attend: Attend) -> jax.Array:
         (scale, added), (mlp_kept, mlp_added) = self.factors
         x = self.attention_norm(array_of(x))
         x = x * scale + self.attention(layer, x, rotation, attend) * added
@@ -115,15 +114,18 @@ class MiniMaxLayer(Layer):
 
 
 class MiniMax(Llama):
+    layer_type = MiniMaxLayer
+    mlp_name, mlp_parts = "block_sparse_moe", W
+
+    def mixer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Mixer:
+        if index in config.part(LinearAttention).layers:
+            return LightningAttention(config, dtype, f"{name}.self_attn", index)
+        return super().mixer(config, dtype, name, index)
+
     def layer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Layer:
-        linear, factors = index in config.part(LinearAttention).layers, config.part(ResidualFactors)
-        prefix = f"{name}.self_attn"
-        layer = MiniMaxLayer(
-            RMSNorm(config.hidden_size, config, dtype, f"{name}.input_layernorm"),
-            LightningAttention(config, dtype, prefix, index) if linear else Attention(config, dtype, prefix),
-            RMSNorm(config.hidden_size, config, dtype, f"{name}.post_attention_layernorm"),
-            Experts(config, dtype, f"{name}.block_sparse_moe", W),
-        )
+        layer, factors = super().layer(config, dtype, name, index), config.part(ResidualFactors)
+        assert isinstance(layer, MiniMaxLayer)
+        linear = index in config.part(LinearAttention).layers
         layer.factors = factors.linear if linear else factors.full, factors.mlp
         return layer
 
@@ -163,12 +165,7 @@ def _read(hf: Fields, types: Sequence[str], factors: Mapping[str, str]) -> dict[
         hf, float(hf["rotary_dim"]) / float(hf["head_dim"]) if hf.get("rotary_dim") else 1.0
     )
     layers, heads, dim = fields["num_layers"], fields["num_heads"], fields["head_dim"]
-    check_kinds(types, FULL, LINEAR)
-    if len(types) != layers or len({*types}) < 2:
-        raise ModelError(
-            f"layer types must name {layers} layers, num_hidden_layers, of which some have full and some"
-            " linear attention"
-        )
+    check_mixed(types, layers, FULL, LINEAR, field="layer types")
     lightning = tuple(i for i, kind in enumerate(types) if kind == LINEAR)
     sizes = {"key_heads": heads, "value_heads": heads, "key_dim": dim, "value_dim": dim}
     pairs = {
@@ -202,7 +199,7 @@ class MiniMaxExperts(DeepseekExperts):
 
 class MiniMaxM2(Llama):
     attention, experts = OlmoAttention, MiniMaxExperts
-    mlp_name, expert_parts = "block_sparse_moe", W
+    mlp_name, mlp_parts = "block_sparse_moe", W
 
 
 def read_minimax_m2(hf: Fields) -> dict[str, Any]:

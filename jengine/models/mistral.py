@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jengine.base.errors import ModelError
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import decoder, rope_fields, window_everywhere
-from jengine.models.layers import Attend
+from jengine.models.layers import Attend, W
 from jengine.models.llama import Llama
-from jengine.models.moe import MixtureOfExperts, W, experts_everywhere
+from jengine.models.moe import MixtureOfExperts, experts_everywhere
 from pallas_kernels.attention.options import AttentionOptions
 from pallas_kernels.cache.qkv import Qkv, QkvProduct, QueriesOnly
 from pallas_kernels.elementwise.rotary import Rotation
@@ -30,7 +30,7 @@ class QueryScaling:
 
 
 class Mixtral(Llama):
-    mlp_name, expert_parts = "block_sparse_moe", W
+    mlp_name, mlp_parts = "block_sparse_moe", W
 
 
 class Ministral3(Llama):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from jengine.base.errors import ModelError
 from jengine.models.config import ModelConfig
 from jengine.models.facts import Working
 from jengine.models.family import Fields
-from jengine.models.layers import GatedMlp, dense, exact_matrix, matrix, value, whole_matrix
+from jengine.models.layers import GATED, GatedMlp, dense, matrix, value, whole_matrix
 from jengine.models.pieces import EVERY, Piece
 from jengine.parallel.collectives import DATA, TENSOR, all_reduce, gather_rows, reduce_scatter, shard_index
 from pallas_kernels.devices import traced_for, traced_for_cpu
@@ -26,7 +26,6 @@ from pallas_kernels.products.groups import counted, grouped
 from pallas_kernels.products.support import why_sizes_unsupported
 from pallas_kernels.products.weight import Weight
 
-GATED, W = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")  # names of gate, up and down
 MAX_EXPERTS = 4096
 MAX_BLOCK = 64  # maximum rows per block
 EXPERTS = DATA, TENSOR  # axes over which whole experts are divided
@@ -61,12 +60,22 @@ class MixtureOfExperts:
 
 
 def experts_everywhere(
-    fields: Mapping[str, Any], count: int, per_token: int, *, normalize: bool = True
+    fields: Mapping[str, Any],
+    count: int,
+    per_token: int,
+    size: int | None = None,
+    shared_size: int = 0,
+    *,
+    normalize: bool = True,
 ) -> MixtureOfExperts:
-    """Experts in every layer, of an MLP's size; `fields` are those of ModelConfig."""
-    layers, size = tuple(range(fields["num_layers"])), fields["intermediate_size"]
+    """Experts in every layer, by default of an MLP's size; `fields` are those of ModelConfig."""
     return MixtureOfExperts(
-        layers=layers, count=int(count), per_token=int(per_token), size=size, normalize=normalize
+        layers=tuple(range(fields["num_layers"])),
+        count=int(count),
+        per_token=int(per_token),
+        size=fields["intermediate_size"] if size is None else int(size),
+        shared_size=int(shared_size),
+        normalize=normalize,
     )
 
 
@@ -77,13 +86,25 @@ def has_experts(config: ModelConfig, layer: int) -> bool:
 
 
 class Experts(nnx.Module):
-    """A weighted sum of the gated MLPs that a router picks for each token."""
+    """A weighted sum of the gated MLPs that a router picks for each token, and an MLP that all tokens share,
+    if there is one.
 
+    Attributes:
+        router_name, shared_name: in the checkpoint.
+        stacked: names of the two tensors with gate and up, [experts, 2 * size, hidden], and with down,
+            [experts, hidden, size], of all experts; None: each expert has tensors of its own.
+        transposed, either: of these tensors, as in Piece; the last two axes are the other way round.
+    """
+
+    router_name, shared_name = "gate", "shared_experts"
+    stacked: tuple[str, str] | None = None
+    transposed = either = False
     gate_up_bias: nnx.Param[jax.Array] | None = None
     down_bias: nnx.Param[jax.Array] | None = None
+    shared: GatedMlp | None = None
 
     def __init__(
-        self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, parts: tuple[str, str, str] = GATED
+        self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, parts: tuple[str, ...] = GATED
     ) -> None:
         """`parts` are the checkpoint's names of gate, up and down."""
         self.config, self.sizes, self.parts = config, config.part(MixtureOfExperts), parts
@@ -92,81 +113,70 @@ class Experts(nnx.Module):
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         """Declares the parameters and their checkpoint tensors."""
-        config, experts, ffn = self.config, self.sizes.count, self.sizes.size
-        hidden, real = config.hidden_size, slice(0, ffn)
-        gate_up, down = self.parts[:2], self.parts[2]
+        (experts, size), hidden = self.laid, self.config.hidden_size
+        router = f"{name}.{self.router_name}.weight"
+        self.router = whole_matrix(router, dtype, self.sizes.count, hidden, exact=True)
+        gate_up, down = self.sources(name)
+        self.gate_up = matrix((experts, size, 2, hidden), dtype, ("experts", "ffn", None, None), *gate_up)
+        self.down = matrix((experts, hidden, size), dtype, ("experts", None, "ffn"), *down)
+        if self.sizes.shared_size:
+            shared = dataclasses.replace(
+                self.config, intermediate_size=self.sizes.shared_size, mlp_bias=False
+            )
+            self.shared = GatedMlp(shared, dtype, f"{name}.{self.shared_name}")
 
-        def piece(expert: int, part: str, shape: tuple[int, int], *place: int | slice) -> Piece:
-            return Piece(f"{name}.experts.{expert}.{part}.weight", shape, (expert, *place))
-
-        every = range(experts)
-        gates = (piece(e, part, (ffn, hidden), real, i) for e in every for i, part in enumerate(gate_up))
-        downs = (piece(e, down, (hidden, ffn), EVERY, real) for e in every)
-        self.declare_router(dtype, f"{name}.gate")
-        self.hold(dtype, gates, downs)
-
-    def declare_router(self, dtype: jax.typing.DTypeLike, name: str) -> None:
-        shape = self.sizes.count, self.config.hidden_size
-        self.router = whole_matrix(f"{name}.weight", dtype, *shape, exact=True)
-
-    def declare_stacked(
-        self,
-        dtype: jax.typing.DTypeLike,
-        gate_up: str,
-        down: str,
-        *,
-        transposed: bool = False,
-        either: bool = False,
-    ) -> None:
-        """Declares experts that the checkpoint stores in these two tensors, [experts, 2 * size, hidden] and
-        [experts, hidden, size].
-
-        Args:
-            transposed, either: as in Piece; the last two axes are the other way round.
-        """
+    def sources(self, name: str) -> tuple[list[Piece], list[Piece]]:
+        """The checkpoint tensors of the experts' matrices: of gate and up, and of down."""
         count, size, hidden = self.sizes.count, self.sizes.size, self.config.hidden_size
-        both, single = ((count, 2 * size, hidden), (count, hidden, size))
-        if transposed:
+        real = slice(0, size)
+        if self.stacked is None:
+
+            def piece(expert: int, part: str, shape: tuple[int, int], *place: int | slice) -> Piece:
+                return Piece(f"{name}.experts.{expert}.{part}.weight", shape, (expert, *place))
+
+            *gate_up, down = self.parts
+            sides = [*enumerate(gate_up)]
+            return (
+                [piece(e, part, (size, hidden), real, i) for e in range(count) for i, part in sides],
+                [piece(e, down, (hidden, size), EVERY, real) for e in range(count)],
+            )
+        both, single = (count, 2 * size, hidden), (count, hidden, size)
+        if self.transposed:
             both, single = (count, hidden, 2 * size), (count, size, hidden)
-        every, real = self.real, slice(0, size)
-        stacked = Piece(gate_up, both, transposed=transposed, either=either)
-        halves = (
-            stacked._replace(part=(every, real, i), rows=(EVERY, slice(i * size, (i + 1) * size)))
-            for i in range(2)
+        stacked, last = (
+            Piece(f"{name}.{tensor}", shape, transposed=self.transposed, either=self.either)
+            for tensor, shape in zip(self.stacked, (both, single), strict=True)
         )
-        part = every, EVERY, real
-        self.hold(dtype, halves, [Piece(down, single, part, transposed=transposed, either=either)])
+        halves = [
+            stacked._replace(part=(self.real, real, i), rows=(EVERY, slice(i * size, (i + 1) * size)))
+            for i in range(2)
+        ]
+        return halves, [last._replace(part=(self.real, EVERY, real))]
 
-    def laid(self, group: int = 1) -> tuple[int, int]:
-        """The number of experts and their intermediate size in this layout, over all devices.
+    @property
+    def group(self) -> int:
+        """Intermediate results that a device keeps together."""
+        return 1
 
-        Args:
-            group: intermediate results that a device keeps together.
-        """
+    @property
+    def laid(self) -> tuple[int, int]:
+        """The number of experts and their intermediate size in this layout, over all devices."""
         config, sizes = self.config, self.sizes
+        experts, least = sizes.count, self.group
         if config.expert_shards > 1:
-            return -(-sizes.count // config.expert_shards) * config.expert_shards, -(
-                -sizes.size // group
-            ) * group
-        least = config.shards * group
-        return sizes.count, -(-sizes.size // least) * least
+            experts = -(-sizes.count // config.expert_shards) * config.expert_shards
+        else:
+            least *= config.shards
+        return experts, -(-sizes.size // least) * least
 
     @property
     def real(self) -> slice:
         """The experts that are no padding."""
-        return EVERY if self.laid()[0] == self.sizes.count else slice(0, self.sizes.count)
+        return EVERY if self.laid[0] == self.sizes.count else slice(0, self.sizes.count)
 
     def own_size(self) -> int:
         """Intermediate size of this device's part of an expert."""
-        return self.laid()[1] // (1 if self.config.expert_shards > 1 else self.config.shards)
-
-    def hold(
-        self, dtype: jax.typing.DTypeLike, gate_up: Iterable[Piece], down: Iterable[Piece], group: int = 1
-    ) -> None:
-        """Declares the matrices of experts, from these checkpoint tensors."""
-        (experts, size), hidden = self.laid(group), self.config.hidden_size
-        self.gate_up = matrix((experts, size, 2, hidden), dtype, ("experts", "ffn", None, None), *gate_up)
-        self.down = matrix((experts, hidden, size), dtype, ("experts", None, "ffn"), *down)
+        return self.laid[1] // (1 if self.config.expert_shards > 1 else self.config.shards)
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The weights of each token's experts, float32 [N, k], and the experts, int32 [N, k]."""
@@ -212,8 +222,13 @@ class Experts(nnx.Module):
         )
 
     def own_part(self, x: jax.Array) -> jax.Array:
-        """The partial result of this device's experts, or its part of each. The sum over the devices of
-        `tensor` is the result. Ranks of `data` compute the rows of all with their experts.
+        """The partial result of what this device has. The sum over the devices of `tensor` is the result."""
+        y = self.chosen_part(x)
+        return y if self.shared is None else y + self.shared.own_part(x)
+
+    def chosen_part(self, x: jax.Array) -> jax.Array:
+        """The partial result of this device's experts, or its part of each. Ranks of `data` compute the rows
+        of all with their experts.
         """
         x = gather_rows(x, DATA)
         weights, chosen = self.route(x)
@@ -235,7 +250,7 @@ class Experts(nnx.Module):
         """
         if self.config.expert_shards == 1:
             return chosen, False
-        count = self.laid()[0] // self.config.expert_shards
+        count = self.laid[0] // self.config.expert_shards
         number = chosen - shard_index(EXPERTS) * count
         return jnp.where((number >= 0) & (number < count), number, count), True
 
@@ -299,19 +314,21 @@ class Experts(nnx.Module):
 
 
 class SharedExperts(Experts):
-    """Experts and a shared expert, whose result is multiplied by a gate."""
+    """The result of the MLP that all tokens share is multiplied by a gate."""
+
+    shared_name = "shared_expert"
 
     def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
         super().declare(dtype, name)
-        config, hidden = self.config, self.config.hidden_size
-        shared = dataclasses.replace(config, intermediate_size=self.sizes.shared_size, mlp_bias=False)
-        self.shared = GatedMlp(shared, dtype, f"{name}.shared_expert")
-        shared_gate = Piece(f"{name}.shared_expert_gate.weight", (1, hidden))
-        self.shared_gate = exact_matrix((1, hidden), dtype, (None, None), shared_gate, adaptable=True)
+        gate = 1, self.config.hidden_size
+        piece = Piece(f"{name}.shared_expert_gate.weight", gate)
+        self.shared_gate = matrix(gate, dtype, (None, None), piece, exact=True, adaptable=True)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def own_part(self, x: jax.Array) -> jax.Array:
+        if self.shared is None:
+            return self.chosen_part(x)
         gate = jax.nn.sigmoid(dense(x, self.shared_gate[...], dtype=jnp.float32)).astype(x.dtype)
-        return all_reduce(self.own_part(x) + gate * self.shared.own_part(x))
+        return self.chosen_part(x) + gate * self.shared.own_part(x)
 
 
 def _weighted(y: jax.Array, weights: jax.Array) -> jax.Array:

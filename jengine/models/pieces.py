@@ -37,6 +37,11 @@ class Piece(NamedTuple):
         """Whether it is the whole checkpoint tensor, in its own layout."""
         return self.rows == self.columns == slice(None) and not self.transposed
 
+    def of(self, tensor: Any) -> Any:
+        """Its part of the checkpoint's tensor, an array of NumPy or JAX."""
+        turned = tensor.swapaxes(-1, -2) if self.transposed and tensor.ndim > 1 else tensor
+        return turned[self.rows][..., self.columns]
+
     def grouped(self, ndim: int, group: int) -> Piece:
         """This piece of an array with one number per group of columns, such as scales.
 
@@ -75,11 +80,6 @@ class Part(NamedTuple):
 
 
 EVERY = slice(None)
-
-
-def whole(rows: int, *place: int | slice) -> Part:
-    """A Part with all rows in one place."""
-    return Part(rows, ((slice(0, rows), place),))
 
 
 def apart(names: Sequence[str], parts: Sequence[Part], *inputs: int) -> tuple[Piece, ...]:

@@ -43,10 +43,8 @@ class StackedExperts(Experts):
     transformers 5 saves as [experts, out, in]. transformers prefers the latter where both shapes fit.
     """
 
-    def declare(self, dtype: jax.typing.DTypeLike, name: str) -> None:
-        self.declare_router(dtype, f"{name}.gate")
-        names = f"{name}.experts.gate_up_proj", f"{name}.experts.down_proj"
-        self.declare_stacked(dtype, *names, transposed=True, either=True)
+    stacked = "experts.gate_up_proj", "experts.down_proj"
+    transposed = either = True
 
 
 class Qwen2Moe(Llama):

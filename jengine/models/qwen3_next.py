@@ -16,10 +16,10 @@ from jengine.base.errors import ModelError
 from jengine.models.cache import CacheEntry
 from jengine.models.config import ModelConfig
 from jengine.models.family import OF_WHOLE, Family, Fields, TextPart
-from jengine.models.hf_config import attention_biases, check_kinds, interleaved, partly_rotated
-from jengine.models.layers import Attend, Mixer, Recur, dense, exact_matrix, matrix, param, row_parallel_dense
+from jengine.models.hf_config import attention_biases, check_mixed, interleaved, partly_rotated
+from jengine.models.layers import Attend, Mixer, Recur, dense, matrix, param, row_parallel_dense
 from jengine.models.llama import Llama
-from jengine.models.moe import MixtureOfExperts, SharedExperts, qwen_experts
+from jengine.models.moe import MixtureOfExperts, SharedExperts, experts_everywhere, qwen_experts
 from jengine.models.pieces import EVERY, Part, Piece, heads, qkv_parts
 from jengine.models.qwen import Qwen3Attention
 from jengine.models.recurrent import LinearAttention, state_entry
@@ -64,11 +64,12 @@ class GatedDeltaNet(nnx.Module):
         values = linear.group * linear.value_dim
         mixed, by_head = self.mixed_source(linear, name, hidden), ("heads", None, None)
         self.mixed = matrix((laid, linear.channels + values, hidden), dtype, by_head, *mixed)
-        self.gates = exact_matrix(
+        self.gates = matrix(
             (laid, 2 * linear.group, hidden),
             dtype,
             by_head,
             *self.gates_source(linear, name, hidden),
+            exact=True,
             adaptable=True,
         )
         convolved = by_kind(linear, f"{name}.conv1d.weight", 1, linear.taps)
@@ -189,12 +190,7 @@ def read_linear_attention(hf: Fields) -> LinearAttention:
     layers, every = int(hf["num_hidden_layers"]), int(hf.get("full_attention_interval") or 4)
     usual = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
     types: Sequence[str] = hf.get("layer_types") or usual
-    check_kinds(types, "full_attention", "linear_attention")
-    if len(types) != layers or len(set(types)) < 2:
-        raise ModelError(
-            f"layer_types must name {layers} layers, num_hidden_layers, of which some have full and some"
-            " linear attention"
-        )
+    check_mixed(types, layers, "full_attention", "linear_attention")
     linear = LinearAttention(
         layers=tuple(i for i, kind in enumerate(types) if kind == "linear_attention"),
         key_heads=int(hf.get("linear_num_key_heads", 16)),
@@ -230,14 +226,9 @@ def read_qwen3_5(hf: Fields) -> dict[str, Any]:
 
 def read_qwen3_5_moe(hf: Fields) -> dict[str, Any]:
     fields = read_qwen3_5(hf)
-    experts = MixtureOfExperts(
-        layers=tuple(range(fields["num_layers"])),
-        count=int(hf.get("num_experts", 256)),
-        per_token=int(hf.get("num_experts_per_tok", 8)),
-        size=int(hf.get("moe_intermediate_size", 512)),
-        shared_size=int(hf.get("shared_expert_intermediate_size", 512)),
-        normalize=True,
-    )
+    count, per_token = hf.get("num_experts", 256), hf.get("num_experts_per_tok", 8)
+    sizes = hf.get("moe_intermediate_size", 512), hf.get("shared_expert_intermediate_size", 512)
+    experts = experts_everywhere(fields, count, per_token, *sizes)
     return {**fields, "parts": (*fields["parts"], experts)}
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import jax
 
-from jengine.models.layers import Attend, Attention, Block, Layer, normed
+from jengine.models.layers import Attend, Attention, Block, Layer, Stream, normed
 from pallas_kernels.elementwise.rotary import Rotation
-from pallas_kernels.products.rows import Sum, array_of
+from pallas_kernels.products.rows import array_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,7 @@ class SandwichLayer(Layer):
         super().__init__(attention_norm, attention, mlp_norm, mlp)
         self.attention_result_norm, self.mlp_result_norm = attention_result_norm, mlp_result_norm
 
-    def __call__(
-        self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend
-    ) -> jax.Array:
+    def __call__(self, layer: int, x: Stream, rotation: Rotation | None, attend: Attend) -> jax.Array:
         x = array_of(x)
         x = x + self.attention_result_norm(
             self.attention(layer, normed(self.attention_norm, x, self.attention), rotation, attend)
@@ -50,9 +48,7 @@ class SandwichLayer(Layer):
 class ResultNormLayer(Layer):
     """Norms only the results of attention and MLP."""
 
-    def __call__(
-        self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend
-    ) -> jax.Array:
+    def __call__(self, layer: int, x: Stream, rotation: Rotation | None, attend: Attend) -> jax.Array:
         x = array_of(x)
         x = x + self.attention_norm(self.attention(layer, x, rotation, attend))
         return x + self.mlp_norm(self.mlp(x))
@@ -63,9 +59,7 @@ class ParallelLayer(Layer):
 
     parallel = True
 
-    def __call__(
-        self, layer: int, x: jax.Array | Sum, rotation: Rotation | None, attend: Attend
-    ) -> jax.Array:
+    def __call__(self, layer: int, x: Stream, rotation: Rotation | None, attend: Attend) -> jax.Array:
         x = array_of(x)
         return (
             x + self.attention(layer, self.attention_norm(x), rotation, attend) + self.mlp(self.mlp_norm(x))

@@ -1,4 +1,4 @@
-"""Attention of whole sequences, without a cache: what a trainer gives a model as `attend`."""
+"""Attention of whole sequences, without a cache: what a trainer or calibration gives a model as `attend`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ class WholeSequences:
             its own.
         visual: embeddings of images: `here`, bool [tokens], says which tokens stand for one, and `rows`,
             [tokens, hidden * levels], has them. None: there are none.
+        sparing: keeps the scores of one sequence at a time.
     """
 
-    def __init__(self, rows: int, until: jax.Array | None = None, visual: Any = None) -> None:
-        self._rows, self._until, self.visual = rows, until, visual
-        self._kept: dict[int, tuple[jax.Array, jax.Array]] = {}  # keys and values, for layers that reuse them
+    def __init__(
+        self, rows: int, until: jax.Array | None = None, visual: Any = None, *, sparing: bool = False
+    ) -> None:
+        self._rows, self._until, self.visual, self._sparing = rows, until, visual, sparing
+        # the last keys and values by window: layers that read those of another layer have its window
+        self._kept: dict[int | None, tuple[jax.Array, jax.Array]] = {}
 
     def __call__(
         self,
@@ -43,11 +47,25 @@ class WholeSequences:
             q, k, v = qkv.split()
             if rotation is not None:
                 q, k = rotate_by_xla(q, rotation), rotate_by_xla(k, rotation)
-            self._kept[layer] = k, v
-        k, v = (array.reshape(self._rows, -1, *array.shape[1:]) for array in self._kept[layer])
+            self._kept[options.window] = k, v
+        k, v = (array.reshape(self._rows, -1, *array.shape[1:]) for array in self._kept[options.window])
         grouped = q.reshape(self._rows, k.shape[1], k.shape[2], -1, q.shape[-1])
         until = None if self._until is None or options.causal else self._until.reshape(self._rows, -1)
-        return _attention(grouped, k, v, options, until).reshape(len(q), -1, v.shape[-1])
+        attend = _one_by_one if self._sparing else _attention
+        out: jax.Array = attend(grouped, k, v, options, until)
+        return out.reshape(len(q), -1, v.shape[-1])
+
+
+@jax.jit
+def _one_by_one(
+    q: jax.Array, k: jax.Array, v: jax.Array, options: AttentionOptions, until: jax.Array | None
+) -> jax.Array:
+    def single(sequence: Any) -> jax.Array:
+        q, k, v, until = jax.tree.map(lambda array: array[None], sequence)
+        return _attention(q, k, v, options, until)[0]
+
+    out: jax.Array = lax.map(single, (q, k, v, until))
+    return out
 
 
 def _attention(

@@ -15,23 +15,39 @@ from jengine.text.tokenizer import Tokenizer
 MOST_PENDING = 256  # tokens that wait for their text, so that making it never takes long
 
 
-@dataclass(slots=True)
-class _Node:
-    """A state of the automaton: the longest prefix of a stop string with which the text so far ends."""
-
-    depth: int  # characters of that prefix
-    next: dict[str, _Node] = field(default_factory=dict)
-    fail: _Node | None = None  # the longest proper suffix that is a prefix too; None at the root
-    stop: str | None = None  # the longest stop that ends here
-
-
+@dataclass(slots=True, eq=False, repr=False)
 class StopAutomaton:
-    """Compiled stop strings. Immutable, so it can be used for any number of texts. Compilation takes about 1
-    us a character.
+    """A state of compiled stop strings: the longest prefix of one with which the text so far ends. `of` gives
+    the first state, which is not changed, so it can be used for any number of texts.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        self.stops, self.root = stops, _automaton(stops)
+    depth: int = 0  # characters of that prefix
+    next: dict[str, StopAutomaton] = field(default_factory=dict)
+    fail: StopAutomaton | None = None  # the longest proper suffix that is a prefix too; None: the first
+    stop: str | None = None  # the longest stop that ends here
+
+    @classmethod
+    def of(cls, stops: tuple[str, ...]) -> StopAutomaton:
+        """Aho and Corasick, "Efficient string matching", 1975. Takes about 1 us a character."""
+        root = cls()
+        for stop in stops:
+            node = root
+            for character in stop:
+                node = node.next.setdefault(character, cls(node.depth + 1))
+            node.stop = stop
+        nodes = deque(root.next.values())
+        for node in nodes:
+            node.fail = root
+        while nodes:
+            node = nodes.popleft()
+            for character, child in node.next.items():
+                fail = node.fail
+                while fail is not None and character not in fail.next:
+                    fail = fail.fail
+                child.fail = fail.next[character] if fail is not None else root
+                child.stop = child.stop or child.fail.stop
+                nodes.append(child)
+        return root
 
 
 class StopStrings:
@@ -43,9 +59,8 @@ class StopStrings:
     """
 
     def __init__(self, automaton: StopAutomaton) -> None:
-        self._root = self._state = automaton.root
+        self._root = self._state = automaton
         self._held = ""
-        self._none = not automaton.stops
 
     def push(self, delta: str, *, early: bool = False) -> tuple[str, str | None]:
         """Returns text that is safe to emit, and the stop string that was completed or None. After a stop,
@@ -53,7 +68,7 @@ class StopStrings:
 
         early: no stop may be completed in this text; one that begins in it and ends later may.
         """
-        if self._none:
+        if not self._root.next:  # there are no stop strings
             return delta, None
         text, state = self._held + delta, self._state
         for end, character in enumerate(delta, start=len(self._held) + 1):
@@ -71,29 +86,6 @@ class StopStrings:
         """Returns the text held back, if the output ended for another reason."""
         held, self._held, self._state = self._held, "", self._root
         return held
-
-
-def _automaton(stops: tuple[str, ...]) -> _Node:
-    """Aho and Corasick, "Efficient string matching", 1975."""
-    root = _Node(depth=0)
-    for stop in stops:
-        node = root
-        for character in stop:
-            node = node.next.setdefault(character, _Node(node.depth + 1))
-        node.stop = stop
-    nodes = deque(root.next.values())
-    for node in nodes:
-        node.fail = root
-    while nodes:
-        node = nodes.popleft()
-        for character, child in node.next.items():
-            fail = node.fail
-            while fail is not None and character not in fail.next:
-                fail = fail.fail
-            child.fail = fail.next[character] if fail is not None else root
-            child.stop = child.stop or child.fail.stop
-            nodes.append(child)
-    return root
 
 
 class CompletionBuilder:
@@ -217,7 +209,7 @@ def beam_output(
     """Converts a beam to a completion. In a position's log probabilities the sampled token comes first, not
     the beam's.
     """
-    builder = CompletionBuilder(tokenizer, request, StopAutomaton(()))
+    builder = CompletionBuilder(tokenizer, request, StopAutomaton())
     builder.note_version(version)
     last = len(beam.tokens) - 1
     for i, token in enumerate(beam.tokens):

@@ -131,7 +131,7 @@ def _byte_level(file: GgufFile, tokens: Sequence[str]) -> tokenizers.Tokenizer:
     else:
         known = ", ".join(sorted({*GPT2, *DIGITS_FIRST, *SPLITS}))
         raise ModelError(f"tokenizer.ggml.pre={pre!r} is not supported; {known} are", file=file.path)
-    merges = [_pair(merge) for merge in file["tokenizer.ggml.merges"]]
+    merges = [merge.partition(" ")[::2] for merge in file["tokenizer.ggml.merges"]]
     backend = tokenizers.Tokenizer(
         models.BPE(vocab=_vocabulary(tokens), merges=merges, ignore_merges=pre in BEGINNING)
     )
@@ -179,11 +179,6 @@ def _merges(vocabulary: Mapping[str, int], scores: Mapping[str, float]) -> list[
 
 def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
     return {token: number for number, token in enumerate(tokens)}
-
-
-def _pair(merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    return left, right
 
 
 def _surround(backend: tokenizers.Tokenizer, first: str | None, last: str | None, byte_level: bool) -> None:

@@ -12,6 +12,7 @@ from jengine.base.errors import JengineError
 
 MASK_SECONDS = 0.2  # of CPU time; nearly all masks take less than a millisecond
 Call = Callable[[], object]
+_Batch = tuple[Sequence[Call], int, dict[int, Exception], threading.Event]  # calls, and the first of them
 
 
 class MaskThread:
@@ -28,18 +29,17 @@ class MaskThread:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._worker: _MaskWorker | None = None
+        self._worker: _Worker | None = None
 
     def run(self, calls: Sequence[Call]) -> dict[int, Exception]:
         """Makes these calls. Returns the exceptions that they raised, by index."""
         failures: dict[int, Exception] = {}
         first = 0
         while first < len(calls):
-            batch = _Batch(calls, first, failures)
-            worker = self._worker or self._started()
-            worker.inbox.put(batch)
-            while not batch.done.wait(self._seconds):
-                if (late := batch.abandon_late(worker.clock, self._seconds)) is not None:
+            worker, done = self._worker or self._started(), threading.Event()
+            worker.inbox.put((calls, first, failures, done))
+            while not done.wait(self._seconds):
+                if (late := worker.abandon_late(self._seconds)) is not None:
                     failures[late] = JengineError(f"its token mask took more than {self._seconds} s")
                     self._worker = None
                     first = late + 1
@@ -48,68 +48,56 @@ class MaskThread:
                 return failures
         return failures
 
-    def _started(self) -> _MaskWorker:
-        worker = self._worker = _MaskWorker()
+    def _started(self) -> _Worker:
+        worker = self._worker = _Worker()
         weakref.finalize(self, worker.inbox.put, None)  # ends the thread when it is idle
         return worker
 
 
-class _MaskWorker:
-    """A thread, and the clock that measures its calls."""
+class _Worker:
+    """A thread that makes calls until one is late, and the clock that measures them."""
 
     def __init__(self) -> None:
         self.inbox: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
-        measures = hasattr(time, "pthread_getcpuclockid")
-        thread = threading.Thread(
-            target=_work,
-            args=(self.inbox, time.thread_time if measures else time.monotonic),
-            name="token-masks",
-            daemon=True,
-        )
-        thread.start()
-        assert thread.ident is not None
-        clock_id = time.pthread_getcpuclockid(thread.ident) if measures else time.CLOCK_MONOTONIC
-        self.clock: Callable[[], float] = lambda: time.clock_gettime(clock_id)
-
-
-class _Batch:
-    """Calls that a worker makes, beginning with one of them."""
-
-    def __init__(self, calls: Sequence[Call], first: int, failures: dict[int, Exception]) -> None:
-        self._calls, self._failures, self._at = calls, failures, first
-        self._since: float | None = None  # start of the current call, by the worker's clock
+        self._at = 0  # index of the current call
+        self._since: float | None = None  # its start; None: there is none
         self._given_up = False
         self._lock = threading.Lock()  # protects these
-        self.done = threading.Event()
+        thread = threading.Thread(target=self._work, name="token-masks", daemon=True)
+        thread.start()
+        assert thread.ident is not None
+        measures = hasattr(time, "pthread_getcpuclockid")
+        self._clock = time.pthread_getcpuclockid(thread.ident) if measures else time.CLOCK_MONOTONIC
 
-    def make(self, clock: Callable[[], float]) -> bool:
-        """Makes the calls. Returns False if the batch has been abandoned."""
-        while self._at < len(self._calls):
+    def _work(self) -> None:
+        while (batch := self.inbox.get()) is not None and self._made(*batch):
+            del batch  # it references requests
+
+    def _made(
+        self, calls: Sequence[Call], first: int, failures: dict[int, Exception], done: threading.Event
+    ) -> bool:
+        """Makes the calls from `first` on. Returns False if they have been abandoned."""
+        for at in range(first, len(calls)):
             with self._lock:
-                self._since = clock()
+                self._at, self._since = at, time.clock_gettime(self._clock)
             failure: Exception | None = None
             try:
-                self._calls[self._at]()
+                calls[at]()
             except Exception as error:
                 failure = error
             with self._lock:
                 if self._given_up:
                     return False
                 if failure is not None:
-                    self._failures[self._at] = failure
-                self._at, self._since = self._at + 1, None
-        self.done.set()
+                    failures[at] = failure
+                self._since = None
+        done.set()
         return True
 
-    def abandon_late(self, clock: Callable[[], float], seconds: float) -> int | None:
-        """If the current call has exceeded the limit, abandons the batch and returns the call's index."""
+    def abandon_late(self, seconds: float) -> int | None:
+        """If the current call has exceeded the limit, abandons the calls and returns its index."""
         with self._lock:
-            if self._since is None or clock() - self._since < seconds:
+            if self._since is None or time.clock_gettime(self._clock) - self._since < seconds:
                 return None
             self._given_up = True
             return self._at
-
-
-def _work(inbox: queue.SimpleQueue[_Batch | None], clock: Callable[[], float]) -> None:
-    while (batch := inbox.get()) is not None and batch.make(clock):
-        del batch  # it references requests

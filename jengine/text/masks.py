@@ -13,9 +13,8 @@ from jengine.base.errors import JengineError
 from jengine.core.request import SamplingParams, TokenMask
 from jengine.core.structured_outputs import StructuredOutputs
 from jengine.table.program_table import MOST_DRAFTS
-from jengine.text.bad_words import bad_sequences
 from jengine.text.grammars import compile_structure, end_ids, error_of
-from jengine.text.tokenizer import Tokenizer
+from jengine.text.tokenizer import Tokenizer, bad_sequences
 
 
 class Mask(TokenMask, Protocol):

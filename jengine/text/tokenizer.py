@@ -84,43 +84,20 @@ class Tokenizer:
             ModelError: there is no tokenizer, or it or the template cannot be read.
             InvalidArgument: chat_template is neither a file nor a template.
         """
-        tokenizer = cls._load(path)
-        if chat_template is not None:
-            from jengine.text.chat_template import (
-                given_template,  # imported here, since only chats need jinja2
-            )
-
-            tokenizer.chat_templates = {"default": given_template(chat_template, tokenizer.special_tokens)}
-        return tokenizer
-
-    @classmethod
-    def _load(cls, path: Path) -> Tokenizer:
-        """Loads the tokenizer.
-
-        Reads tokenizer.json, or Mistral's tekken.json, with the tokenizers library. Only other formats are
-        converted with transformers, since importing it takes two seconds.
-
-        Raises:
-            ModelError: there is no tokenizer, or it cannot be read.
-        """
+        file, tekken = path / "tokenizer.json", path / "tekken.json"
         if is_gguf(path):
             from jengine.text.gguf_tokenizer import read_tokenizer
 
-            return cls(*read_tokenizer(path), path)
-        file = path / "tokenizer.json"
-        if not file.is_file():
-            tekken = path / "tekken.json"
-            return cls(*(read_tekken(tekken) if tekken.is_file() else _convert(path)), path)
-        data = read_bytes(file)
-        try:
-            backend = tokenizers.Tokenizer.from_buffer(data)
-        except Exception as wrong:  # the library raises bare Exception
-            raise ModelError(f"not a tokenizer: {wrong}", file=file) from None
-        # tokenizer.json may contain limits from training; the engine checks prompt lengths itself.
-        backend.no_truncation()
-        backend.no_padding()
-        _add_tokens(backend, path)
-        return cls(backend, special_tokens_of(path), path)
+            tokenizer = cls(*read_tokenizer(path), path)
+        elif file.is_file():
+            tokenizer = cls(_read_json(file, path), special_tokens_of(path), path)
+        else:  # other formats are converted with transformers, since importing it takes two seconds
+            tokenizer = cls(*(read_tekken(tekken) if tekken.is_file() else _convert(path)), path)
+        if chat_template is not None:
+            from jengine.text.chat_template import given_template  # only chats need jinja2
+
+            tokenizer.chat_templates = {"default": given_template(chat_template, tokenizer.special_tokens)}
+        return tokenizer
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the tokenizer prescribes around a text, such as a leading
@@ -195,9 +172,7 @@ class Tokenizer:
         Raises:
             ModelError: one cannot be read.
         """
-        from jengine.text.chat_template import (
-            load_chat_templates,  # imported here, since only chats need jinja2
-        )
+        from jengine.text.chat_template import load_chat_templates  # only chats need jinja2
 
         return {} if self.folder is None else load_chat_templates(self.folder, self.special_tokens)
 
@@ -234,9 +209,42 @@ class Tokenizer:
         return known
 
 
+def bad_sequences(texts: Iterable[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Token sequences of texts that must not occur in an output, with and without a leading space, following
+    vLLM's rule.
+
+    Raises:
+        InvalidArgument: a text has no tokens.
+    """
+    sequences = []
+    for text in texts:
+        plain, spaced = (
+            tokenizer.encode(space + text.lstrip(), add_special_tokens=False) for space in ("", " ")
+        )
+        if not plain:
+            raise InvalidArgument("bad_words", text, "each must have a token that is not white space")
+        sequences.append(plain)
+        if spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+            sequences.append(spaced)
+    return sequences
+
+
 def has_tokenizer(path: Path) -> bool:
     """Whether a folder has any tokenizer file; GGUF files have one."""
     return is_gguf(path) or any((path / name).is_file() for name in FILES)
+
+
+def _read_json(file: Path, folder: Path) -> tokenizers.Tokenizer:
+    data = read_bytes(file)
+    try:
+        backend = tokenizers.Tokenizer.from_buffer(data)
+    except Exception as wrong:  # the library raises bare Exception
+        raise ModelError(f"not a tokenizer: {wrong}", file=file) from None
+    # tokenizer.json may contain limits from training; the engine checks prompt lengths itself.
+    backend.no_truncation()
+    backend.no_padding()
+    _add_tokens(backend, folder)
+    return backend
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from jengine.base.errors import ModelError
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from flax import nnx
     from PIL.Image import Image
 
+Json = Mapping[str, Any]  # fields of a file or of an option
+Encode = Callable[[str], list[int]]  # text to token ids
 # fields of preprocessor_config.json with the only value that any family supports
 SWITCHES = {"do_convert_rgb": True, "do_rescale": True, "do_resize": True}
 
@@ -60,6 +62,8 @@ class RowEncoder(Protocol):
         Several parts lie one after the other, told apart by their segments; 0 is padding. Each begins at a
         multiple of patches_per_row, and a patch attends to those of its own segment.
         """
+        rows: jax.Array = module(pixels, places, segments)
+        return rows
 
     def facts(self) -> dict[str, Any]:
         """All that the encoder's programs depend on, as plain data."""
@@ -86,6 +90,7 @@ class Vision(RowEncoder, Protocol):
         """This vision for images of at most so many embeddings: larger ones are scaled down, if the family
         reads images of any size.
         """
+        return self
 
     def prompt(self, parts: Sequence[Patches]) -> list[int]:
         """Token ids that stand for the image in a prompt; VISUAL at each embedding row."""

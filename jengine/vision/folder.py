@@ -11,9 +11,8 @@ from typing import Any
 from jengine.base.errors import InvalidArgument, ModelError
 from jengine.base.model_files import malformed, read_object
 from jengine.core.image_options import PROCESSING
-from jengine.vision.family import Vision
+from jengine.vision.family import Encode, Vision
 
-Encode = Callable[[str], list[int]]  # text to token ids
 PROCESSORS = "preprocessor_config.json", "processor_config.json"
 MAX_SIZES = {"image_size": 1 << 14, "depth": 1024, "num_hidden_layers": 1024, "mm_tokens_per_image": 1 << 16}
 MAX_NUMBER = 1 << 31

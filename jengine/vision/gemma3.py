@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jengine.base.errors import InvalidArgument, ModelError
-from jengine.vision.family import VISUAL, Patches, require
+from jengine.vision.family import VISUAL, Encode, Json, Patches, Vision, require
 from jengine.vision.pixels import BILINEAR, normalized, patches, rgb, squares
 
 if TYPE_CHECKING:
-    import jax
     from flax import nnx
     from PIL.Image import Image
 
@@ -25,7 +24,7 @@ DEFAULTS = {
 FIXED = {"do_normalize": True, "resample": BILINEAR, "do_pan_and_scan": False}
 
 
-class Gemma3Vision:
+class Gemma3Vision(Vision):
     """Images of Gemma 3. Every image has the same size, so segments are frames of as many patches. A
     patch's place is the number of its learned position.
     """
@@ -34,13 +33,7 @@ class Gemma3Vision:
     ahead = True
     marker = "<start_of_image>"
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        processor: Mapping[str, Any],
-        encode: Callable[[str], list[int]],
-        overrides: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, config: Json, processor: Json, encode: Encode, overrides: Json | None = None) -> None:
         """The arguments are those of `vision`."""
         if overrides:
             raise InvalidArgument(
@@ -79,9 +72,6 @@ class Gemma3Vision:
         grid = self._rows, self._rows
         return [Patches(cells.reshape(len(cells), -1), self._places, self.most_rows, grid)]
 
-    def limited(self, rows: int) -> Self:
-        return self
-
     def prompt(self, parts: Sequence[Patches]) -> list[int]:
         """Between the tokens of its begin and end, and empty lines."""
         space = self._encode("\n\n")
@@ -92,10 +82,6 @@ class Gemma3Vision:
         from jengine.vision.siglip import Gemma3Encoder
 
         return Gemma3Encoder(self._vision, self._hidden, self.patches_per_row, dtype)
-
-    def encode(self, module: Any, pixels: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
-        out: jax.Array = module(pixels, places)
-        return out
 
     def facts(self) -> dict[str, Any]:
         return {"vision": self._vision, "hidden": self._hidden, "patches_per_row": self.patches_per_row}

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from jengine.base.errors import InvalidArgument, ModelError
-from jengine.vision.family import VISUAL, Patches, require
+from jengine.vision.family import VISUAL, Encode, Json, Patches, Vision, require
 from jengine.vision.pixels import BICUBIC, normalized, patches, rgb, squares
 
 if TYPE_CHECKING:
-    import jax
     from flax import nnx
     from PIL.Image import Image
 
@@ -28,7 +27,7 @@ DEFAULTS = {
 FIXED = {"do_normalize": False, "resample": BICUBIC}
 
 
-class Gemma4Vision:
+class Gemma4Vision(Vision):
     """Images of Gemma 4. An image is one part. A patch's place is its column and its row; patches of an
     embedding follow one another.
     """
@@ -37,11 +36,7 @@ class Gemma4Vision:
     marker = "<|image|>"
 
     def __init__(
-        self,
-        config: Mapping[str, Any],
-        processor: Mapping[str, Any],
-        encode: Callable[[str], list[int]] | None = None,
-        overrides: Mapping[str, Any] | None = None,
+        self, config: Json, processor: Json, encode: Encode | None = None, overrides: Json | None = None
     ) -> None:
         """The arguments are those of `vision`. The option mm_processor_kwargs may have max_soft_tokens."""
         if unknown := sorted(set(overrides or ()) - {"max_soft_tokens"}):
@@ -100,10 +95,6 @@ class Gemma4Vision:
         from jengine.vision.gemma4_encoder import Encoder
 
         return Encoder(self._vision, self._hidden, self.theta, dtype)
-
-    def encode(self, module: Any, pixels: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
-        out: jax.Array = module(pixels, places, segments)
-        return out
 
     def facts(self) -> dict[str, Any]:
         return {"vision": self._vision, "hidden": self._hidden, "rows": self.most_rows}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jengine.models.layers import dense, exact_matrix, param, value
+from jengine.models.layers import dense, matrix, param, value
 from jengine.models.pieces import Piece
 from jengine.models.rope import Rope
 from pallas_kernels.elementwise.rotary import Rotation
@@ -37,9 +37,8 @@ class Linear(nnx.Module):
         shape = stored or ((inputs, outputs) if transposed else (outputs, inputs))
         self.inputs = inputs
         weight = name if transposed else f"{name}.weight"
-        self.weight = exact_matrix(
-            (outputs, inputs), dtype, (None, None), Piece(weight, shape, transposed=transposed)
-        )
+        piece = Piece(weight, shape, transposed=transposed)
+        self.weight = matrix((outputs, inputs), dtype, (None, None), piece, exact=True)
         self.bias = param((outputs,), dtype, (None,), Piece(f"{name}.bias", (outputs,))) if biased else None
 
     def __call__(self, x: jax.Array) -> jax.Array:

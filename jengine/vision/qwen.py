@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
 from jengine.base.errors import InvalidArgument, ModelError
-from jengine.vision.family import VISUAL, Patches, require
+from jengine.vision.family import VISUAL, Encode, Json, Patches, RowEncoder, require
 from jengine.vision.pixels import BICUBIC, fitting, most_fitting, normalized, patches, rgb, squares
 
 if TYPE_CHECKING:
-    import jax
     from flax import nnx
     from PIL.Image import Image
 
@@ -26,94 +23,37 @@ FIXED = {"do_normalize": True, "resample": BICUBIC}
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preparation:
-    """How an image becomes patches: resized to a multiple of merge * size pixels, normalized, and cut.
+class QwenVision(RowEncoder, ABC):
+    """Images of Qwen's models. An image is one part, with as many patches as its size gives: it is resized to
+    a multiple of merge * size pixels, normalized, and cut.
 
     Attributes:
+        patch_size: the family's default.
         least, most: pixels of a resized image.
         size: a patch's height and width.
         merge: an embedding stands for merge x merge patches, which follow one another.
         frames: how often a patch is repeated; a video has several frames.
     """
 
-    least: int
-    most: int
-    size: int
-    merge: int
-    frames: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    @classmethod
-    def read(cls, fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> Self:
-        """From preprocessor_config.json's fields and the option mm_processor_kwargs.
-
-        Raises:
-            ModelError: a field has a value that is not supported.
-            InvalidArgument: an override does.
-        """
-        require(fields, FIXED)
-        if unknown := sorted(set(overrides) - set(OVERRIDES)):
-            raise InvalidArgument("mm_processor_kwargs", unknown[0], f"must be one of {', '.join(OVERRIDES)}")
-        sizes = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
-        for options in (fields, overrides):  # the older names win over the newer
-            sizes |= options.get("size") or {}
-            older = {"shortest_edge": options.get("min_pixels"), "longest_edge": options.get("max_pixels")}
-            sizes |= {edge: value for edge, value in older.items() if value is not None}
-        least, greatest = int(sizes["shortest_edge"]), int(sizes["longest_edge"])
-        patch, merge = int(fields.get("patch_size", 14)), int(fields.get("merge_size", 2))
-        if not 0 < least <= greatest or greatest < (patch * merge) ** 2:
-            raise InvalidArgument(
-                "mm_processor_kwargs.max_pixels" if overrides else "max_pixels",
-                greatest,
-                f"must be at least min_pixels={least}, and {(patch * merge) ** 2}, of one embedding",
-            )
-        return cls(
-            least=least,
-            most=greatest,
-            size=patch,
-            merge=merge,
-            frames=int(fields.get("temporal_patch_size", 2)),
-            mean=tuple(fields.get("image_mean") or MEAN),
-            std=tuple(fields.get("image_std") or STD),
-        )
-
-    @property
-    def patch(self) -> tuple[int, int, int, int]:
-        """Shape of a patch: colours, frames, height, width."""
-        return 3, self.frames, self.size, self.size
-
-    @property
-    def largest(self) -> int:
-        """The most patches of an image."""
-        embedding = (self.size * self.merge) ** 2  # its pixels
-        return most_fitting(self.size * self.merge, self.least, self.most) // embedding * self.merge**2
-
-
-class QwenVision(ABC):
-    """Images of Qwen's models. An image is one part, with as many patches as its size gives."""
-
-    patch_size: ClassVar[int]  # the family's default
-    places: int
+    patch_size: ClassVar[int]
     ahead = False
     marker = "<|image_pad|>"
 
     def __init__(
-        self,
-        config: Mapping[str, Any],
-        processor: Mapping[str, Any],
-        encode: Callable[[str], list[int]] | None = None,
-        overrides: Mapping[str, Any] | None = None,
+        self, config: Json, processor: Json, encode: Encode | None = None, overrides: Json | None = None
     ) -> None:
         """
         Args:
             config: fields of config.json; processor: of preprocessor_config.json.
             encode: not used; the chat template has put an image's other tokens around it.
             overrides: the option mm_processor_kwargs.
+
+        Raises:
+            ModelError: a field has a value that is not supported.
+            InvalidArgument: an override does.
         """
         self.config, self.processor = config, processor
-        self.vision: Mapping[str, Any] = config["vision_config"]
+        self.vision: Json = config["vision_config"]
         sizes = {
             "patch_size": self.vision.get("patch_size", self.patch_size),
             "merge_size": self.vision.get("spatial_merge_size", 2),
@@ -122,31 +62,62 @@ class QwenVision(ABC):
         for name, size in sizes.items():
             if processor.get(name, size) != size:
                 raise ModelError(f"{name}={processor[name]} differs from the vision_config's {size}")
-        self.preparation = Preparation.read({**processor, **sizes}, overrides or {})
-        self.features = math.prod(self.preparation.patch)
+        require(processor, FIXED)
+        self.size, self.merge, self.frames = map(int, sizes.values())
+        self.least, self.most = self._limits(overrides or {})
+        self.mean = tuple(processor.get("image_mean") or MEAN)
+        self.std = tuple(processor.get("image_std") or STD)
+        self.features = math.prod(self.patch)
         taps = self.vision.get("deepstack_visual_indexes") or ()
         if not {*taps} <= {*range(int(self.vision.get("depth", 0)))} or len({*taps}) != len(taps):
             raise ModelError(f"deepstack_visual_indexes={taps} must be different layers of the encoder")
         self.levels = 1 + len(taps)
-        self.patches_per_row = self.smallest = self.preparation.merge**2
-        self.largest = self.preparation.largest
+        self.patches_per_row = self.smallest = self.merge**2
+        pixels = most_fitting(self.unit, self.least, self.most)
+        self.largest = pixels // self.unit**2 * self.patches_per_row
         self.most_rows = self.largest // self.patches_per_row
         self.token = self.row_token = int(config["image_token_id"])
 
+    def _limits(self, overrides: Json) -> tuple[int, int]:
+        """`least` and `most`."""
+        if unknown := sorted(set(overrides) - set(OVERRIDES)):
+            raise InvalidArgument("mm_processor_kwargs", unknown[0], f"must be one of {', '.join(OVERRIDES)}")
+        sizes = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+        for options in (self.processor, overrides):  # the older names win over the newer
+            sizes |= options.get("size") or {}
+            older = {"shortest_edge": options.get("min_pixels"), "longest_edge": options.get("max_pixels")}
+            sizes |= {edge: value for edge, value in older.items() if value is not None}
+        least, greatest = int(sizes["shortest_edge"]), int(sizes["longest_edge"])
+        if not 0 < least <= greatest or greatest < self.unit**2:
+            raise InvalidArgument(
+                "mm_processor_kwargs.max_pixels" if overrides else "max_pixels",
+                greatest,
+                f"must be at least min_pixels={least}, and {self.unit**2}, of one embedding",
+            )
+        return least, greatest
+
+    @property
+    def unit(self) -> int:
+        """Pixels along an embedding."""
+        return self.size * self.merge
+
+    @property
+    def patch(self) -> tuple[int, int, int, int]:
+        """Shape of a patch: colours, frames, height, width."""
+        return 3, self.frames, self.size, self.size
+
     def cut(self, image: Image) -> list[Patches]:
-        prepared = self.preparation
-        unit = prepared.size * prepared.merge
-        height, width = fitting((image.height, image.width), unit, prepared.least, prepared.most)
-        resized = normalized(rgb(image).resize((width, height), BICUBIC), prepared.mean, prepared.std)
-        order, places = self.ordered((height // prepared.size, width // prepared.size))
-        cells = patches(resized, prepared.size, order)[:, :, None]
-        repeated = np.broadcast_to(cells, (*cells.shape[:2], prepared.frames, *cells.shape[3:]))
-        rows, columns = height // unit, width // unit
+        height, width = fitting((image.height, image.width), self.unit, self.least, self.most)
+        resized = normalized(rgb(image).resize((width, height), BICUBIC), self.mean, self.std)
+        order, places = self.ordered((height // self.size, width // self.size))
+        cells = patches(resized, self.size, order)[:, :, None]
+        repeated = np.broadcast_to(cells, (*cells.shape[:2], self.frames, *cells.shape[3:]))
+        rows, columns = height // self.unit, width // self.unit
         return [Patches(repeated.reshape(len(order), -1), places, rows * columns, (rows, columns))]
 
     def limited(self, rows: int) -> Self:
-        pixels = min(self.preparation.most, rows * (self.preparation.size * self.preparation.merge) ** 2)
-        overrides = {"min_pixels": min(self.preparation.least, pixels), "max_pixels": pixels}
+        pixels = min(self.most, rows * self.unit**2)
+        overrides = {"min_pixels": min(self.least, pixels), "max_pixels": pixels}
         return type(self)(self.config, self.processor, overrides=overrides)
 
     @abstractmethod
@@ -158,16 +129,9 @@ class QwenVision(ABC):
     def prompt(self, parts: Sequence[Patches]) -> list[int]:
         return [VISUAL] * sum(part.rows for part in parts)
 
-    @abstractmethod
-    def module(self, dtype: Any) -> nnx.Module:
-        """The encoder's module, see Vision."""
-
-    def encode(self, module: Any, pixels: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
-        out: jax.Array = module(pixels, places, segments)
-        return out
-
     def facts(self) -> dict[str, Any]:
-        return {"vision": dict(self.vision), **dataclasses.asdict(self.preparation)}
+        names = "least", "most", "size", "merge", "frames", "mean", "std"
+        return {"vision": dict(self.vision), **{name: getattr(self, name) for name in names}}
 
 
 class Qwen25Vision(QwenVision):
@@ -183,18 +147,16 @@ class Qwen25Vision(QwenVision):
     @property
     def window(self) -> int:
         """Embeddings along a window."""
-        size = self.preparation.size * self.preparation.merge
-        return int(self.vision.get("window_size", 112)) // size
+        return int(self.vision.get("window_size", 112)) // self.unit
 
     def module(self, dtype: Any) -> nnx.Module:
         from jengine.vision.qwen_encoder import WindowEncoder
 
         window = self.window**2 * self.patches_per_row
-        prepared = self.preparation
-        return WindowEncoder(self.vision, prepared.patch, prepared.merge, window, dtype)
+        return WindowEncoder(self.vision, self.patch, self.merge, window, dtype)
 
     def ordered(self, grid: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-        merge = self.preparation.merge
+        merge = self.merge
         merged = squares(grid, merge).reshape(-1, merge**2, 2)  # [embeddings, patches of one, 2]
         across = -(-grid[1] // merge // self.window)  # windows
         rows, columns = merged[:, 0].T // merge // self.window
@@ -215,8 +177,8 @@ class Qwen3Vision(QwenVision):
     def module(self, dtype: Any) -> nnx.Module:
         from jengine.vision.qwen_encoder import Encoder
 
-        return Encoder(self.vision, self.preparation.patch, self.preparation.merge, dtype)
+        return Encoder(self.vision, self.patch, self.merge, dtype)
 
     def ordered(self, grid: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-        order = squares(grid, self.preparation.merge)
+        order = squares(grid, self.merge)
         return order, np.concatenate([order, np.full_like(order, grid)], axis=1)

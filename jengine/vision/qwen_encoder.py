@@ -78,7 +78,7 @@ class WindowEncoder(nnx.Module):
         window: int,
         dtype: jax.typing.DTypeLike,
     ) -> None:
-        """patch, merge: see `Preparation`. window: maximum number of patches of a window."""
+        """patch, merge: see `QwenVision`. window: maximum number of patches of a window."""
         hidden, out = int(fields["hidden_size"]), int(fields["out_hidden_size"])
         features, merged = math.prod(patch), hidden * merge**2
         self.dtype, self.window = jnp.dtype(dtype), window
@@ -113,7 +113,7 @@ class Encoder(nnx.Module):
     def __init__(
         self, fields: Mapping[str, Any], patch: tuple[int, ...], merge: int, dtype: jax.typing.DTypeLike
     ) -> None:
-        """patch, merge: see `Preparation`."""
+        """patch, merge: see `QwenVision`."""
         hidden, out = int(fields["hidden_size"]), int(fields["out_hidden_size"])
         table = (int(fields["num_position_embeddings"]), hidden)
         self.side = int(table[0] ** 0.5)

@@ -17,8 +17,8 @@ from jengine.base.display import counted
 from jengine.base.errors import InvalidArgument
 from jengine.core.image_options import PROCESSING, processing_options, replaced
 from jengine.core.images import CutImage, ImagePart, PromptImages, key_of
-from jengine.vision.family import VISUAL, Patches, Vision
-from jengine.vision.folder import Encode, no_text, served_vision
+from jengine.vision.family import VISUAL, Encode, Patches, Vision
+from jengine.vision.folder import no_text, served_vision
 
 if TYPE_CHECKING:
     from PIL.Image import Image

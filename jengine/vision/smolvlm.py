@@ -7,16 +7,15 @@ patches, projected to the text model's hidden size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jengine.base.errors import InvalidArgument, ModelError
-from jengine.vision.family import VISUAL, Patches
+from jengine.vision.family import VISUAL, Encode, Json, Patches, Vision
 
 if TYPE_CHECKING:
-    import jax
     from flax import nnx
     from PIL.Image import Image
 
@@ -30,7 +29,7 @@ DEFAULTS = {  # transformers'
 }  # fmt: skip
 
 
-class SmolVlm:
+class SmolVlm(Vision):
     """Images of SmolVLM and Idefics3.
 
     Args:
@@ -43,13 +42,7 @@ class SmolVlm:
     places = levels = 1
     ahead = False
 
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        processor: Mapping[str, Any],
-        encode: Callable[[str], list[int]],
-        overrides: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, config: Json, processor: Json, encode: Encode, overrides: Json | None = None) -> None:
         options = dict(overrides or {})
         for name in options.keys() - {"size", "do_image_splitting"} | options.get("size", {}).keys() - {EDGE}:
             limit = f"only size.{EDGE} and do_image_splitting are supported for this model"
@@ -102,9 +95,6 @@ class SmolVlm:
                 parts.append(self._frame(image.crop(box), (rows, columns)))
         return [*parts, self._frame(self._resized(image, size, size), (1, 1))]
 
-    def limited(self, rows: int) -> Self:
-        return self
-
     def prompt(self, parts: Sequence[Patches]) -> list[int]:
         """The tiles by rows, each after its name, then the whole image. The number of tiles in a row follows
         from `cut`, which puts the whole image last.
@@ -150,12 +140,7 @@ class SmolVlm:
     def module(self, dtype: Any) -> nnx.Module:
         from jengine.vision.siglip import SmolVlmEncoder
 
-        return SmolVlmEncoder(self.vision, self.hidden, self.patches_per_row, dtype)
-
-    def encode(self, module: Any, pixels: jax.Array, places: jax.Array, segments: jax.Array) -> jax.Array:
-        """All segments have `smallest` patches, so each frame attends to itself, and padding to padding."""
-        out: jax.Array = module(pixels, places[:, 0], self.smallest)
-        return out
+        return SmolVlmEncoder(self.vision, self.hidden, self.patches_per_row, self.smallest, dtype)
 
     def facts(self) -> dict[str, Any]:
         return {"vision": self.vision, "scale": self.scale, "frame": self.frame, "hidden": self.hidden}

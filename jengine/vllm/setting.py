@@ -55,8 +55,9 @@ class Setting:
         """
         if value is None or (isinstance(value, str | dict | list | tuple) and value in EMPTY):
             return {}, ""
-        if self.gives and (options := _given(self.gives, value)) is not None:
-            return dict(options), ""
+        for known, options in self.gives.items():
+            if _same(known, value):
+                return dict(options), ""
         if self.to:
             return {self.to: value if self.read is None else self.read(value)}, ""
         if any(_same(fit, value) for fit in self.fits) or (self.accepts is not None and self.accepts(value)):
@@ -119,10 +120,6 @@ def _set_variable(name: str, value: str) -> None:
 
 def _switches(fits: tuple[object, ...]) -> bool:
     return bool(fits) and all(isinstance(fit, bool) for fit in fits)
-
-
-def _given(gives: Mapping[Any, dict[str, Any]], value: Any) -> dict[str, Any] | None:
-    return next((options for key, options in gives.items() if _same(key, value)), None)
 
 
 def _same(fit: Any, value: Any) -> bool:

@@ -13,9 +13,9 @@ import pytest
 
 from jengine import cli
 from jengine.base.errors import InvalidArgument
-from jengine.checkpoints import calibrated as subject
+from jengine.checkpoints import calibration as subject
 from jengine.checkpoints import conversion, load, load_calibrated, read_config, read_text, resolve
-from jengine.checkpoints.calibrated import Calibrated, _moments, halves, twice
+from jengine.checkpoints.calibration import Calibrated, _moments, halves, twice
 from jengine.core.config import EngineConfig
 from jengine.engine.setup.shapes import describe
 from jengine.models import build

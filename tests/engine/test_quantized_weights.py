@@ -91,7 +91,7 @@ def test_another_method_has_another_file(
     names = {file.relative_to(PACKAGES).as_posix() for file in source_files()}
     assert {f"pallas_kernels/quantization/{name}.py" for name in ("int4", "gptq", "hadamard")} <= names
     loaded(folder, tmp_path, "int4")
-    changed = tmp_path / "packages" / "jengine" / "checkpoints" / "calibrated.py"
+    changed = tmp_path / "packages" / "jengine" / "checkpoints" / "calibration.py"
     changed.parent.mkdir(parents=True)
     changed.write_text("PRIOR = 1")
     monkeypatch.setattr(model_source, "PACKAGES", tmp_path / "packages")

@@ -14,13 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import save_file
 
 from jengine import LLM, AsyncLLM, EngineConfig, InvalidArgument, ModelError, SamplingParams
 from jengine.base.compiles import compile_count
 from jengine.checkpoints.in_memory import assemble_on_devices
 from jengine.core.weights import Version, next_version
 from jengine.engine.loop.engine import Engine
-from jengine.engine.operations import GetPauseState, Sleep, UpdateWeights, WakeUp, decode_operation
+from jengine.engine.operations import (
+    GetPauseState,
+    LoadWeights,
+    Sleep,
+    UpdateWeights,
+    WakeUp,
+    decode_operation,
+)
 from jengine.spi import start_engine
 from tests.checkpoints.quantized_models import gptq, write_quantized
 from tests.engine.on_demand import on_demand
@@ -126,6 +134,18 @@ def test_bfloat16_takes_float32_too(folder: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, parameters(engine), parameters(other))
     with pytest.raises(ModelError, match=f"{Q_PROJ}: has dtype float16; updates take bfloat16 and float32"):
         engine.do(UpdateWeights({**narrow, Q_PROJ: narrow[Q_PROJ].astype(np.float16)}))
+
+
+def test_constants_are_left_out_as_at_the_start(folder: Path, tmp_path: Path) -> None:
+    """Older checkpoints have masks and positions, in dtypes that no weight has."""
+    mask = {"model.layers.0.attn.bias": np.ones((1, 1, 4, 4), bool)}
+    save_file({**tensors(0), **mask}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    engine = started(tmp_path)
+    save_file({**tensors(1), **mask}, tmp_path / "model.safetensors")
+    assert engine.do(LoadWeights(str(tmp_path))) == 1
+    places = {"model.embeddings.position_ids": np.arange(4)}
+    assert engine.do(UpdateWeights({**tensors(2), **places})) == 2
 
 
 def test_a_tree_of_parameters_is_used_without_a_copy(folder: Path, expected: list[list[Any]]) -> None:

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from jengine.checkpoints.hugging_face import model_config
+from jengine.models import build
 from jengine.models.moe import Experts, MixtureOfExperts
 from pallas_kernels.products.weights import weight_of
 from tests.golden.weights import VARIANTS
@@ -68,3 +69,11 @@ def test_the_cpu_program_has_no_copy_of_all_experts() -> None:
     )
     weights = 64 * 3 * FFN * HIDDEN * 4
     assert compiled.memory_analysis().temp_size_in_bytes < weights / 4
+
+
+def test_a_devices_part_of_an_expert_has_whole_groups() -> None:
+    """96 intermediate results in groups of 32, on two devices."""
+    quantized = {"intermediate_size": 96, "quantization_config": {"quant_method": "mxfp4"}}
+    model = build(model_config({**VARIANTS["gpt_oss"], **quantized}), "bfloat16", 64, shards=2)
+    experts = model.module.layers[0].mlp
+    assert experts.own_size() == 64 == experts.down.get_value().shape[-1] // 2

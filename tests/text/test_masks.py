@@ -13,9 +13,8 @@ from jengine.api.prompts import make_requests
 from jengine.base.errors import InvalidArgument, JengineError
 from jengine.core.request import SamplingParams
 from jengine.core.structured_outputs import StructuredOutputs
-from jengine.text.bad_words import bad_sequences
 from jengine.text.masks import AllowedTokens, BadWords, make_mask
-from jengine.text.tokenizer import Tokenizer
+from jengine.text.tokenizer import Tokenizer, bad_sequences
 
 
 @pytest.fixture(scope="module")

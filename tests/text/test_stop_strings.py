@@ -42,7 +42,7 @@ few_letters = st.text(alphabet="ab🙂\n", max_size=30)
 def test_any_cutting_gives_the_plain_answer(text: str, stop_list: list[str], places: list[int]) -> None:
     stops = tuple(stop_list)
     want_text, want_stop = plain(text, stops)
-    matcher, out, given_text = StopStrings(StopAutomaton(stops)), "", ""
+    matcher, out, given_text = StopStrings(StopAutomaton.of(stops)), "", ""
     for piece in cut(text, places):
         given_text += piece
         safe, stop = matcher.push(piece)
@@ -59,13 +59,13 @@ def test_any_cutting_gives_the_plain_answer(text: str, stop_list: list[str], pla
 
 
 def test_without_stops_nothing_is_held_back() -> None:
-    matcher = StopStrings(StopAutomaton(()))
+    matcher = StopStrings(StopAutomaton())
     assert matcher.push("anything") == ("anything", None)
     assert matcher.flush() == ""
 
 
 def test_text_held_back_is_released_when_it_goes_on_otherwise() -> None:
-    matcher = StopStrings(StopAutomaton(("\n\nclass",)))
+    matcher = StopStrings(StopAutomaton.of(("\n\nclass",)))
     assert matcher.push("pass\n") == ("pass", None)
     assert matcher.push("\n") == ("", None)
     assert matcher.push("def") == ("\n\ndef", None)
@@ -74,7 +74,7 @@ def test_text_held_back_is_released_when_it_goes_on_otherwise() -> None:
 
 
 def test_early_text_meets_no_stop_but_may_begin_one() -> None:
-    matcher = StopStrings(StopAutomaton(("abc", "bc")))
+    matcher = StopStrings(StopAutomaton.of(("abc", "bc")))
     assert matcher.push("abc ab", early=True) == ("abc ", None)
     assert matcher.push("x ab", early=True) == ("abx ", None)
     assert matcher.push("c") == ("", "abc")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from PIL import Image
 from jengine import InvalidArgument, ModelError
 from jengine.vision.gemma4 import fitted
 from jengine.vision.pixels import MOST_STRETCHED, fitting, most_fitting, rgb
-from jengine.vision.qwen import Preparation
+from jengine.vision.qwen import Qwen3Vision
 
 LARGE = {"patch_size": 16, "merge_size": 2, "size": {"shortest_edge": 65536, "longest_edge": 16777216}}
 
@@ -58,7 +59,10 @@ def test_transparent_is_white() -> None:
 
 
 def test_options_of_a_processor() -> None:
-    read = Preparation.read
+    def read(processor: dict[str, Any], overrides: dict[str, Any]) -> Qwen3Vision:
+        size = {"patch_size": processor.get("patch_size", 14)}
+        return Qwen3Vision({"vision_config": size, "image_token_id": 1}, processor, overrides=overrides)
+
     assert (read(LARGE, {}).least, read(LARGE, {}).most) == (65536, 16777216)
     older = {"patch_size": 14, "merge_size": 2, "min_pixels": 3136, "max_pixels": 12845056}
     assert read(older, {}).most == 12845056

@@ -33,15 +33,13 @@ from jengine.checkpoints import (
     load,
     load_calibrated,
     mtp_config,
-    mtp_prefix,
     read_config,
     resolve,
 )
 from jengine.checkpoints.converted import is_converted
 from jengine.checkpoints.encoder import load_encoder
 from jengine.checkpoints.folder import CONFIG_FILES, with_stored_head
-from jengine.checkpoints.in_memory import Tensors, in_memory
-from jengine.checkpoints.quantization import placed
+from jengine.checkpoints.in_memory import Tensors, in_memory, placed
 from jengine.checkpoints.safetensors import READABLE, read_file
 from jengine.checkpoints.weights import num_bytes, parts_by_name
 from jengine.core.config import EngineConfig
@@ -208,7 +206,8 @@ class ModelSource:
         if speculation.head == "mtp":
             tied = self.config.tie_embeddings  # the head's output head is the model's
             head = dataclasses.replace(mtp_config(self.folder, self.config), tie_embeddings=tied)
-            name = mtp_prefix(head)
+            module: Any = DRAFT_HEADS[head.family].module
+            name = module.prefix_of(head)
             if weights and not has_tensors(self.folder, name, self.params):
                 why = f"the checkpoint has no tensors of {name}"
                 raise InvalidArgument(f"{NAME}.method", "mtp", why)
