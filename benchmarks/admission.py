@@ -22,6 +22,7 @@ from jengine.scheduling.costs.step_costs import Slopes, StepCosts
 from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import ProgramTable
+from tests.schedulers import make_scheduler
 
 PAGE_SIZE, TILE_SIZE, TOKENS, SEQUENCES = 16, 64, 8192, 8
 PAGES = TOKENS // PAGE_SIZE
@@ -29,10 +30,10 @@ SHARED = 448  # cached pages of the waiting prompt
 GOAL = 300.0  # microseconds a step while it waits
 
 
-def make_scheduler(num_pages: int) -> Scheduler:
+def loaded_scheduler(num_pages: int) -> Scheduler:
     budget = TOKENS + SEQUENCES
     table = ProgramTable.build(max_num_seqs=SEQUENCES, max_num_batched_tokens=budget, tile_size=TILE_SIZE)
-    return Scheduler.of(
+    return make_scheduler(
         table,
         page_size=PAGE_SIZE,
         num_pages=num_pages,
@@ -73,7 +74,7 @@ def admit(rounds: int) -> dict[str, list[float]]:
     took: dict[str, list[float]] = {
         name: [] for name in ("cold: schedule", "cold: pack", "hit: schedule", "hit: pack", "finish")
     }
-    scheduler = make_scheduler(4 * PAGES)  # from the fourth round on, pages are evicted
+    scheduler = loaded_scheduler(4 * PAGES)  # from the fourth round on, pages are evicted
     for i in range(rounds):
         prompt = rng.integers(2, 32000, TOKENS).tolist()
         for kind in ("cold", "hit"):
@@ -95,7 +96,7 @@ def wait(rounds: int) -> dict[str, list[float]]:
     """Microseconds of `schedule` with one decoding sequence, alone and while a prompt waits for pages."""
     rng = np.random.default_rng(0)
     prompt = rng.integers(2, 32000, TOKENS).tolist()
-    scheduler = make_scheduler(PAGES + (PAGES - SHARED))
+    scheduler = loaded_scheduler(PAGES + (PAGES - SHARED))
     took: dict[str, list[float]] = {"alone": [], "waiting": []}
     add(scheduler, "runs", prompt, 16 * rounds)
     step(scheduler)

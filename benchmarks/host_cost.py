@@ -43,6 +43,7 @@ from jengine.scheduling.scheduler import Scheduler
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.text.completion import CompletionBuilder, StopAutomaton
 from jengine.text.tokenizer import Tokenizer
+from tests.schedulers import make_scheduler
 
 try:
     from jengine.engine.loop.step_updates import StepClock
@@ -147,7 +148,7 @@ def make_engine(sequences: int, tokens: int, **more: Any) -> Engine:
         num_pages=1 + sequences * -(-tokens // PAGE_SIZE),
     )
     options = {"prefix_caching": True, **more}
-    scheduler = Scheduler.of(
+    scheduler = make_scheduler(
         spec.table,
         page_size=PAGE_SIZE,
         num_pages=spec.num_pages,

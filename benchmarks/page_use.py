@@ -13,10 +13,11 @@ from jengine.core.request import Request, SamplingParams
 from jengine.execution.kv_cache import SHARED, page_bytes
 from jengine.models import build
 from jengine.models.config import ModelConfig
-from jengine.scheduling.pages.block_table import NO_HIT, GroupPages
+from jengine.scheduling.pages.block_table import NO_HIT
 from jengine.scheduling.pages.blocks import BlockManager
-from jengine.scheduling.scheduler import Scheduler
+from jengine.scheduling.shape import CacheShape
 from jengine.table.program_table import ProgramTable
+from tests.schedulers import make_scheduler
 
 DTYPE = np.dtype("bfloat16")
 TILE_SIZE = 64
@@ -69,11 +70,11 @@ def bytes_at_8k(page_size: int) -> dict[str, Any]:
         )
         held = {}
         for how, step in (("prefill", TILE_SIZE), ("decode", 1)):
-            most, last = _stepped([GroupPages(group.window) for group in groups], page_size, step)
+            most, last = _stepped([group.window for group in groups], page_size, step)
             held[how] = {"most_mb": round(most * one / 1e6, 1), "end_mb": round(last * one / 1e6, 1)}
         before, after = every_layer / 1e6, max(held[how]["most_mb"] for how in held)
         found[name] = {
-            "groups": [f"{GroupPages(group.window).name}: {len(group.layers)} layers" for group in groups],
+            "groups": [f"{group.window or 'full'}: {len(group.layers)} layers" for group in groups],
             "every_layer_keeps_all_mb": round(before, 1),
             **held,
             "ratio": round(after / before, 3),
@@ -81,9 +82,10 @@ def bytes_at_8k(page_size: int) -> dict[str, Any]:
     return found
 
 
-def _stepped(groups: Sequence[GroupPages], page_size: int, step: int) -> tuple[int, int]:
+def _stepped(groups: Sequence[int | None], page_size: int, step: int) -> tuple[int, int]:
     """Pages of one sequence, maximum and at its end, if it computes `step` tokens at a time."""
-    blocks = BlockManager(page_size, [1 + len(groups) * -(-LENGTH // page_size)], groups)
+    pages = 1 + len(groups) * -(-LENGTH // page_size)
+    blocks = BlockManager(CacheShape(page_size=page_size, num_pages=pages, windows=groups))
     blocks.admit(0, NO_HIT, step, None)
     most = 0
     for start in range(0, LENGTH, step):
@@ -121,7 +123,7 @@ def _unused(
     rng = np.random.default_rng(0)
     longest = prompts[1] + outputs[1]
     budget = max(512, max_num_seqs + TILE_SIZE)
-    scheduler = Scheduler.of(
+    scheduler = make_scheduler(
         ProgramTable.build(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, tile_size=TILE_SIZE),
         page_size=page_size,
         num_pages=1 + max_num_seqs * -(-longest // page_size),

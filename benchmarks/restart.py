@@ -8,7 +8,7 @@ from typing import Any
 
 from jengine.engine.loop.engine import Engine
 from jengine.scheduling.requests.images import Images
-from jengine.scheduling.scheduler import Scheduler
+from tests.schedulers import make_scheduler
 
 
 def restart_scheduler(engine: Engine, **changes: Any) -> None:
@@ -32,7 +32,7 @@ def restart_scheduler(engine: Engine, **changes: Any) -> None:
         "max_num_seqs": old.registry.max_num_seqs,
         "max_num_batched_tokens": old.predictor.max_num_batched_tokens,
         "max_model_len": old.limits.max_model_len,
-        "groups": blocks.groups,
+        "windows": blocks.windows,
         "num_states": 0 if blocks.states is None else blocks.states.pool.num_pages,
         "draft_states": 0 if blocks.states is None else len(blocks.states.spare),
         "prefix_caching": blocks.prefix_caching,
@@ -44,7 +44,7 @@ def restart_scheduler(engine: Engine, **changes: Any) -> None:
     }
     if blocks.tier is not None:
         present |= {"host_pages": blocks.tier.capacity, "staged": blocks.tier.staged}
-    new, ready = Scheduler.of(**{**present, **changes}), old.predictor.ready
+    new, ready = make_scheduler(**{**present, **changes}), old.predictor.ready
     if new.table is old.table:
         new.predictor.ready = ready
     new.registry.loras = old.registry.loras  # loaded, and on the devices

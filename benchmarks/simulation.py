@@ -132,7 +132,7 @@ def shape_of(engine: Engine) -> EngineShape:
         cache=CacheShape(
             page_size=scheduler.blocks.page_size,
             num_pages=scheduler.blocks.capacity + 1,
-            groups=scheduler.blocks.groups,
+            windows=scheduler.blocks.windows,
             prefix_caching=scheduler.blocks.prefix_caching,
         ),
         limits=BatchLimits(

@@ -121,7 +121,7 @@ class Step:
     def trunk(self) -> Any:
         """Starts the trunk. Returns the sampler's input."""
         self._cache, self._slots, to_sample, _ = self.programs[0](
-            self._params, self._cache, self._slots, self._packed
+            self._params, (), self._cache, self._slots, self._packed, (), ()
         )
         return to_sample
 
@@ -131,7 +131,7 @@ class Step:
 
     def _sampler(self, to_sample: Any) -> jax.Array:
         """Starts the sampler. Returns the tokens."""
-        last, sampled = self.programs[1](self._params, self._slots.last, self._slots.sampling, to_sample)
+        last, sampled = self.programs[1](self._params, (), self._slots.last, self._slots.sampling, to_sample)
         self._slots = self._slots._replace(last=last)
         tokens: jax.Array = sampled.tokens
         return tokens

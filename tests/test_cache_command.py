@@ -109,8 +109,9 @@ def test_clear_deletes_programs_and_measurements_and_nothing_else(
 ) -> None:
     saved(cache, 1)
     saved(cache / "process-0-of-2", 2)
-    (cache / "dtypes").mkdir()
-    (cache / "dtypes" / "a.json").write_text("{}")
+    for name in ("dtypes", "products", "process-0-of-2/products"):
+        (cache / name).mkdir()
+        (cache / name / "a.json").write_text("{}")
     kernels = cache / "kernels" / ("0123456789ab" * 2)
     kernels.mkdir(parents=True)
     (kernels / "norm.o").write_bytes(b"code")

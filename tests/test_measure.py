@@ -74,7 +74,8 @@ class ExactRunner:
         assert len(rows) <= plan.trunk.rows and len(TABLE.place(plan.spans).tiles) <= plan.trunk.tiles
         assert plan.sampler.rows == TABLE.sample_rows(plan.trunk) >= len(plan.samples)
         attended = sum(pairs(span.start, span.length, self._windows) for span in prompts)
-        assert plan.work == Work(*rows_work([span.start for span in rows], self._windows), attended)
+        work = rows_work([span.start for span in rows], self._windows)
+        assert plan.work == work._replace(attended=attended)
         self._run(self.costs.base(plan.trunk) + self.costs.slopes.seconds(plan.work))
         return PendingSample(plan, {}, None, self.now)
 

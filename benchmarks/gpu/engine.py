@@ -36,9 +36,9 @@ from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
-from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import ProgramTable
+from tests.schedulers import make_scheduler
 
 DECODE_GOAL, PREFILL_GOAL = 0.8, 0.6
 ROUNDS = 3  # measured rounds of prefill
@@ -133,7 +133,7 @@ def make_engine(size: Load, how: How, devices: int = 1) -> tuple[ExecutionSpec, 
         )
     params = random_params(spec)
     runner = Runner(Worker(spec, compiled(spec, how.threads), params))  # type: ignore[arg-type]
-    scheduler = Scheduler.of(
+    scheduler = make_scheduler(
         spec.table,
         page_size=spec.page_size,
         num_pages=spec.num_pages,

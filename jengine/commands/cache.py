@@ -20,8 +20,8 @@ from jengine.execution.cache_folders import (
     cache_limit,
     cache_root,
     kernel_folders,
+    measured_choices,
     measured_costs,
-    measured_dtypes,
     quantized_files,
     remove,
     saved_folders,
@@ -74,7 +74,7 @@ def _clear(options: argparse.Namespace) -> None:
     folders = [folder for folder in saved_folders(root) if folder.used <= before]
     measured = [
         file
-        for file in (*measured_dtypes(root), *measured_costs(root), *quantized_files(root))
+        for file in (*measured_choices(root), *measured_costs(root), *quantized_files(root))
         if file.stat().st_mtime <= before
     ]
     kernels = [folder for folder in kernel_folders(root) if folder.stat().st_mtime <= before]

@@ -1,15 +1,14 @@
-"""Makes the stores that an engine's options name."""
+"""The stores that an engine's options name."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from pathlib import Path
+from collections.abc import Iterator
 
 from jengine.base.errors import InvalidArgument
 from jengine.core.config import EngineConfig
 from jengine.core.kv_transfer import EXTRA, NAME, KvTransfer, address_of
-from jengine.engine.page_events import files_digest
-from jengine.engine.page_transfer import Stores
 from jengine.engine.setup.model_source import ModelSource
 from jengine.execution.spec import ExecutionSpec
 from jengine.stores.disk import DiskStore
@@ -38,74 +37,70 @@ def check_transfer(
         raise InvalidArgument(NAME, transfer.connector, limit)
 
 
-def weights_digest(config: EngineConfig, source: ModelSource) -> str:
-    """Identity of the weights that an engine starts with."""
-    more = [] if config.calibration_data is None else [Path(config.calibration_data)]
-    return files_digest(source.folder, more)
+class Stores:
+    """An engine's stores: a folder, a page server, or the engines that may compute prompts for this one.
+    `source` is called in one thread.
 
-
-def make_stores(transfer: KvTransfer) -> Stores:
-    """Opens the folder, or the connections and the server.
+    Attributes:
+        keep: gets pages; None: none does.
+        server: serves these pages to other engines; None: it does not.
 
     Raises:
         InvalidArgument: the folder or the address cannot be used, or there is no token.
     """
-    if transfer.connector == "disk":
-        assert transfer.root_dir is not None
-        try:
-            disk = DiskStore(transfer.root_dir, transfer.max_bytes)
-        except OSError as error:
-            where = f"{NAME}.{EXTRA}.root_dir"
-            raise InvalidArgument(where, str(transfer.root_dir), f"cannot be used: {error}") from None
-        return _single(transfer, disk)
-    token = transfer.token()
-    if transfer.connector == "remote":
-        return _single(transfer, RemoteStore(*transfer.address, token, transfer.load_timeout))
-    peers = Peers(transfer, token)
-    if not transfer.keeps:
-        return Stores(None, peers.get, close=peers.close)
-    memory = MemoryStore(transfer.buffer_bytes, transfer.lease)
-    try:
-        server = PageServer(memory, token, *transfer.address)
-    except OSError as error:
-        where, shown = f"{NAME}.kv_port", f"{transfer.address[0]}:{transfer.address[1]}"
-        raise InvalidArgument(where, shown, f"cannot be used: {error}") from None
 
-    def close() -> None:
-        server.close()
-        memory.close()
-        peers.close()
+    def __init__(self, transfer: KvTransfer) -> None:
+        self._transfer, self.server = transfer, None  # type: KvTransfer, PageServer | None
+        self._only = self.keep = None  # type: PageStore | None
+        self._peers: OrderedDict[str, RemoteStore] = OrderedDict()  # the least recently used first
+        if transfer.connector == "disk":
+            assert transfer.root_dir is not None
+            with _usable(f"{EXTRA}.root_dir", str(transfer.root_dir)):
+                self._only = DiskStore(transfer.root_dir, transfer.max_bytes)
+        else:
+            self._token = transfer.token()
+        if transfer.connector == "remote":
+            self._only = RemoteStore(*transfer.address, self._token, transfer.load_timeout)
+        if transfer.keeps:
+            self.keep = self._only
+        if transfer.connector == "sockets" and transfer.keeps:
+            self.keep = MemoryStore(transfer.buffer_bytes, transfer.lease)
+            with _usable("kv_port", f"{transfer.address[0]}:{transfer.address[1]}"):
+                self.server = PageServer(self.keep, self._token, *transfer.address)
 
-    return Stores(memory, peers.get, server, close)
+    def source(self, pages_from: str | None) -> PageStore | None:
+        """Where a request's pages are looked up; None: nowhere.
 
-
-def _single(transfer: KvTransfer, store: PageStore) -> Stores:
-    return Stores(
-        store if transfer.keeps else None,
-        lambda source: store if transfer.loads and source is None else None,
-        close=store.close,
-    )
-
-
-class Peers:
-    """Connections to the engines that may compute prompts for this one. Used by one thread."""
-
-    def __init__(self, config: KvTransfer, token: bytes) -> None:
-        self._config, self._token = config, token
-        self._stores: OrderedDict[str, RemoteStore] = OrderedDict()  # the least recently used first
-
-    def get(self, source: str | None) -> PageStore | None:
-        """The pages of an engine, by its host:port. None: it is none of the peers."""
-        if source is None or not self._config.is_peer(source):
+        Args:
+            pages_from: host:port of the engine that has computed its prompt, if any.
+        """
+        transfer = self._transfer
+        if self._only is not None:
+            return self._only if transfer.loads and pages_from is None else None
+        if pages_from is None or not transfer.is_peer(pages_from):
             return None
-        store = self._stores.pop(source, None)
+        store = self._peers.pop(pages_from, None)
         if store is None:
-            store = RemoteStore(*address_of("pages_from", source), self._token, self._config.load_timeout)
-        self._stores[source] = store
-        if len(self._stores) > MOST_PEERS:
-            self._stores.popitem(last=False)[1].close()
+            address = address_of("pages_from", pages_from)
+            store = RemoteStore(*address, self._token, transfer.load_timeout)
+        self._peers[pages_from] = store
+        if len(self._peers) > MOST_PEERS:
+            self._peers.popitem(last=False)[1].close()
         return store
 
     def close(self) -> None:
-        for store in self._stores.values():
-            store.close()
+        """Closes all of them."""
+        if self.server is not None:
+            self.server.close()
+        for store in (self._only, self.keep, *self._peers.values()):
+            if store is not None:
+                store.close()
+
+
+@contextlib.contextmanager
+def _usable(field: str, value: str) -> Iterator[None]:
+    """Turns an OSError into an error of the option."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidArgument(f"{NAME}.{field}", value, f"cannot be used: {error}") from None

@@ -6,11 +6,11 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import Empty, Full, Queue, SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from jengine.core.kv_transfer import KvTransfer
 from jengine.core.updates import StoreLoad
 from jengine.core.weights import FIRST_VERSION, Version
 from jengine.engine.page_events import PageNames, digest_of, digests, page_name, salt_of
+from jengine.engine.page_stores import Stores
 from jengine.execution.kv_cache import Page, leaves_of, parts_of
 from jengine.execution.runner import Runner
 from jengine.scheduling.pages.block_table import Block, LoraSalt, Salt
@@ -25,7 +26,6 @@ from jengine.scheduling.pages.prefix_index import first_seen
 from jengine.scheduling.requests.sequence import Sequence as RequestSequence
 from jengine.scheduling.scheduler import Scheduler
 from jengine.stores.memory import MemoryStore, PageStore, StoreError, size_of
-from jengine.stores.network import PageServer
 
 Place = tuple[int, int]  # index of a block, cache group
 
@@ -90,34 +90,6 @@ POLL_SECONDS = 0.002
 LEAST_WAIT = 0.25  # seconds; beyond these, a prompt does not wait longer than computing it would take
 CLOSE_SECONDS = 5.0  # for keeping what is waiting
 FIRST_RATE, GAIN, FORGET = 1e-3, 0.2, 0.95  # of the seconds that a page takes
-
-
-class Stepped(Protocol):
-    """An engine."""
-
-    @property
-    def has_requests(self) -> bool: ...
-
-    @property
-    def has_work(self) -> bool: ...
-
-    def step(self) -> object: ...
-
-
-class Stores(NamedTuple):
-    """An engine's stores.
-
-    Attributes:
-        keep: gets pages; None: none does.
-        source: where a request's pages are looked up, by its `pages_from`; None: nowhere.
-        server: serves pages to other engines.
-        close: closes all of them.
-    """
-
-    keep: PageStore | None
-    source: Callable[[str | None], PageStore | None]
-    server: PageServer | None = None
-    close: Callable[[], None] = lambda: None
 
 
 @dataclass(eq=False, slots=True)
@@ -208,15 +180,6 @@ class PageTransfer:
         """Whether pages are on their way to the store. Thread-safe: looks in the order in which they go."""
         return self._tier.saving or self._queue.unfinished_tasks > 0
 
-    def save_all(self, engine: Stepped) -> None:
-        """Steps an engine without requests until its pages are saved, for a bounded time."""
-        until = time.monotonic() + CLOSE_SECONDS
-        with contextlib.suppress(Exception):  # of an engine that has failed
-            while not self._closed and self.saving and not engine.has_requests and time.monotonic() < until:
-                if not engine.has_work:  # it sleeps
-                    break
-                engine.step()
-
     def close(self) -> None:
         """Keeps what is waiting, for a bounded time, and ends. May be called repeatedly."""
         if self._closed:
@@ -244,7 +207,7 @@ class PageTransfer:
         )
         if store is None or whole or isinstance(first.salt, LoraSalt) or self._loaders is None:
             return
-        windows = [group.window for group in self._blocks.groups]
+        windows = self._blocks.windows
         longest = min((len(first.keys) - 1) // size, self._tier.capacity // len(windows))
         known = self._blocks.known(first.keys, first.salt)[:longest]
         known += [[False] * len(windows)] * (longest - len(known))
@@ -308,18 +271,12 @@ class PageTransfer:
         hosts = self._blocks.receive(lookup.tokens, lookup.salt, [place for place, _ in pages])
         for host, (_, leaves) in zip(hosts, pages, strict=True):
             if host:
-                self._runner.put_host_page(host, leaves)
+                self._runner.host.put(host, leaves)
 
     def _load(self, load: _Load, source: str | None) -> None:
         """Runs in a thread."""
-        try:
+        with self._counted("so prompts are computed"):
             self._load_from(load, source)
-        except (StoreError, OSError) as error:
-            self._count(failures=1)
-            log.warning("a store of pages failed, so prompts are computed: %s", error)
-        except Exception:
-            self._count(failures=1)
-            log.exception("pages cannot be loaded, so prompts are computed")
         load.over = True
         self._news.set()
 
@@ -373,7 +330,7 @@ class PageTransfer:
         if again and not self._renews and self._queue.qsize() > MOST_WAITING // 2:
             return
         try:
-            self._queue.put_nowait((self.space, block, group, self._runner.host_page(host)))
+            self._queue.put_nowait((self.space, block, group, self._runner.host.page(host)))
         except Full:
             self._count(dropped=1)
 
@@ -381,14 +338,8 @@ class PageTransfer:
         """Runs in a thread until None is queued."""
         assert self._stores.keep is not None
         while (first := self._queue.get()) is not None:
-            try:
+            with self._counted("so a page is not kept"):
                 self._keep_one(self._stores.keep, *first)
-            except (StoreError, OSError) as error:
-                self._count(failures=1)
-                log.warning("a store of pages failed: %s", error)
-            except Exception:
-                self._count(failures=1)
-                log.exception("a page cannot be kept")
             self._queue.task_done()
 
     def _keep_one(self, store: PageStore, space: bytes, block: Block, group: int, page: Page) -> None:
@@ -403,6 +354,18 @@ class PageTransfer:
             self._count(dropped=1)
         elif not known:
             self._count(kept=1, kept_bytes=size_of(parts))
+
+    @contextlib.contextmanager
+    def _counted(self, consequence: str) -> Iterator[None]:
+        """Counts and logs a failure of a store. The thread goes on."""
+        try:
+            yield
+        except (StoreError, OSError) as error:
+            self._count(failures=1)
+            log.warning("a store of pages failed, %s: %s", consequence, error)
+        except Exception:
+            self._count(failures=1)
+            log.exception("pages cannot travel, %s", consequence)
 
     def _count(self, **more: float) -> None:
         with self._lock:

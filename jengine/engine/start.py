@@ -20,7 +20,7 @@ from jengine.engine.loop.engine_parts import EngineParts, FirstUse
 from jengine.engine.loop.live_weights import FixedWeights, LiveWeights
 from jengine.engine.loop.lora_store import LoraStore
 from jengine.engine.page_events import EventMaker, Group, PageEventPublisher
-from jengine.engine.page_stores import make_stores
+from jengine.engine.page_stores import Stores
 from jengine.engine.page_transfer import PageTransfer
 from jengine.engine.ranks import AnyEngine, RankedEngine
 from jengine.engine.setup.devices import connect
@@ -115,8 +115,9 @@ class EngineMaker:
         options, names, weights = self._setup.config.kv_transfer, self._setup.page_names, self._weights
         if options is None or names is None:
             return None
-        stores, page = make_stores(options), runner.spec.page
-        return PageTransfer(options, stores, names, scheduler, runner, lambda: weights.version, page)
+        return PageTransfer(
+            options, Stores(options), names, scheduler, runner, lambda: weights.version, runner.spec.page
+        )
 
 
 def _with_eos_token(model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -44,14 +45,46 @@ class Batch(NamedTuple):
     tile_ahead: jax.Array  # [tiles, tile_size], see Span; [0, tile_size] for models that see no later token
 
 
+def batch_shapes(
+    rows: int,
+    tiles: int,
+    tile_size: int,
+    samples: int,
+    entries: int,
+    *,
+    states: bool = False,
+    turns: bool = False,
+    ahead: bool = False,
+) -> Batch:
+    """The shape of each field. The last three as in `BatchLayout.of`."""
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(("row_slots", "row_positions", "row_tokens"), (rows,)),
+        "row_states": (rows * states, 2),
+        **dict.fromkeys(("tile_slots", "tile_positions", "tile_lengths"), (tiles,)),
+        "tile_states": (tiles * states, 2),
+        "tile_tokens": (tiles, tile_size),
+        **dict.fromkeys(("sample_tokens", "sample_slots"), (samples,)),
+        "table": (entries, ENTRY_WORDS),
+        "resets": (tiles, RESET_WORDS),
+        "row_turns": (rows * turns, TURNS),
+        "tile_turns": (tiles * turns, tile_size, AXES),
+        "tile_ahead": (tiles * ahead, tile_size),
+    }
+    return Batch(**shapes)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """The offset of each field of a Batch in the buffer of one trunk program."""
+    """The offset of each field of a Batch in the buffer of one trunk program.
+
+    Attributes:
+        shapes: of the fields; offsets: where each begins.
+    """
 
     table: ProgramTable
     key: TrunkKey
-    shapes: tuple[tuple[int, ...], ...]
-    offsets: tuple[int, ...]
+    shapes: Batch
+    offsets: Batch
     size: int  # int32 words
 
     @classmethod
@@ -75,50 +108,26 @@ class BatchLayout:
             turns: whether images have positions of three numbers; ahead: whether their tokens see each other.
         """
         entries = groups * (key.rows + key.tiles * (table.tile_size // page_size + 1))
-        rows, tiles, samples = (key.rows,), (key.tiles,), (table.sample_rows(key),)
-        tokens, resets = (key.tiles, table.tile_size), (key.tiles, RESET_WORDS)
-        row_states, tile_states = ((count * states, 2) for count in (key.rows, key.tiles))
-        table_entries = entries, ENTRY_WORDS
-        row_turns, tile_turns = (key.rows * turns, TURNS), (key.tiles * turns, table.tile_size, AXES)
-        shapes = (
-            rows,
-            rows,
-            rows,
-            row_states,
-            tiles,
-            tiles,
-            tiles,
-            tile_states,
-            tokens,
-            samples,
-            samples,
-            table_entries,
-            resets,
-            row_turns,
-            tile_turns,
-            (key.tiles * ahead, table.tile_size),
-        )
-        ends = np.cumsum([int(np.prod(s)) for s in shapes]).tolist()
-        return cls(table, key, shapes, (0, *ends[:-1]), ends[-1])
+        sizes = key.rows, key.tiles, table.tile_size, table.sample_rows(key), entries
+        shapes = batch_shapes(*sizes, states=states, turns=turns, ahead=ahead)
+        ends = [0, *np.cumsum([math.prod(shape) for shape in shapes]).tolist()]
+        return cls(table, key, shapes, Batch(*ends[:-1]), ends[-1])
 
     @property
     def entries(self) -> int:
         """Number of block table entries that fit."""
-        return self.shapes[Batch._fields.index("table")][0]
+        return self.shapes.table[0]  # type: ignore[return-value]
 
     @property
     def states(self) -> bool:
         """Whether the model has recurrent states."""
-        return self._has("row_states", "tile_states")
-
-    def _has(self, *names: str) -> bool:
-        return any(self.shapes[Batch._fields.index(name)][0] for name in names)
+        return bool(self.shapes.row_states[0] or self.shapes.tile_states[0])
 
     def pack(self, plan: StepPlan) -> np.ndarray:
         """int32 [size], a new buffer, since the last one may still be in transfer. Omits entries and resets
         that do not fit."""
         buffer = np.zeros(self.size, np.int32)
-        at = Batch(*self.offsets)  # type: ignore[arg-type]
+        at: Any = self.offsets
         placement, size, spans = self.table.place(plan.spans), self.table.tile_size, plan.spans
         rows, on_rows = placement.rows, spans[: placement.on_rows]
         slots, positions = [span.slot for span in on_rows], [span.start for span in on_rows]
@@ -129,10 +138,10 @@ class BatchLayout:
         buffer[at.row_positions : at.row_positions + rows] = positions
         buffer[at.row_tokens : at.row_tokens + rows] = tokens
         if self.states:
-            _fill(buffer, at.row_states, _states_of(on_rows))  # type: ignore[arg-type]
-        turns, ahead = self._has("row_turns", "tile_turns"), self._has("tile_ahead")
+            _fill(buffer, at.row_states, _states_of(on_rows))
+        turns = self.shapes.row_turns[0] or self.shapes.tile_turns[0]
         if turns:
-            _fill(buffer, at.row_turns, [row for span in on_rows for row in _row_turns(span)])  # type: ignore[arg-type]
+            _fill(buffer, at.row_turns, [row for span in on_rows for row in _row_turns(span)])
         # `first` is the index of each span's first token on the token axis
         for i, (number, offset, length) in enumerate(placement.tiles):
             span = spans[number]
@@ -141,15 +150,15 @@ class BatchLayout:
             buffer[at.tile_positions + i] = span.start + offset
             buffer[at.tile_lengths + i] = length
             if self.states and span.states is not None:
-                _fill(buffer, at.tile_states + 2 * i, span.states[offset // size :][:2])  # type: ignore[arg-type]
+                _fill(buffer, at.tile_states + 2 * i, span.states[offset // size :][:2])
             start = at.tile_tokens + i * size
             buffer[start : start + length] = span.tokens[offset : offset + length]
             within = slice(offset, offset + length)
             if turns:
                 span_turns = np.full((length, AXES), span.after) if span.turns is None else span.turns[within]
-                _fill(buffer, at.tile_turns + i * size * AXES, span_turns)  # type: ignore[arg-type]
-            if ahead and span.ahead is not None:
-                _fill(buffer, at.tile_ahead + i * size, span.ahead[within])  # type: ignore[arg-type]
+                _fill(buffer, at.tile_turns + i * size * AXES, span_turns)
+            if self.shapes.tile_ahead[0] and span.ahead is not None:
+                _fill(buffer, at.tile_ahead + i * size, span.ahead[within])
             if not offset:
                 first.append(self.key.rows + i * size)
         samples = len(plan.samples)
@@ -157,9 +166,9 @@ class BatchLayout:
             first[sample.span] + sample.offset for sample in plan.samples
         ]
         buffer[at.sample_slots : at.sample_slots + samples] = [sample.slot for sample in plan.samples]
-        _fill(buffer, at.table, plan.table[: self.entries])  # type: ignore[arg-type]
+        _fill(buffer, at.table, plan.table[: self.entries])
         for i, reset in enumerate(plan.resets[: self.key.tiles]):
-            _fill(buffer, at.resets + i * RESET_WORDS, pack_sampling(reset))  # type: ignore[arg-type]
+            _fill(buffer, at.resets + i * RESET_WORDS, pack_sampling(reset))
         return buffer
 
     def rest(self, plan: StepPlan) -> tuple[list[Entry], list[SlotReset]]:
@@ -168,7 +177,7 @@ class BatchLayout:
 
     def unpack(self, buffer: jax.Array) -> Batch:
         parts = zip(self.offsets, self.shapes, strict=True)
-        return Batch(*(buffer[start : start + int(np.prod(shape))].reshape(shape) for start, shape in parts))
+        return Batch(*(buffer[start : start + math.prod(shape)].reshape(shape) for start, shape in parts))
 
 
 def _on_several_rows(spans: Sequence[Span]) -> tuple[list[int], list[int], list[int], list[int]]:

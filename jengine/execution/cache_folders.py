@@ -77,28 +77,33 @@ class SavedFolder:
 def saved_folders(root: Path) -> list[SavedFolder]:
     """All folders of the cache, of engines with several processes too, the least recently used first."""
     folders = []
-    for path in (*root.glob("programs/*"), *root.glob("process-*/programs/*")):
+    for path in _of_all_processes(root, "programs/*"):
         with contextlib.suppress(OSError):  # removed by another process
-            if _FOLDER.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-                folders.append(
-                    SavedFolder(
-                        path, sum(file.stat().st_size for file in path.iterdir()), path.stat().st_mtime
-                    )
-                )
+            if _FOLDER.fullmatch(path.name) and _is_folder(path):
+                size = sum(file.stat().st_size for file in path.iterdir())
+                folders.append(SavedFolder(path, size, path.stat().st_mtime))
     return sorted(folders, key=lambda folder: folder.used)
 
 
-def measured_dtypes(root: Path) -> list[Path]:
-    """Files that record the faster dtype on a CPU; see precision.py."""
-    return [*root.glob("dtypes/*.json"), *root.glob("process-*/dtypes/*.json")]
+def _of_all_processes(root: Path, pattern: str) -> list[Path]:
+    """What matches in the folder of an engine's only process, and in those of engines with several."""
+    return [*root.glob(pattern), *root.glob(f"process-*/{pattern}")]
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def measured_choices(root: Path) -> list[Path]:
+    """Files that record what is fastest on a CPU: dtypes (precision.py), forms of products (kernels.py)."""
+    folders = "dtypes", "products"
+    return [file for folder in folders for file in _of_all_processes(root, f"{folder}/*.json")]
 
 
 def kernel_folders(root: Path) -> list[Path]:
     """Folders with the code of a CPU's kernels; see kernel_objects.py."""
-    paths = *root.glob("kernels/*"), *root.glob("process-*/kernels/*")
-    return [
-        path for path in paths if _KERNELS.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
-    ]
+    paths = _of_all_processes(root, "kernels/*")
+    return [path for path in paths if _KERNELS.fullmatch(path.name) and _is_folder(path)]
 
 
 def costs_file(root: Path, fingerprint: str) -> Path:
@@ -108,7 +113,7 @@ def costs_file(root: Path, fingerprint: str) -> Path:
 
 def measured_costs(root: Path) -> list[Path]:
     """All files with step costs."""
-    return [*root.glob("costs/*.json"), *root.glob("process-*/costs/*.json")]
+    return _of_all_processes(root, "costs/*.json")
 
 
 def quantized_files(root: Path) -> list[Path]:

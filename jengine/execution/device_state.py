@@ -65,7 +65,7 @@ class HostStore:
         """Keeps a page that came from a store, by its leaves as they are on all devices together."""
         memory = PINNED if self._pinned else None
         like, tree = jax.tree.flatten(self._like)
-        placed = [_placed(leaf, target.sharding, memory) for leaf, target in zip(leaves, like, strict=True)]
+        placed = [copied(leaf, target.sharding, memory) for leaf, target in zip(leaves, like, strict=True)]
         self._pages[number] = jax.tree.unflatten(tree, placed)
 
     def _to(self, page: Page, memory: str | None) -> Page:
@@ -100,23 +100,16 @@ def check_host_memory(swap_space: float, spec: ExecutionSpec) -> None:
         )
 
 
-def copied(array: jax.Array, sharding: NamedSharding, memory: str | None) -> jax.Array:
+def copied(array: jax.Array | np.ndarray, sharding: NamedSharding, memory: str | None) -> jax.Array:
     """A copy in this kind of memory, None: the device's. By shard, so nothing is compiled."""
+    if isinstance(array, np.ndarray):
+        indices = sharding.addressable_devices_indices_map(array.shape)
+        shards: dict[Any, Any] = {device: np.ascontiguousarray(array[at]) for device, at in indices.items()}
+    else:
+        shards = {part.device: part.data for part in array.addressable_shards}
     parts = []
-    for part in array.addressable_shards:
-        kind = memory or part.device.default_memory().kind
-        parts.append(jax.device_put(part.data, SingleDeviceSharding(part.device, memory_kind=kind)))
-    return jax.make_array_from_single_device_arrays(
-        array.shape, sharding.with_memory_kind(memory) if memory else sharding, parts
-    )
-
-
-def _placed(array: np.ndarray, sharding: NamedSharding, memory: str | None) -> jax.Array:
-    """Copies an array to this kind of memory of each device, None: the device's. Nothing is compiled."""
-    parts = []
-    for device, index in sharding.addressable_devices_indices_map(array.shape).items():
-        kind = memory or device.default_memory().kind  # type: ignore[attr-defined]
-        part = np.ascontiguousarray(array[index])
+    for device, part in shards.items():
+        kind = memory or device.default_memory().kind
         parts.append(jax.device_put(part, SingleDeviceSharding(device, memory_kind=kind)))
     return jax.make_array_from_single_device_arrays(
         array.shape, sharding.with_memory_kind(memory) if memory else sharding, parts
@@ -203,10 +196,9 @@ class DeviceState:
         return [leaf for leaf, at in zip(leaves, self._shared, strict=True) if at is None]
 
     @property
-    def head_stacks(self) -> tuple[Stacks, ...]:
-        """The stacked adapters for programs that compute logits; empty if adapters cannot change the head."""
-        shapes = self.spec.adapters
-        return () if shapes is None or not shapes.of(logits=True) else (self.stacks,)
+    def head_stacks(self) -> Stacks:
+        """The stacked adapters for programs that compute logits; none if adapters cannot change the head."""
+        return self.stacks if self.spec.head_stacks else ()
 
     def take_leaves(self) -> list[jax.Array]:
         """Gives up the model's parameters: the caller's list is the only reference to them here."""
@@ -219,6 +211,10 @@ class DeviceState:
         leaves, self.encoder_leaves = [*self.encoder_leaves], ()
         return leaves
 
+    def forget_counts(self) -> None:
+        """Frees the counts, which are allocated again when needed."""
+        self.counts = None
+
     def free_cache(self) -> None:
         """Frees all that steps write. No step may be in flight, no sequence may own a page or a slot."""
         self.cache = self.slots = self.counts = self.to_sample = self.tiles = None
@@ -226,30 +222,24 @@ class DeviceState:
         if self.store is not None:
             self.store.clear()
 
-    def put(self, array: np.ndarray) -> np.ndarray | jax.Array:
-        """An array for all devices, as an argument of a program.
+    def put(self, array: np.ndarray, sharding: NamedSharding | None = None) -> np.ndarray | jax.Array:
+        """An array for the devices, as an argument of a program. sharding: None: it is whole on each.
 
         If all devices are in this process, programs place the array themselves, which is much faster than
         device_put.
         """
-        return array if self._local else self._everywhere(array)
-
-    def put_sharded(self, array: np.ndarray, like: jax.ShapeDtypeStruct) -> np.ndarray | jax.Array:
-        """An array that is divided among the devices as `like` is, as an argument of a program."""
-        if self._local:
-            return array
-        placed: jax.Array = jax.make_array_from_callback(array.shape, like.sharding, array.__getitem__)
-        return placed
+        return array if self._local else self._placed(array, sharding)
 
     def all_allowed(self, rows: int) -> jax.Array:
         """A token mask that allows everything, on the devices."""
         if rows not in self._all_allowed:
             words = mask_words(self.spec.model.config.vocab_size)
-            self._all_allowed[rows] = self._everywhere(np.full((rows, words), ALL_ALLOWED))
+            self._all_allowed[rows] = self._placed(np.full((rows, words), ALL_ALLOWED))
         return self._all_allowed[rows]
 
-    def _everywhere(self, array: np.ndarray) -> jax.Array:
-        placed: jax.Array = jax.make_array_from_callback(array.shape, self.spec.replicated, array.__getitem__)
+    def _placed(self, array: np.ndarray, sharding: NamedSharding | None = None) -> jax.Array:
+        where = sharding or self.spec.replicated
+        placed: jax.Array = jax.make_array_from_callback(array.shape, where, array.__getitem__)
         return placed
 
     def get_counts(self) -> jax.Array:

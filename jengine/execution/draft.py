@@ -17,10 +17,11 @@ import numpy as np
 from jax import lax
 
 from jengine.execution.attention import TokenAxis
-from jengine.execution.batch import AXES, ENTRY_WORDS, RESET_WORDS, TURNS, Batch
+from jengine.execution.batch import ENTRY_WORDS, RESET_WORDS, Batch, batch_shapes
 from jengine.execution.kv_cache import SHARED, Cache
 from jengine.execution.sampler import Sampled, make_proposer
 from jengine.execution.slots import KeptStates, SlotState, updated
+from jengine.execution.spec import ExecutionSpec
 from jengine.execution.trunk import make_pass, to_sample
 from jengine.models import Model, Params
 from jengine.models.cache import places
@@ -34,13 +35,11 @@ State = tuple[Cache, jax.Array, jax.Array | None]
 DraftOut = tuple[Cache, SlotState, Sampled]  # the last is int32 [rows, tokens]
 
 
-def make_follow(
-    model: Model, draft: Model, key: TrunkKey, page_size: int, device: jax.Device
-) -> Callable[..., tuple[Cache, SlotState]]:
+def make_follow(spec: ExecutionSpec, key: TrunkKey) -> Callable[..., tuple[Cache, SlotState]]:
     """(the draft model's or head's params, cache, slots, batch, states that a head reads) -> (cache with its
     keys and values of the batch, slots with what a head reads later).
     """
-    run, first = _make_pass(draft, key, page_size, device), _first_place(model)
+    draft, run, first = _make_pass(spec, key)
 
     def follow(
         params: Params, cache: Cache, slots: SlotState, batch: Batch, states: Sequence[jax.Array]
@@ -56,16 +55,22 @@ def make_follow(
     return follow
 
 
-def _make_pass(draft: Model, *where: Any) -> Callable[..., tuple[Cache, TokenAxis, Any]]:
-    """A pass whose result is a pair: hidden states, and for a head those that its next step reads."""
+def _make_pass(
+    spec: ExecutionSpec, key: TrunkKey
+) -> tuple[Model, Callable[..., tuple[Cache, TokenAxis, Any]], int]:
+    """The draft model or head; a pass whose result is a pair: hidden states, and for a head those that its
+    next step reads; and the index of its first place in the shared pool.
+    """
+    assert spec.drafting is not None and spec.draft is not None
+    draft, first = spec.draft, len(places(spec.groups, SHARED))
     if draft.reads is None:
-        return make_pass(draft, *where, compute=lambda module, *args: (module.hidden(*args), None))
-    return make_pass(draft, *where, compute=lambda head, *args: head.ahead(*args))
+        run = make_pass(spec.drafting, key, lambda module, *args: (module.hidden(*args), None))
+    else:
+        run = make_pass(spec.drafting, key, lambda head, *args: head.ahead(*args))
+    return draft, run, first
 
 
-def make_draft(
-    model: Model, draft: Model, key: DraftKey, page_size: int, device: jax.Device
-) -> Callable[..., DraftOut]:
+def make_draft(spec: ExecutionSpec, key: DraftKey) -> Callable[..., DraftOut]:
     """The function to compile: (the draft model's or head's params, cache, slots, packed, see `pack_drafts`)
     -> (cache, slots, drafts).
 
@@ -73,8 +78,8 @@ def make_draft(
     with its slot's last token, and for a head with the model's state before that. The loop has a fixed
     length, so it needs no host. Drafts are the likeliest tokens.
     """
-    rows, first = key.rows, _first_place(model)
-    run = _make_pass(draft, TrunkKey(rows, 0, key.pages), page_size, device)
+    rows = key.rows
+    draft, run, first = _make_pass(spec, TrunkKey(rows, 0, key.pages))
     choose = make_proposer(draft)
     empty = empty_batch(rows)
 
@@ -125,33 +130,8 @@ def draft_words(key: DraftKey, page_size: int) -> int:
 
 def empty_batch(rows: int) -> Batch:
     """A batch of padding rows."""
-
-    def zeros(*shape: int) -> jax.Array:
-        return np.zeros(shape, np.int32)  # type: ignore[return-value]
-
-    return Batch(
-        row_slots=zeros(rows),
-        row_positions=zeros(rows),
-        row_tokens=zeros(rows),
-        row_states=zeros(0, 2),
-        tile_slots=zeros(0),
-        tile_positions=zeros(0),
-        tile_lengths=zeros(0),
-        tile_states=zeros(0, 2),
-        tile_tokens=zeros(0, 1),
-        sample_tokens=np.arange(rows, dtype=np.int32),  # type: ignore[arg-type]
-        sample_slots=zeros(rows),
-        table=zeros(0, ENTRY_WORDS),
-        resets=zeros(0, RESET_WORDS),
-        row_turns=zeros(0, TURNS),
-        tile_turns=zeros(0, 1, AXES),
-        tile_ahead=zeros(0, 1),
-    )
-
-
-def _first_place(model: Model) -> int:
-    """Index of the draft model's first place in the shared pool."""
-    return len(places(model.groups, SHARED))
+    zeros: Any = [np.zeros(shape, np.int32) for shape in batch_shapes(rows, 0, 1, rows, 0)]
+    return Batch(*zeros)._replace(sample_tokens=np.arange(rows, dtype=np.int32))  # type: ignore[arg-type]
 
 
 def _own(cache: Cache, first: int) -> Cache:

@@ -18,9 +18,10 @@ import jax
 
 from jengine.execution.kv_cache import views
 from jengine.execution.loras import prepare as prepare_adapters
-from jengine.execution.program_folder import write_private
+from jengine.execution.program_folder import touch, write_private
 from jengine.execution.spec import ExecutionSpec, cpu_features
 from jengine.models.cache import CacheGroup, Queries, paged
+from jengine.parallel.mesh import local
 from pallas_kernels import registration
 from pallas_kernels.attention import dispatch
 from pallas_kernels.attention import latent as latent_dispatch
@@ -113,11 +114,11 @@ def _products(spec: ExecutionSpec, device: jax.Device) -> dict[str, Choice]:
     for parameter, names in zip(parameters, axes, strict=True):
         if len(parameter.shape) < 2:
             continue
-        local, experts = _own(parameter), names[0] == "experts"
-        x: Any = jax.ShapeDtypeStruct((1, local.shape[-1]), spec.model.dtype)
-        operation = f"products of {'experts in ' if experts else ''}{stored(local).format.name}"
-        _add(chosen, operation, explain_product(x, local, grouped=experts, device=device))
-        if isinstance(local, Quantized) and local.inputs and (local.by_group or not experts):
+        mine, experts = local(parameter), names[0] == "experts"
+        x: Any = jax.ShapeDtypeStruct((1, mine.shape[-1]), spec.model.dtype)
+        operation = f"products of {'experts in ' if experts else ''}{stored(mine).format.name}"
+        _add(chosen, operation, explain_product(x, mine, grouped=experts, device=device))
+        if isinstance(mine, Quantized) and mine.inputs and (mine.by_group or not experts):
             _add(chosen, "row quantization", explain(ROW_QUANTIZATION, device, x))
     return chosen
 
@@ -137,17 +138,8 @@ def _options(group: CacheGroup) -> AttentionOptions:
 
 def _pages(spec: ExecutionSpec, group: CacheGroup) -> tuple[Any, Any]:
     """Pages of keys and values of one layer of the group, on one device."""
-    seen = jax.eval_shape(
-        lambda place: views(place, group, spec.page_size), tuple(map(_own, spec.cache[group.pool][0]))
-    )
+    seen = jax.eval_shape(lambda place: views(place, group, spec.page_size), local(spec.cache[group.pool][0]))
     return seen[0], seen[-1]
-
-
-def _own(pages: Any) -> Any:
-    """Shapes of one device's part."""
-    return jax.tree.map(
-        lambda array: jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype), pages
-    )
 
 
 def _queries(spec: ExecutionSpec, group: CacheGroup, *shape: int) -> Any:
@@ -184,6 +176,7 @@ def product_forms(spec: ExecutionSpec, root: Path) -> dict[str, str]:
     facts = [*_form_facts(), shape, *([] if by_place else ["batch_invariant"])]
     file = root / "products" / (hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24] + ".json")
     saved = _kept(file)
+    touch(file)
     forms = choice.forms(str(spec.model.dtype), [*formats.values()], shape, saved, by_place=by_place)
     if any(key not in saved for key in forms):
         # if it cannot be written, programs cannot be saved either, and that raises a warning

@@ -20,6 +20,7 @@ from jengine.core.config import EngineConfig
 from jengine.execution.recurrence import ROWS_BYTES
 from jengine.execution.spec import ExecutionSpec
 from jengine.models.cache import CacheGroup, PageArray, paged
+from jengine.parallel.mesh import local
 from jengine.table.program_table import TrunkKey
 from pallas_kernels.attention.work_list import PARTS, QUERIES, lines_of, most_rows
 from pallas_kernels.devices import skip_cuda_check
@@ -97,7 +98,7 @@ class DeviceMemory:
 
 def device_bytes(tree: Any) -> int:
     """Bytes of one device's part of abstract arrays with shardings."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(local(tree)))
 
 
 def claim_gpu_memory(share: float) -> None:
@@ -253,7 +254,7 @@ def _lora_bytes(spec: ExecutionSpec, tokens: int, *, logits: bool) -> int:
         stack, rows = spec.stacks[number], tokens
         if site.experts is not None:  # in the experts' order, see Experts.working
             rows = 8 * min(site.experts, tokens) + tokens * site.chosen
-        outs = sum(math.prod(_own(b)[len(site.first) : -1]) for b in stack.b)
+        outs = sum(math.prod(b.shape[len(site.first) : -1]) for b in local(stack.b))
         largest = max(largest, rows * (4 * math.prod(stack.a.shape[-3:-1]) + 3 * outs))
     return 4 * largest
 
@@ -319,11 +320,6 @@ def fixed_temporaries(spec: ExecutionSpec) -> int:
 
 def _converted(spec: ExecutionSpec, parameter: Any, experts: bool) -> int:
     """Bytes of temporaries of a product with one device's part of a parameter."""
-    local = stored(jax.tree.map(lambda array: jax.ShapeDtypeStruct(_own(array), array.dtype), parameter))
-    return local.converted_bytes(spec.model.dtype, grouped=experts, device=spec.mesh.devices.flat[0])
-
-
-def _own(array: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    """The shape of one device's part."""
-    shape: tuple[int, ...] = array.sharding.shard_shape(array.shape)
-    return shape
+    return stored(local(parameter)).converted_bytes(
+        spec.model.dtype, grouped=experts, device=spec.mesh.devices.flat[0]
+    )

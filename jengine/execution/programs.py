@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, as_completed, wait
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -319,14 +319,17 @@ def open_cache(spec: ExecutionSpec, root: Path, max_bytes: int, *, wait: bool = 
 def program_keys(spec: ExecutionSpec) -> list[Key]:
     """All keys, in the order in which a table becomes ready; see first_needed and by_use."""
     every = [key for kind in KINDS for key in kind.keys(spec)]
-    keys = dict.fromkeys([*first_keys(spec), *by_use(spec.table), *every])
-    return [key for key in keys if spec.stage.last or kind_of(key).everywhere]
+    return of_stage(spec, dict.fromkeys([*first_keys(spec), *by_use(spec.table), *every]))
 
 
 def first_keys(spec: ExecutionSpec) -> list[Key]:
     """The first keys, whose programs can serve any request."""
     single: list[Key] = [key for kind in KINDS if kind.key is str for key in kind.keys(spec)]
-    keys = [*single, *first_needed(spec.table)]
+    return of_stage(spec, [*single, *first_needed(spec.table)])
+
+
+def of_stage(spec: ExecutionSpec, keys: Iterable[Key]) -> list[Key]:
+    """The keys whose programs a stage has."""
     return [key for key in keys if spec.stage.last or kind_of(key).everywhere]
 
 

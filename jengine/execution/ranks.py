@@ -175,9 +175,11 @@ class RanksRunner(Runner):
         nothing = self._layouts[key].pack(StepPlan(key, next(iter(plans.values())).sampler))
         for rank, plan in plans.items():
             self.runners[rank].worker.await_samples(plan.overtakes)
-        packed = [prepared[i].packed if i in prepared else nothing for i in range(len(self.runners))]
+        packed: list[Any] = [nothing] * len(self.runners)
+        for rank, step in prepared.items():
+            packed[rank] = step.packed
         self.worker.execute(DeviceCall(key, np.concatenate(packed)))
-        return {rank: self.runners[rank].after_trunk(plans[rank], step) for rank, step in prepared.items()}
+        return {rank: self.runners[rank].after_trunk(step) for rank, step in prepared.items()}
 
     # --- the same on every rank -------------------------------------------------------------------
 

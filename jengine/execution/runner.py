@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import batched
@@ -33,21 +33,11 @@ from jengine.execution.kinds import (
 from jengine.execution.kinds.cache import swap_call
 from jengine.execution.kinds.inputs import encode_call, write_call
 from jengine.execution.kinds.several_steps import pack_burst
-from jengine.execution.kv_cache import Page
 from jengine.execution.sampler import Sampled, SampledLogprobs
 from jengine.parallel.link import Link, SingleProcess
 from jengine.scheduling.step_plan import Encoding, StepPlan, Swaps, Tokens
 from jengine.table.program_table import SWAPS
 from jengine.table.ready_programs import ReadyPrograms
-
-
-class Prepared(NamedTuple):
-    """A step's buffer, when the calls before its trunk have been made."""
-
-    layout: BatchLayout
-    packed: np.ndarray
-    drafts: Sampled | None
-    started: float
 
 
 @dataclass(slots=True)
@@ -58,6 +48,7 @@ class PendingSample:
     tiles: dict[str, Any]
     drafts: Sampled | None  # of plan.drafting
     started: float  # time.perf_counter() when its trunk was called
+    packed: np.ndarray | None = None  # the trunk's buffer
 
 
 @dataclass(slots=True)
@@ -126,24 +117,25 @@ class Runner:
 
     def begin(self, plan: StepPlan) -> PendingSample:
         """Starts a step's drafts and its trunk, and the programs that belong to it."""
-        prepared = self.prepare(plan)
-        self.call(DeviceCall(plan.trunk, prepared.packed, plan.overtakes))
-        return self.after_trunk(plan, prepared)
+        step = self.prepare(plan)
+        self.call(DeviceCall(plan.trunk, step.packed, plan.overtakes))
+        return self.after_trunk(step)
 
-    def prepare(self, plan: StepPlan) -> Prepared:
+    def prepare(self, plan: StepPlan) -> PendingSample:
         """Starts what comes before a step's trunk."""
         layout = self._prepare(plan)
         packed = layout.pack(plan)
         started, drafts = time.perf_counter(), None
         if plan.draft is not None:
             drafts = self.call(DeviceCall(plan.draft, pack_drafts(plan.draft, self.spec.page_size, plan)))
-        return Prepared(layout, packed, drafts, started)
+        return PendingSample(plan, {}, drafts, started, packed)
 
-    def after_trunk(self, plan: StepPlan, prepared: Prepared) -> PendingSample:
+    def after_trunk(self, step: PendingSample) -> PendingSample:
         """Starts the programs that read a trunk's results, without the sampler."""
-        layout, _, drafts, started = prepared
-        tiles = {kind.name: self.call(call) for kind in AFTER for call in kind.calls(self.spec, layout, plan)}
-        return PendingSample(plan, tiles, drafts, started)
+        plan, layout = step.plan, self._layouts[step.plan.trunk]
+        calls = [(kind.name, call) for kind in AFTER for call in kind.calls(self.spec, layout, plan)]
+        step.tiles = {name: self.call(call) for name, call in calls}
+        return step
 
     def _prepare(self, plan: StepPlan) -> BatchLayout:
         """Makes the calls that come before the trunk. Returns the layout of the step's buffer."""
@@ -211,16 +203,9 @@ class Runner:
         """Host pages whose spills are done since the last call, and places whose pages are staged."""
         return _ended(self._spilling), _ended(self._staging)
 
-    def host_page(self, number: int) -> Page:
-        """A page in host memory. It does not change."""
-        return self._host.page(number)
-
-    def put_host_page(self, number: int, leaves: Sequence[np.ndarray]) -> None:
-        """Keeps a page in host memory; see `HostStore.put`."""
-        self._host.put(number, leaves)
-
     @property
-    def _host(self) -> HostStore:
+    def host(self) -> HostStore:
+        """Pages in host memory."""
         assert isinstance(self.worker, Worker), "stages have host tiers of their own"
         assert self.worker.state.store is not None, "there is no host tier"
         return self.worker.state.store

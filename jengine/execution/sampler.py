@@ -29,7 +29,7 @@ from jengine.execution.logits import (
 from jengine.execution.loras import Stacks
 from jengine.execution.sampling_row import Sampling, sampling_of
 from jengine.execution.truncation import BLOCK, argmax, either, if_any, top_k, truncate, truncating
-from jengine.execution.trunk import Adapt, ToSample, without_adapters
+from jengine.execution.trunk import Adapt, ToSample
 from jengine.models import Model, Params
 from jengine.parallel.collectives import all_gather, all_to_all, own_rows
 from jengine.table.program_table import MOST_DRAFTS, Variant
@@ -57,14 +57,14 @@ def make_sampler(
 ) -> Callable[..., Any]:
     """The function to compile.
 
-    (params, SlotState.last, sampling words, to sample) -> (last, sampled); the full variant takes two more,
-    counts int32 [slots, vocab] and a token mask uint32 [rows, mask_words], and gives ((last, counts),
-    sampled).
+    (params, stacked adapters, SlotState.last, sampling words, to sample) -> (last, sampled); the full variant
+    takes two more, counts int32 [slots, vocab] and a token mask uint32 [rows, mask_words], and gives ((last,
+    counts), sampled).
 
     Args:
         processed: whether log probabilities are those of the distribution that tokens are drawn from, rather
             than of the raw logits.
-        adapt: for an output head that adapters may change; the second argument is then their stacks.
+        adapt: for an output head that adapters may change; otherwise the stacks are not used.
     """
 
     def sampler(
@@ -107,8 +107,7 @@ def make_sampler(
         counts = counts.at[jnp.where(count, to.slots, 0), sampled.tokens].add(2)
         return (_noted(last, to, sampled.tokens, count), counts), sampled
 
-    function = full if variant == "full" else sampler
-    return function if adapt is not None else partial(without_adapters, function)
+    return full if variant == "full" else sampler
 
 
 def make_proposer(model: Model) -> Callable[..., tuple[jax.Array, jax.Array]]:
@@ -364,13 +363,13 @@ def _most_logprobs(logits: jax.Array) -> int:
 
 
 def make_scorer(model: Model, tile_size: int, adapt: Adapt | None = None) -> Callable[..., SampledLogprobs]:
-    """The function to compile: (params, sampling words, hidden [tokens, hidden_size], targets int32 [tokens]
-    and the slots of tiles int32 [tiles]) -> log probabilities of the targets.
+    """The function to compile: (params, stacked adapters, sampling words, hidden [tokens, hidden_size],
+    targets int32 [tokens] and the slots of tiles int32 [tiles]) -> log probabilities of the targets.
 
     Works tile by tile: the logits of a whole prompt would take gigabytes.
 
     Args:
-        adapt: for an output head that adapters may change; the second argument is then their stacks.
+        adapt: for an output head that adapters may change; otherwise the stacks are not used.
     """
 
     def score(
@@ -390,4 +389,4 @@ def make_scorer(model: Model, tile_size: int, adapt: Adapt | None = None) -> Cal
         scores: SampledLogprobs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), lax.map(one, tiles))
         return scores
 
-    return score if adapt is not None else partial(without_adapters, score)
+    return score

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jengine.execution.batch import ENTRY_WORDS, RESET_WORDS, Entry
-from jengine.execution.sampling_row import SAMPLING_WORDS, pack_sampling
+from jengine.execution.sampling_row import pack_sampling
 from jengine.scheduling.step_plan import SlotReset
 
 ENTRIES, RESETS = 512, 16  # in one `update_slots`
@@ -45,31 +45,6 @@ class SlotState(NamedTuple):
     sampling: jax.Array
     drafts: jax.Array | None = None
     kept: KeptStates | None = None
-
-
-def abstract_slots(
-    slots: int,
-    groups: int,
-    width: int,
-    sharding: jax.sharding.Sharding,
-    drafts: int = 0,
-    state: jax.ShapeDtypeStruct | None = None,
-) -> SlotState:
-    """SlotState's shapes for `slots` slots, the null slot included, `width` pages a sequence, as many drafts,
-    and a head that reads such a state, [size].
-    """
-
-    def ints(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-
-    proposed = ints(slots, drafts) if drafts else None
-    saved = None
-    if state is not None:
-        places = slots, drafts + 1
-        states = jax.ShapeDtypeStruct((*places, *state.shape), state.dtype, sharding=sharding)
-        saved = KeptStates(states, ints(*places))  # type: ignore[arg-type]
-    last, table, sampling = ints(slots, 2), ints(groups, slots, width), ints(slots, SAMPLING_WORDS)
-    return SlotState(last, table, sampling, proposed, saved)  # type: ignore[arg-type]
 
 
 def updated(slots: SlotState, entries: jax.Array, resets: jax.Array) -> SlotState:

@@ -24,7 +24,8 @@ from jengine.execution.batch import BatchLayout
 from jengine.execution.images import ImageShapes
 from jengine.execution.kv_cache import SHARED, Cache, Page, abstract_cache, abstract_page, page_bytes
 from jengine.execution.loras import LoraShapes, Stacks
-from jengine.execution.slots import SlotState, abstract_slots
+from jengine.execution.sampling_row import SAMPLING_WORDS
+from jengine.execution.slots import KeptStates, SlotState
 from jengine.execution.sources import outside_digest, source_digest
 from jengine.models import Model, Params
 from jengine.models.cache import CacheGroup, paged
@@ -103,6 +104,12 @@ class ExecutionSpec:
     def stacks(self) -> Stacks:
         """Abstract arrays of the stacked adapters; none without programs for them."""
         return () if self.adapters is None else self.adapters.stacks
+
+    @property
+    def head_stacks(self) -> Stacks:
+        """Stacked adapters for programs that compute logits; none if adapters cannot change the head."""
+        changed = self.adapters is not None and self.adapters.of(logits=True)
+        return self.stacks if changed else ()
 
     @functools.cached_property
     def drafting(self) -> ExecutionSpec | None:
@@ -290,33 +297,40 @@ class ExecutionSpec:
 
     @functools.cached_property
     def slots(self) -> SlotState:
-        groups, drafts, state = len(paged(self.groups)), self.table.drafts, None
+        slots, drafts, ints = self.max_slots + 1, self.table.drafts, functools.partial(self.whole, np.int32)
+        states: dict[str, Any] = {
+            "last": ints(slots, 2),
+            "block_table": ints(len(paged(self.groups)), slots, self.table_width),
+            "sampling": ints(slots, SAMPLING_WORDS),
+        }
+        if drafts:
+            states["drafts"] = ints(slots, drafts)
         if self.draft is not None and self.draft.reads is not None:
-            state = jax.ShapeDtypeStruct((self.draft.config.hidden_size,), self.draft.dtype)
-        return self.of_ranks(
-            abstract_slots(self.max_slots + 1, groups, self.table_width, self.replicated, drafts, state)
-        )
+            places = slots, drafts + 1
+            both: Any = self.whole(self.draft.dtype, *places, self.draft.config.hidden_size), ints(*places)
+            states["kept"] = KeptStates(*both)
+        return self.of_ranks(SlotState(**states))
+
+    def whole(self, dtype: jax.typing.DTypeLike, *shape: int) -> jax.ShapeDtypeStruct:
+        """An abstract array that is whole on each device."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
     def packed(self, key: TrunkKey) -> jax.ShapeDtypeStruct:
-        packed = jax.ShapeDtypeStruct((self.layout(key).size,), np.int32, sharding=self.replicated)
-        return self.of_ranks(packed)
+        return self.of_ranks(self.whole(np.int32, self.layout(key).size))
 
     def entering(self, key: TrunkKey) -> jax.ShapeDtypeStruct:
         """Hidden states of a step's tokens, as a stage gets them from the one before."""
         shape = self.table.tokens(key), self.model.config.hidden_size
-        return self.of_ranks(jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=self.replicated))
+        return self.of_ranks(self.whole(self.model.dtype, *shape))
 
     @property
     def counts(self) -> jax.ShapeDtypeStruct:
         """Counts of every token in every slot, for penalties; allocated when first needed."""
-        return jax.ShapeDtypeStruct(
-            (self.max_slots + 1, self.model.config.vocab_size), np.int32, sharding=self.replicated
-        )
+        return self.whole(np.int32, self.max_slots + 1, self.model.config.vocab_size)
 
     def tiles(self, tiles: int) -> jax.ShapeDtypeStruct:
         """Hidden states of prompt tiles, as a trunk leaves them."""
-        shape = tiles * self.table.tile_size, self.model.config.hidden_size
-        return jax.ShapeDtypeStruct(shape, self.model.dtype, sharding=self.replicated)
+        return self.whole(self.model.dtype, tiles * self.table.tile_size, self.model.config.hidden_size)
 
     def _outside(self) -> dict[str, str]:
         """A hash of what other packages define of the model, if anything."""

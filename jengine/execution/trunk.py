@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,12 +12,12 @@ from jax import lax
 from jengine.execution.attention import PagedAttention, TokenAxis
 from jengine.execution.batch import Batch, BatchLayout
 from jengine.execution.images import Visual, visual
-from jengine.execution.kv_cache import Cache
+from jengine.execution.kv_cache import Cache, Place
 from jengine.execution.loras import Stacks
 from jengine.execution.recurrence import Recurrence
 from jengine.execution.slots import SlotState, updated
 from jengine.execution.spec import ExecutionSpec
-from jengine.models import Model, Params
+from jengine.models import Params
 from jengine.models.cache import CacheGroup, homes, paged
 from jengine.table.program_table import MOST_STATES, TrunkKey
 from pallas_kernels.attention.options import AttentionOptions
@@ -37,41 +36,34 @@ class ToSample(NamedTuple):
     tokens: jax.Array  # int32 [rows], the token before it
 
 
-# the last is [passed tiles * tile_size, hidden_size], for prompt_logprobs
-TrunkOut = tuple[Cache, SlotState, ToSample, jax.Array]
-
-
 def make_trunk(
-    model: Model,
+    spec: ExecutionSpec,
     layout: BatchLayout,
-    page_size: int,
-    device: jax.Device,
     *,
-    passed: int = 0,
-    batch_invariant: bool = False,
-    following: int = 0,
     follow: Callable[..., tuple[Cache, SlotState]] | None = None,
-    reads: Sequence[int] | None = None,
     adapt: Adapt | None = None,
-    sees: bool = False,
-) -> Callable[..., TrunkOut]:
-    """The function to compile: (params, cache, slots, packed batch, pool of embeddings if it sees images) ->
-    (cache, slots, ToSample, hidden states of tiles).
+) -> Callable[..., Any]:
+    """The function to compile: (params, stacked adapters, cache, slots, packed batch, pool of embeddings if
+    there are images, hidden states from the stage before if there is one) -> (cache, slots, ToSample, hidden
+    states of tiles); of a stage that is not the last: (cache, slots, hidden states). What there is not is ().
+
+    The hidden states of tiles are [passed tiles * tile_size, hidden_size].
 
     Args:
-        passed: fewest tokens of the hidden states of tiles; padding is added up to these.
         follow: makes the keys and values of the draft model or head, see draft.py; params is then a pair.
-        reads: states that a head reads, see `models.family.Head`; None: there is no head.
-        adapt: for a trunk with adapters, whose second argument is their stacks.
-        sees: whether token ids beyond the vocabulary name rows of a pool, which is the last argument.
-        device: a device that it is compiled for; it determines the kernels.
-        batch_invariant: see `PagedAttention`.
-        following: see `Recurrence`.
+        adapt: for a trunk with adapters.
     """
+    key, stage = layout.key, spec.stage
+    passed = spec.table.passed_tiles(key.tiles) * spec.table.tile_size
+    reads = None if spec.draft is None else spec.draft.reads  # states that a head reads; None: there is none
 
-    def hidden_and_states(
-        module: Any, tokens: jax.Array, positions: jax.Array, attend: LayerCaches
+    def compute(
+        module: Any, tokens: jax.Array, positions: jax.Array, attend: LayerCaches, *entering: jax.Array
     ) -> tuple[jax.Array, list[jax.Array]]:
+        if spec.model.stage is not None:
+            x = module.enter(tokens, positions, attend) if stage.first else entering[0]
+            x = module.through(x, positions, attend, stage.layers)
+            return module.leave(x) if stage.last else x, []
         if reads:
             out: tuple[jax.Array, list[jax.Array]] = module.hidden_and_states(
                 tokens, positions, attend, reads
@@ -80,34 +72,31 @@ def make_trunk(
         hidden = module.hidden(tokens, positions, attend)
         return hidden, [] if reads is None else [hidden]
 
-    options: Any = {"batch_invariant": batch_invariant, "following": following, "compute": hidden_and_states}
-    run = make_pass(model, layout.key, page_size, device, adapt, **options)
+    invariant, following = spec.table.batch_invariant, MOST_STATES if spec.draft_states else 0
+    run = make_pass(spec, key, compute, adapt=adapt, batch_invariant=invariant, following=following)
 
     def trunk(
-        params: Params, stacks: Stacks, cache: Cache, slots: SlotState, packed: jax.Array, *pool: jax.Array
-    ) -> TrunkOut:
-        assert len(pool) == sees
+        params: Params,
+        stacks: Stacks,
+        cache: Cache,
+        slots: SlotState,
+        packed: jax.Array,
+        pool: Sequence[jax.Array] = (),
+        entering: Sequence[jax.Array] = (),
+    ) -> Any:
         batch, of_draft = layout.unpack(packed), None
         slots = updated(slots, batch.table, batch.resets)
         if follow is not None:
             params, of_draft = params
-        cache, axis, (hidden, states) = run(params, cache, slots, batch, stacks=stacks, pool=pool)
+        cache, axis, (hidden, states) = run(params, cache, slots, batch, *entering, stacks=stacks, pool=pool)
         if follow is not None:
             # a head must not change how XLA rounds what the sampler reads
             cache, slots = follow(of_draft, cache, slots, batch, lax.optimization_barrier(states))
-        return cache, slots, to_sample(batch, axis, hidden), of_tiles(hidden, layout.key, passed)
+        if not stage.last:
+            return cache, slots, hidden
+        return cache, slots, to_sample(batch, axis, hidden), of_tiles(hidden, key, passed)
 
-    return trunk if adapt is not None else partial(without_adapters, trunk)
-
-
-def without_adapters(function: Callable[..., Any], params: Params, *others: Any) -> Any:
-    """Calls a function whose second argument is stacks with none."""
-    return function(params, (), *others)
-
-
-def unchanged(params: Params, stacks: Stacks, words: jax.Array) -> Params:
-    """An `Adapt` for adapters that change the output head alone."""
-    return params
+    return trunk
 
 
 def to_sample(batch: Batch, axis: TokenAxis, hidden: jax.Array) -> ToSample:
@@ -127,23 +116,24 @@ def _hidden(module: Any, *args: Any) -> Any:
 
 
 def make_pass(
-    model: Model,
+    spec: ExecutionSpec,
     key: TrunkKey,
-    page_size: int,
-    device: jax.Device,
-    adapt: Adapt | None = None,
+    compute: Callable[..., Any] = _hidden,
     *,
+    adapt: Adapt | None = None,
     batch_invariant: bool = False,
     following: int = 0,
-    compute: Callable[..., Any] = _hidden,
 ) -> Callable[..., tuple[Cache, TokenAxis, Any]]:
-    """(params, cache, slots, batch, ..., stacks=) -> (cache, the token axis, what `compute` returns, by
-    default the hidden states). The slots already include the batch's updates. Only `adapt` uses the stacks.
-    `pool`: that of embeddings, if there is one.
+    """(params, cache, slots, batch, ..., stacks=, pool=) -> (cache, the token axis, what `compute` returns).
+    The slots already include the batch's updates. Only `adapt` uses the stacks. `pool`: that of embeddings,
+    if there is one.
 
     Args:
         compute: takes the model's module, tokens, positions, `attend`, and what follows the batch.
+        batch_invariant: see `PagedAttention`.
+        following: see `Recurrence`.
     """
+    model, page_size, device = spec.model, spec.page_size, spec.mesh.devices.flat[0]
     groups = model.groups
 
     def run(
@@ -201,15 +191,17 @@ class LayerCaches:
         options: AttentionOptions,
     ) -> jax.Array:
         group, place, part = self._home[layer]
-        pool = self._cache[self._groups[group].pool]
+        pool = self._pool_of(layer)
         out: jax.Array
         out, pool[place] = self._attentions[group].attend(qkv, pool[place], rotation, options, part)
         return out
 
+    def _pool_of(self, layer: int) -> list[Place]:
+        return self._cache[self._groups[self._home[layer][0]].pool]
+
     def convolve(self, layer: int, x: jax.Array, weight: jax.Array) -> jax.Array:
         assert self._recurrence is not None
-        group, place, _ = self._home[layer]
-        pool = self._cache[self._groups[group].pool]
+        pool, (_, place, _) = self._pool_of(layer), self._home[layer]
         before, *states = pool[place]
         out: jax.Array
         out, before = self._recurrence.convolve(x, weight, before)
@@ -220,44 +212,9 @@ class LayerCaches:
         self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, rate: jax.Array | None
     ) -> jax.Array:
         assert self._recurrence is not None
-        group, place, _ = self._home[layer]
-        pool = self._cache[self._groups[group].pool]
+        pool, (_, place, _) = self._pool_of(layer), self._home[layer]
         *before, states = pool[place]
         out: jax.Array
         out, states = self._recurrence.recur(q, k, v, decay, rate, states)
         pool[place] = *before, states
         return out
-
-
-def make_stage_trunk(spec: ExecutionSpec, key: TrunkKey) -> Callable[..., Any]:
-    """The function to compile: (params, cache, slots, packed batch, hidden states from the stage before, if
-    there is one) -> (cache, slots, hidden states); of the last stage: (cache, slots, ToSample, hidden states
-    of tiles).
-    """
-    stage, layout = spec.stage, spec.layout(key)
-    passed = spec.table.passed_tiles(key.tiles) * spec.table.tile_size
-
-    def compute(module: Any, tokens: jax.Array, positions: jax.Array, attend: Any, *entering: Any) -> Any:
-        x = module.enter(tokens, positions, attend) if stage.first else entering[0]
-        x = module.through(x, positions, attend, stage.layers)
-        return module.leave(x) if stage.last else x
-
-    run = make_pass(
-        spec.model,
-        key,
-        spec.page_size,
-        spec.mesh.devices.flat[0],
-        batch_invariant=spec.table.batch_invariant,
-        following=MOST_STATES if spec.draft_states else 0,
-        compute=compute,
-    )
-
-    def trunk(params: Params, cache: Cache, slots: SlotState, packed: jax.Array, *entering: Any) -> Any:
-        batch = layout.unpack(packed)
-        slots = updated(slots, batch.table, batch.resets)
-        cache, axis, hidden = run(params, cache, slots, batch, *entering)
-        if not stage.last:
-            return cache, slots, hidden
-        return cache, slots, to_sample(batch, axis, hidden), of_tiles(hidden, key, passed)
-
-    return trunk

@@ -96,29 +96,29 @@ def all_to_all(x: jax.Array, axes: Axes = TENSOR) -> jax.Array:
     return exchanged
 
 
-def own_rows(tree: Any, axes: Axes = TENSOR) -> Any:
+def own_rows(tree: Any) -> Any:
     """This device's share of replicated arrays [rows, ...]: the same rows as from `all_to_all`."""
-    count = shards(axes)
+    count = shards()
     if count == 1:
         return tree
 
     def own(x: jax.Array) -> jax.Array:
         x = _padded(x, count)
         size = x.shape[0] // count
-        return lax.dynamic_slice_in_dim(x, shard_index(axes) * size, size)
+        return lax.dynamic_slice_in_dim(x, shard_index() * size, size)
 
     return jax.tree.map(own, tree)
 
 
-def all_gather(tree: Any, rows: int, axes: Axes = TENSOR) -> Any:
+def all_gather(tree: Any, rows: int) -> Any:
     """Rows of all devices, from arrays [own rows, ...] of 32-bit numbers, without padding, on each device:
     one all-gather.
     """
-    if shards(axes) == 1:
+    if shards() == 1:
         return tree
     leaves, structure = jax.tree.flatten(tree)
     words = [lax.bitcast_convert_type(x, jnp.int32).reshape(x.shape[0], -1) for x in leaves]
-    every = lax.all_gather(jnp.concatenate(words, axis=1), _present(axes), tiled=True)[:rows]
+    every = lax.all_gather(jnp.concatenate(words, axis=1), _present(TENSOR), tiled=True)[:rows]
     out, start = [], 0
     for x in leaves:
         end = start + math.prod(x.shape[1:])

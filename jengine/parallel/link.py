@@ -230,10 +230,6 @@ def join(coordinator: str, processes: int, process: int) -> None:
         raise InvalidArgument("coordinator", coordinator, str(error).splitlines()[0]) from error
 
 
-def host_of(coordinator: str) -> str:
-    return coordinator.rpartition(":")[0].strip("[]")
-
-
 def _leave() -> None:
     """Exits without JAX's shutdown, which would wait for the process that has ended, and then abort."""
     sys.stdout.flush()

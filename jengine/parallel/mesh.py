@@ -98,6 +98,13 @@ def with_mesh_size(options: dict[str, Any], mesh: Mesh | None) -> dict[str, Any]
     return options if mesh is None else {"tensor_parallel_size": one_axis(mesh).size, **options}
 
 
+def local(tree: Any) -> Any:
+    """Abstract arrays of one device's part of these, which have shardings."""
+    return jax.tree.map(
+        lambda array: jax.ShapeDtypeStruct(array.sharding.shard_shape(array.shape), array.dtype), tree
+    )
+
+
 def shard_mapped(
     mesh: Mesh, function: Callable[..., Any], args: Sequence[Any], out_specs: Any
 ) -> Callable[..., Any]:

@@ -13,8 +13,7 @@ from jengine.scheduling.prompts.prefix_lookup import PendingTiles
 from jengine.scheduling.requests.policy import victim
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
-from jengine.scheduling.requests.sequence_limits import SequenceLimits
-from jengine.scheduling.step_plan import NO_WORK, Sample, SlotReset, Span, StepPlan, Tokens, Work, rows_work
+from jengine.scheduling.step_plan import NO_WORK, Sample, SlotReset, Span, StepPlan, Tokens, rows_work
 from jengine.table.program_table import SamplerKey, TrunkKey
 
 SPREAD = 2  # rounds of the stages over which pending tiles are spread beside rows; more gains little
@@ -178,8 +177,8 @@ class Rows:
         last: sequences with a row in the last step that had rows; None if one of them gave up its slot.
     """
 
-    def __init__(self, registry: Registry, limits: SequenceLimits, cohorts: Cohorts) -> None:
-        self._registry, self._blocks, self._windows = registry, registry.blocks, limits.windows
+    def __init__(self, registry: Registry, cohorts: Cohorts) -> None:
+        self._registry, self._blocks, self._windows = registry, registry.blocks, registry.limits.windows
         self._cohorts = cohorts
         self.last: list[Sequence] | None = []
         # of these rows, as are the lists; a loop over a thousand sequences waits for memory
@@ -256,7 +255,7 @@ class Rows:
                 span.known = sequence.tokens[span.start]
         plan.samples = [*self._samples]
         plan.sampled = [*rows]
-        plan.work = Work(*rows_work(positions, self._windows))
+        plan.work = rows_work(positions, self._windows)
         plan.longest = max(positions, default=-1) + 1
 
     def _with_pages(self, plan: PlanBuilder) -> tuple[list[Sequence], list[int]]:

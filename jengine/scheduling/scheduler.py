@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as List
 from types import MappingProxyType
-from typing import Any
 
 from jengine.core.request import FinishReason, Request
 from jengine.core.scheduling_options import SchedulingOptions
@@ -35,7 +34,7 @@ from jengine.scheduling.rules.repeats import Repeats
 from jengine.scheduling.rules.rule import Rule
 from jengine.scheduling.rules.speculation import Speculation
 from jengine.scheduling.shape import BatchLimits, CacheShape
-from jengine.scheduling.step_plan import StepPlan, Swaps, Tokens, Work, rows_work
+from jengine.scheduling.step_plan import StepPlan, Swaps, Tokens, rows_work
 from jengine.table.program_table import VARIANTS, ProgramTable
 from jengine.table.ready_programs import ReadyPrograms
 
@@ -94,22 +93,13 @@ class Scheduler:
         batch, recurrent = limits.max_num_batched_tokens, cache.num_states > 0
         self.composition = BatchInvariant(table.tile_size, batch) if table.batch_invariant else Composition()
         self.blocks = BlockManager(
-            cache.page_size,
-            [cache.num_pages, cache.num_states] if recurrent else [cache.num_pages],
-            cache.groups,
-            states=recurrent,
-            draft_states=cache.draft_states,
-            prefix_caching=cache.prefix_caching,
-            hit_grid=self.composition.hit_grid(cache.page_size),
-            generated=not table.batch_invariant,
-            host_pages=cache.host_pages,
-            staged=cache.staged,
+            cache, hit_grid=self.composition.hit_grid(cache.page_size), generated=not table.batch_invariant
         )
         self.limits = SequenceLimits(
             max_model_len=limits.max_model_len,
             page_size=cache.page_size,
             pages=cache.num_pages - 1,
-            windows=tuple(group.window for group in cache.groups),
+            windows=self.blocks.windows,
             tile_size=table.tile_size,
             whole=table.whole_tiles * table.tile_size,
             recurrent=recurrent,
@@ -119,6 +109,7 @@ class Scheduler:
         self.cohorts = Cohorts(limits.stages, limits.through_host)
         self.registry = Registry(
             self.blocks,
+            self.limits,
             self.composition,
             limits.max_num_seqs,
             options=options,
@@ -127,7 +118,7 @@ class Scheduler:
         )
         costs = StepCosts(table) if costs is None else costs
         self.predictor = predictor(ReadyPrograms(table), costs, self.blocks, self.composition, batch)
-        self.acceptance = Acceptance(self.registry, self.limits, self.predictor)
+        self.acceptance = Acceptance(self.registry, self.predictor)
         # rows of a recurrent layer run side by side, and batch invariance fixes each token's program
         in_tiles = recurrent or table.batch_invariant
         self.rows_or_tiles = RowsOrTiles(
@@ -135,30 +126,21 @@ class Scheduler:
         )
         self.admission = Admission(
             self.registry,
-            self.limits,
             self.predictor,
             self.acceptance,
             self.timeline,
             self.rows_or_tiles,
             self.cohorts.count,
         )
-        self.prefixes = PrefixLookup(self.blocks, self.limits, self.composition, self.predictor)
-        self.rows = Rows(self.registry, self.limits, self.cohorts)
+        self.prefixes = PrefixLookup(self.registry, self.predictor)
+        self.rows = Rows(self.registry, self.cohorts)
         self.searches = BeamSearches(self.registry, self.rows)
-        repeats = Repeats(self.registry, self.limits, self.predictor, several=not recurrent)
+        repeats = Repeats(self.registry, self.predictor, several=not recurrent)
         self.prompts = PromptCutter(
-            self.registry,
-            self.limits,
-            self.composition,
-            self.predictor,
-            self.prefixes,
-            self.rows,
-            self.searches,
-            repeats,
+            self.registry, self.predictor, self.prefixes, self.rows, self.searches, repeats
         )
         self.speculation = Speculation(
             self.registry,
-            self.limits,
             self.predictor,
             self.timeline,
             drafters_of(options) if drafters is None else drafters,
@@ -168,19 +150,11 @@ class Scheduler:
             repeats,
             PromptRows(self.rows_or_tiles, table.tile_size),  # drafts take the rows that it leaves
             self.speculation,
-            Bursts(self.registry, self.limits, self.predictor),
+            Bursts(self.registry, self.predictor),
             self.searches,
         )
-        self.registry.rememberers = self.rows, self.cohorts, self.prompts, *self.rules
-
-    @classmethod
-    def of(cls, table: ProgramTable, **fields: Any) -> Scheduler:
-        """A scheduler from the fields of its cache and of its limits, and its other arguments, by name."""
-
-        def taken(shape: Any) -> dict[str, Any]:
-            return {name: fields.pop(name) for name in shape.__dataclass_fields__ if name in fields}
-
-        return cls(table, CacheShape(**taken(CacheShape)), BatchLimits(**taken(BatchLimits)), **fields)
+        remembering = self.rows, self.cohorts, self.prompts, *self.rules
+        self.registry.forgets = [part.forget for part in remembering]
 
     # --- requests -------------------------------------------------------------------------------------
 
@@ -305,11 +279,9 @@ class Scheduler:
             begun, (self.predictor.max_num_batched_tokens - len(rows)) // self.table.tile_size
         )
         if pending.count:
-            work = (
-                plan.work
-                if plan.spans
-                else Work(*rows_work([s.num_computed for s in rows], self.limits.windows))
-            )
+            work = plan.work
+            if not plan.spans:
+                work = rows_work([s.num_computed for s in rows], self.limits.windows)
             longest = max(plan.longest, pending.longest)
             budget = self.admission.tiles(plan.now, rows, work, pending, longest, prompts.admitting)
             buckets = self.predictor.ready.tile_buckets
@@ -354,11 +326,10 @@ class Scheduler:
         built = plan.build(trunk, sampler)
         built.overtakes = self.cohorts.planned(plan)
         built.loras = self.registry.loras.take_writes()
-        built.seconds = (
-            costs.seconds(trunk, sampler, plan.work)
-            if steps == 1
-            else costs.burst_seconds(built.burst, plan.work)
-        )
+        if steps == 1:
+            built.seconds = costs.seconds(trunk, sampler, plan.work)
+        else:
+            built.seconds = costs.added_seconds(built.burst, plan.work)
         if plan.guesses and (drafting := built.drafting):
             built.draft = ready.draft(len(drafting), pages)
             built.seconds += costs.added_seconds(built.draft)

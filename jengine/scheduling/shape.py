@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jengine.scheduling.pages.block_table import GroupPages
+from jengine.scheduling.step_plan import Windows
 from jengine.table.program_table import SWAPS
 
 
@@ -16,7 +15,8 @@ class CacheShape:
     Attributes:
         page_size: tokens in a page.
         num_pages: number of pages, the null page included.
-        groups: the model's cache groups with block tables.
+        windows: for each of the model's cache groups with block tables, the number of tokens that a query
+            attends to, its own included; earlier pages are released. None: all are kept.
         num_states: number of recurrent states, the null state and those for drafts included; 0: the model has
             none.
         draft_states: those for drafts.
@@ -27,7 +27,7 @@ class CacheShape:
 
     page_size: int
     num_pages: int
-    groups: Sequence[GroupPages] = (GroupPages(),)
+    windows: Windows = (None,)
     num_states: int = 0
     draft_states: int = 0
     prefix_caching: bool = False

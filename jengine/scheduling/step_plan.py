@@ -34,15 +34,20 @@ class Work(NamedTuple):
     longest: int = 0
     attended: int = 0
 
+    def plus(self, other: Work) -> Work:
+        """The work of both in one step."""
+        context, longest, attended = other
+        return Work(self.context + context, max(self.longest, longest), self.attended + attended)
+
 
 NO_WORK = Work()
 Windows = Sequence[int | None]  # one for each cache group; None: no window
 
 
-def rows_work(positions: Sequence[int], windows: Windows = (None,)) -> tuple[int, int]:
-    """(context, longest) of decode rows at these positions. A row also attends to its own token."""
+def rows_work(positions: Sequence[int], windows: Windows = (None,)) -> Work:
+    """The work of decode rows at these positions. A row also attends to its own token."""
     if not positions:
-        return 0, 0
+        return NO_WORK
     last = max(positions)
     context = longest = 0
     for window in windows:
@@ -52,13 +57,13 @@ def rows_work(positions: Sequence[int], windows: Windows = (None,)) -> tuple[int
         else:
             context += sum([position + 1 if position < window else window for position in positions])
             longest += window
-    return context // len(windows), longest // len(windows)
+    return Work(context // len(windows), longest // len(windows))
 
 
-def further_work(first: int, count: int, windows: Windows = (None,)) -> tuple[int, int]:
+def further_work(first: int, count: int, windows: Windows = (None,)) -> Work:
     """The work of `count` rows of one sequence from position `first` on, behind another row of it."""
-    context, longest = rows_work(range(first, first + count), windows)
-    return round(FURTHER * context), longest
+    work = rows_work(range(first, first + count), windows)
+    return work._replace(context=round(FURTHER * work.context))
 
 
 def pairs(start: int, length: int, windows: Windows = (None,)) -> int:

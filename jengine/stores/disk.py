@@ -61,15 +61,15 @@ class DiskStore:
         try:
             data = path.read_bytes()
         except FileNotFoundError:
-            self._forget(name)
+            with self._lock:
+                self.used -= self._sizes.pop(name, 0)
             return None
         page = memoryview(data)[HEAD_BYTES:]
         if data[:HEAD_BYTES] != _head(name, [page]):
             self.drop(name)
             return None
         self._touch(path)
-        with self._lock:
-            self._note(name, len(data))
+        self._note(name, len(data))
         return bytes(page)
 
     def keep(self, name: bytes, page: Sequence[Part]) -> bool:
@@ -79,8 +79,7 @@ class DiskStore:
         path = self._path(name)
         if path.exists():
             self._touch(path)
-            with self._lock:
-                self._note(name, size)
+            self._note(name, size)
             return True
         with self._lock:
             if self._written > self.max_bytes // SCANS:
@@ -99,9 +98,7 @@ class DiskStore:
         except OSError:
             new.unlink(missing_ok=True)
             raise
-        with self._lock:
-            self._note(name, size)
-            self._written += size
+        self._note(name, size, written=size)
         return True
 
     def drop(self, name: bytes) -> None:
@@ -120,14 +117,12 @@ class DiskStore:
         with contextlib.suppress(OSError):
             os.utime(path, ns=(now, now))
 
-    def _note(self, name: bytes, size: int) -> None:
-        """Note that a page was used now."""
-        self.used += size - self._sizes.pop(name, 0)
-        self._sizes[name] = size
-
-    def _forget(self, name: bytes) -> None:
+    def _note(self, name: bytes, size: int, written: int = 0) -> None:
+        """Note that a page was used now, and how many bytes of it were written."""
         with self._lock:
-            self.used -= self._sizes.pop(name, 0)
+            self.used += size - self._sizes.pop(name, 0)
+            self._sizes[name] = size
+            self._written += written
 
     def _remove(self, name: bytes) -> None:
         self.used -= self._sizes.pop(name, 0)

@@ -84,12 +84,10 @@ class RemoteStore:
         try:
             frames.connection.settimeout(self._timeout + wait)
             yield frames
-        except (StoreError, OSError):
+        except BaseException as error:
             frames.connection.close()
-            self._failed()
-            raise
-        except BaseException:
-            frames.connection.close()
+            if isinstance(error, StoreError | OSError):
+                self._failed()
             raise
         with self._lock:
             self._pause = 0.0

@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from jengine.core.request import SamplingParams
 from jengine.core.speculation import MOST_DRAFTS as MOST_DRAFTS
@@ -223,23 +223,15 @@ class ProgramTable:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         tile_size: int,
-        page_buckets: tuple[int, ...] = (0,),
-        paged_rows: bool = True,
         by_row: bool = False,
-        pooling: bool = False,
-        steps: int = 1,
-        drafts: int = 0,
-        adapters: int = 0,
+        **more: Any,
     ) -> ProgramTable:
         """Powers of two up to the limits; mixed trunks for the fewest and for the most rows.
 
         Args:
-            page_buckets, paged_rows: see the class.
             by_row: whether a step costs nearly in proportion to its rows, as on a CPU. Then there are trunks
                 for 1, 4, 12, 24, 48, ... rows, too, of which all but 1 share the next samplers.
-            pooling: whether to add programs for embeddings.
-            steps: steps of a burst; 1: no programs for bursts.
-            drafts, adapters: see the class.
+            more: other fields of the class, for any table.
         """
         samples = rows = _powers(MIN_ROWS, max(max_num_seqs, MIN_ROWS))
         tiles = _powers(1, max(1, max_num_batched_tokens // tile_size))
@@ -248,20 +240,11 @@ class ProgramTable:
             samples = 1, *rows
             between = {count * 3 // 2 for count in rows[:-1]}
             rows = tuple(sorted({1, MIN_ROWS // 2, *rows, *(count for count in between if count < rows[-1])}))
-        more = page_buckets, paged_rows, pooling, steps, drafts, adapters
-        return cls(rows, mixed, tiles, tile_size, *more, sample_buckets=samples)
+        return cls(rows, mixed, tiles, tile_size, sample_buckets=samples, **more)
 
     @classmethod
     def build_for_gpu(
-        cls,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        tile_size: int,
-        pooling: bool = False,
-        steps: int = 1,
-        drafts: int = 0,
-        adapters: int = 0,
+        cls, *, max_num_seqs: int, max_num_batched_tokens: int, tile_size: int, **more: Any
     ) -> ProgramTable:
         """Less than half of the programs of `build`. The first ones serve many requests.
 
@@ -276,33 +259,15 @@ class ProgramTable:
             tiles.append(tiles[-1] * APART)
         tiles = sorted({*tiles, most_tiles})
         first = next((count for count in tiles if count * tile_size >= BURST_TOKENS), most_tiles)
-        return cls(
-            tuple(sorted(rows)),
-            tuple(sorted({few, max_rows})),
-            tuple(tiles),
-            tile_size,
-            pooling=pooling,
-            steps=steps,
-            drafts=drafts,
-            adapters=adapters,
-            first_tiles=first,
-            variants=GPU_VARIANTS,
-        )
+        buckets = tuple(sorted(rows)), tuple(sorted({few, max_rows})), tuple(tiles)
+        return cls(*buckets, tile_size, first_tiles=first, variants=GPU_VARIANTS, **more)
 
     @classmethod
     def build_batch_invariant(
-        cls,
-        *,
-        max_num_seqs: int,
-        tiles: int,
-        tile_size: int,
-        pooling: bool = False,
-        drafts: int = 0,
-        adapters: int = 0,
+        cls, *, max_num_seqs: int, tiles: int, tile_size: int, **more: Any
     ) -> ProgramTable:
         """One trunk for max_num_seqs decode rows, one for `tiles` prompt tiles."""
-        rows, more = (max(max_num_seqs, MIN_ROWS),), {"pooling": pooling, "drafts": drafts}
-        return cls(rows, BATCH_INVARIANT, (tiles,), tile_size, **more, adapters=adapters)  # type: ignore[arg-type]
+        return cls((max(max_num_seqs, MIN_ROWS),), BATCH_INVARIANT, (tiles,), tile_size, **more)
 
     @property
     def batch_invariant(self) -> bool:
@@ -351,7 +316,8 @@ class ProgramTable:
         )
         for i, span in enumerate(spans[on_rows:], on_rows):
             tiles += [Tile(i, at, min(size, span.length - at)) for at in range(0, span.length, size)]
-        return Placement(on_rows + sum(map(len, following_of(spans[:on_rows]))), tiles, on_rows)
+        further = sum([len(span.following) for span in spans[:on_rows] if span.following])
+        return Placement(on_rows + further, tiles, on_rows)
 
     def page_bucket(self, pages: int, tiles: int) -> int:
         """The smallest page bucket of trunks with or without tiles for so many pages of a sequence."""
@@ -437,11 +403,6 @@ class ProgramTable:
     def tokens(self, key: TrunkKey) -> int:
         """Length of a step's token axis, padding included."""
         return key.rows + key.tiles * self.tile_size
-
-
-def following_of(spans: Sequence[Tokens]) -> list[list[int]]:
-    """The tokens on further rows, of those spans that have several rows."""
-    return [following for span in spans if (following := span.following)]
 
 
 def _powers(low: int, high: int) -> tuple[int, ...]:

@@ -41,11 +41,10 @@ class ReadyPrograms:
 
     def __init__(self, table: ProgramTable, ready: Iterable[TableKey] | None = None) -> None:
         self.table, self.tile_size = table, table.tile_size
-        keys: set[TableKey] = {*(table.all_keys() if ready is None else ready)}
-        self._drafts = {key for key in keys if isinstance(key, DraftKey)}
-        self._bursts = {key for key in keys if isinstance(key, BurstKey)}
-        self._samplers = {key for key in keys if isinstance(key, SamplerKey)}
-        self._trunks = {key for key in keys if isinstance(key, TrunkKey) and self._serves(key, keys)}
+        self._keys: set[TableKey] = {*(table.all_keys() if ready is None else ready)}
+        keys = self._keys
+        self._drafts = [key for key in table.draft_keys() if key in keys]
+        self._trunks = {key for key in keys if isinstance(key, TrunkKey) and self._serves(key)}
         self.encoders = tuple(key.patches for key in table.encoder_keys() if key in keys)
         self._chosen: dict[TrunkKey, TrunkKey] = {}  # keyed by the choice from the whole table
         serving = [key for key in self._trunks if key == table.longest(key.rows, key.tiles)]
@@ -58,10 +57,10 @@ class ReadyPrograms:
             self.max_tiles = max(key.tiles for key in serving if key.rows >= self.max_rows)
         self.tile_buckets = tuple(bucket for bucket in table.tile_buckets if bucket <= self.max_tiles)
 
-    def _serves(self, trunk: TrunkKey, keys: set[TableKey]) -> bool:
+    def _serves(self, trunk: TrunkKey) -> bool:
         full = SamplerKey(self.table.sample_rows(trunk), VARIANTS[-1])
         others = (*self.table.tile_programs(trunk.tiles), *self.table.row_programs(trunk.rows))
-        return full in keys and all(key in keys for key in others)
+        return full in self._keys and all(key in self._keys for key in others)
 
     def trunk(self, rows: int, tiles: int, pages: int = 0, samples: int = 0, *, adapted: int = 0) -> TrunkKey:
         """The smallest ready trunk for a step with this many rows, tiles, pages per sequence and samples.
@@ -94,12 +93,12 @@ class ReadyPrograms:
         """The cheapest ready sampler that includes this variant."""
         rows = self.table.sample_rows(trunk)
         keys = (SamplerKey(rows, v) for v in VARIANTS[VARIANTS.index(variant) :])
-        return next(key for key in keys if key in self._samplers)
+        return next(key for key in keys if key in self._keys)
 
     def burst(self, trunk: TrunkKey, variant: Variant) -> BurstKey | None:
         """The burst of this trunk and variant, if its program is ready."""
         key = BurstKey(trunk, self.table.sampler(trunk, variant), self.table.steps)
-        return key if key in self._bursts else None
+        return key if key in self._keys else None
 
     def draft(self, rows: int, pages: int = 0) -> DraftKey:
         """The smallest ready program that drafts for this many sequences, of so many pages each."""
@@ -110,13 +109,13 @@ class ReadyPrograms:
         return [key for key in self.table.trunks() if key in self._trunks]
 
     def samplers(self) -> list[SamplerKey]:
-        return [key for key in self.table.samplers() if key in self._samplers]
+        return [key for key in self.table.samplers() if key in self._keys]
 
     def bursts(self) -> list[BurstKey]:
-        return [key for key in self.table.bursts() if key in self._bursts]
+        return [key for key in self.table.bursts() if key in self._keys]
 
     def drafts(self) -> list[DraftKey]:
-        return [key for key in self.table.draft_keys() if key in self._drafts]
+        return self._drafts
 
     def scores(self) -> list[ScoreKey]:
         passed = {self.table.passed_tiles(key.tiles) for key in self._trunks}

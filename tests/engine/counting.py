@@ -10,10 +10,10 @@ from jengine.api.backend import EngineThread
 from jengine.engine.loop.engine import Engine
 from jengine.execution.runner import InFlight, StepResult
 from jengine.models.config import ModelConfig
-from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import ProgramTable
 from jengine.text.tokenizer import Tokenizer
+from tests.schedulers import make_scheduler
 from tests.text.conftest import byte_level
 
 TEXT = "The quick brown fox"
@@ -60,7 +60,7 @@ def counting(runner: CountingRunner, tokenizer: Tokenizer | None = None) -> Asyn
         "max_num_batched_tokens": 136,
         "max_model_len": 192,
     }
-    scheduler = Scheduler.of(table, **limits)
+    scheduler = make_scheduler(table, **limits)
     return AsyncLLM.over(
         EngineThread(Engine(config, runner, scheduler)), tokenizer or Tokenizer(byte_level())
     )

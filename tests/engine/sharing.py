@@ -16,7 +16,6 @@ from jengine.engine.loop.engine import Engine
 from jengine.execution.kinds import DeviceCall, call_kind
 from jengine.execution.runner import Runner
 from jengine.insight.recording.step_recorder import StepRecorder
-from jengine.scheduling.pages.block_table import GroupPages
 from tests.engine.running import Answer, Work, limit_pages, requests_of, run
 
 LENGTH = 12  # tokens generated
@@ -64,12 +63,13 @@ class Sharing:
         runner.worker.execute = counting  # type: ignore[method-assign]
 
     @property
-    def groups(self) -> tuple[GroupPages, ...]:
-        return self.engine.scheduler.blocks.groups
+    def groups(self) -> tuple[int | None, ...]:
+        """Their windows."""
+        return self.engine.scheduler.blocks.windows
 
     @property
     def windows(self) -> bool:
-        return any(group.window is not None for group in self.groups)
+        return any(window is not None for window in self.groups)
 
     def most_pages(self, tokens: int) -> int:
         """Maximum pages that a sequence holds until it has this many tokens."""

@@ -130,7 +130,7 @@ def test_a_subscriber_knows_what_is_cached(published: tuple[Engine, Any]) -> Non
 def test_events_of_images_and_adapters() -> None:
     """Hashes depend on all that a page's content depends on, and on nothing else."""
     changes: list[PageChange] = []
-    index = PrefixIndex(1, 4)
+    index = PrefixIndex(4)
     index.changed = changes.append
     image = CONTENT + 7
     for salt in (None, "a", LoraSalt(1, "x", None), LoraSalt(1, "x", "a"), LoraSalt(2, "x", None)):
@@ -149,7 +149,7 @@ def test_events_of_images_and_adapters() -> None:
     assert first.extra_keys == [*rows] and last.extra_keys == [["x", *rows[0], "a"], ["x", *rows[1]]]
     assert (first.kv_cache_spec_kind, first.kv_cache_spec_sliding_window) == ("sliding_window", 8)
     assert len({name for event in made for name in event.block_hashes}) == 10  # type: ignore[union-attr]
-    other = PrefixIndex(1, 4)
+    other = PrefixIndex(4)
     assert page_events.hash_of(other.get(None, (1, 2, image, image + 1))) == first.block_hashes[0]
     assert page_events.hash_of(other.get(None, (1, 2, 99, 99))) not in first.block_hashes
 

@@ -22,7 +22,7 @@ from tests.execution.specs import make_spec
 
 
 def test_blocks_and_token_lists_have_the_same_digests() -> None:
-    index, tokens = PrefixIndex(1, 3), [1, 2, CONTENT + 7, CONTENT + 8, 0, 5, 9]
+    index, tokens = PrefixIndex(3), [1, 2, CONTENT + 7, CONTENT + 8, 0, 5, 9]
     salts: list[Salt] = [None, "", "None", "a", LoraSalt(1, "a", None), LoraSalt(2, "a", None)]
     for salt in salts:
         first = index.get(salt, tuple(tokens[:3]))

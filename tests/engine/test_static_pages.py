@@ -13,10 +13,10 @@ from jengine.engine.setup.shapes import page_buckets
 from jengine.execution.executor import Worker
 from jengine.execution.programs import Programs, lower
 from jengine.execution.runner import Runner
-from jengine.scheduling.scheduler import Scheduler
 from jengine.table.program_table import TrunkKey
 from tests.engine.running import SMALL, run
 from tests.golden.weights import Golden
+from tests.schedulers import make_scheduler
 
 
 def test_buckets_end_at_the_width_and_grow_fourfold() -> None:
@@ -33,7 +33,7 @@ def test_tokens_are_the_same(make_engine: Callable[..., Engine]) -> None:
         before.spec, table=dataclasses.replace(before.spec.table, page_buckets=(4, 12))
     )
     runner = Runner(Worker(spec, Programs(spec, None, threads=2, progress=False), before.worker.state.leaves))
-    scheduler = Scheduler.of(
+    scheduler = make_scheduler(
         spec.table,
         page_size=spec.page_size,
         num_pages=spec.num_pages,

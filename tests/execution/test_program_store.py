@@ -55,7 +55,7 @@ def answers(programs: Programs) -> list[list[int]]:
     tokens = []
     for key in KEYS[1:]:
         assert isinstance(key, SamplerKey)
-        inputs = (spec.leaves, spec.slots.last, spec.slots.sampling, to_sample(spec, key))
+        inputs = (spec.leaves, (), spec.slots.last, spec.slots.sampling, to_sample(spec, key))
         inputs = jax.tree.map(lambda x: jax.device_put(filled(x), x.sharding), inputs)
         tokens.append(np.asarray(programs[key](*inputs)[1].tokens).tolist())
     return tokens

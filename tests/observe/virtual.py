@@ -21,9 +21,9 @@ from jengine.insight.recording import machine, step_recorder
 from jengine.insight.recording.records import Machine
 from jengine.insight.recording.trace import Trace
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts
-from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
+from tests.schedulers import make_scheduler
 
 MS = 1e-3
 FIGURES = (
@@ -215,7 +215,7 @@ def make_virtual(
     samplers: dict[SamplerKey, float] = {key: 0.1 * MS for key in table.samplers()}
     costs = StepCosts(table, {**known, **samplers}, slopes=Slopes(0.0, 0.0, 0.0))
     truth = StepCosts(table, {**known, **samplers}, slopes=Slopes(0.0, 0.0, 0.0))
-    scheduler = Scheduler.of(
+    scheduler = make_scheduler(
         table,
         page_size=16,
         num_pages=pages + 1,

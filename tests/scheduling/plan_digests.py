@@ -18,7 +18,6 @@ from typing import Any
 from jengine.base.errors import InvalidArgument
 from jengine.core.beam_params import BeamSearchParams
 from jengine.scheduling.costs.step_costs import StepCosts
-from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.step_plan import NO_WORK, Work
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey, most_pages
 from tests.scheduling.answers import VOCAB
@@ -97,7 +96,7 @@ class Run:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + tile_size * draw.randint(1, 4),
             page_buckets=tuple(sorted({1, (pages + 1) // 2, pages})) if draw.random() < 0.5 else (0,),
-            groups=[GroupPages(window) for window in windows],
+            windows=windows,
             costs=Costs(ProgramTable((1,), (1,), (1,), 1)),
             invariant_tiles=invariant,
             prompt_rows=seed % 2 == 1 and states is None and not invariant,

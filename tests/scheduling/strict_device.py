@@ -24,13 +24,12 @@ from jengine.core.beam_params import BeamSearchParams
 from jengine.core.request import Request, SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.core.updates import ScoredToken
-from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.requests.images import Images
 from jengine.scheduling.requests.sequence import Sequence
-from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import Span, StepPlan, Tokens
 from jengine.table.program_table import MOST_DRAFTS, VARIANTS, BurstKey, ProgramTable, sampler_variant
 from jengine.table.ready_programs import ReadyPrograms, TableKey, by_use, first_needed
+from tests.schedulers import make_scheduler
 from tests.scheduling.answers import EOS, alone, beams_alone, found_after, next_token
 from tests.scheduling.embedding_memory import EmbeddingMemory
 from tests.scheduling.host_memory import Content, HostMemory
@@ -38,7 +37,7 @@ from tests.scheduling.plan_checks import check_plan, run_drafts
 from tests.scheduling.slot import Slot
 from tests.scheduling.state_memory import StateMemory
 
-FULL = (GroupPages(),)
+FULL = (None,)
 OPTIONS = {field.name for field in fields(SchedulingOptions)}
 ENCODERS = 8, 16  # patches
 
@@ -64,9 +63,9 @@ class StrictDevice:
 
     def __init__(self, table: ProgramTable, *, page_size: int, num_pages: int, max_num_seqs: int,
         max_num_batched_tokens: int,
-                 groups: List[GroupPages] = FULL, num_states: int = 0) -> None:  # fmt: skip
+                 windows: List[int | None] = FULL, num_states: int = 0) -> None:  # fmt: skip
         self.states = StateMemory(num_states, table.tile_size)
-        self.table, self.page_size, self.num_pages, self.groups = table, page_size, num_pages, groups
+        self.table, self.page_size, self.num_pages, self.windows = table, page_size, num_pages, windows
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.slots: dict[int, Slot] = {}
         self.sequences: dict[int, Sequence] = {}
@@ -234,7 +233,7 @@ class StrictDevice:
     def _take_updates(self, plan: StepPlan) -> None:
         for reset in plan.resets:
             assert 1 <= reset.slot <= self.max_num_seqs
-            self.slots[reset.slot] = Slot(reset, [{} for _ in self.groups])
+            self.slots[reset.slot] = Slot(reset, [{} for _ in self.windows])
         for group, slot, index, page in plan.table:
             assert 1 <= page < self.num_pages
             self.slots[slot].tables[group][index] = page
@@ -275,7 +274,7 @@ class StrictDevice:
         """
         slot = self.slots[span.slot]
         for group, table in enumerate(slot.tables):
-            window = self.groups[group].window
+            window = self.windows[group]
             for at in range(0 if window is None else max(span.start - window + 1, 0), len(slot.tokens)):
                 *found, by_row = self.cache[table[at // self.page_size], at % self.page_size]
                 assert found == [group, self._content(span, at)], "another's page, or a stale one"
@@ -306,7 +305,7 @@ class Loop:
 
     def __init__(self, *, max_model_len: int, tile_size: int, page_size: int, num_pages: int,
                  max_num_seqs: int, max_num_batched_tokens: int, page_buckets: tuple[int, ...] = (0,),
-                 groups: List[GroupPages] = FULL,
+                 windows: List[int | None] = FULL,
                  invariant_tiles: int = 0, num_states: int = 0, prompt_rows: bool = False, drafts: int = 0,
                  of_gpu: bool = False, by_row: bool = False, images: Images | None = None,
                  whole_tiles: int = 1, max_loras: int = 0, **options: object) -> None:  # fmt: skip
@@ -321,9 +320,9 @@ class Loop:
             )
         encoders = () if images is None else ENCODERS
         table = replace(table, encoders=encoders, whole_tiles=whole_tiles, adapters=max_loras)
-        pages = {"page_size": page_size, "num_pages": num_pages, "groups": groups, "num_states": num_states}
+        pages = {"page_size": page_size, "num_pages": num_pages, "windows": windows, "num_states": num_states}
         named = {name: options.pop(name) for name in OPTIONS & options.keys()}
-        self.scheduler = Scheduler.of(
+        self.scheduler = make_scheduler(
             table,
             max_model_len=max_model_len,
             options=SchedulingOptions(**named),

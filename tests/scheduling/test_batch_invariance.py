@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jengine.scheduling.forecasts.expectations import Hypothetical, expect
-from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.requests.batching import BatchInvariant
 from jengine.scheduling.requests.sequence import State
 from jengine.scheduling.step_plan import Work
@@ -148,7 +147,7 @@ def test_an_answer_within_a_prompt_is_computed_again():
 
 
 def test_a_hit_that_a_window_shortens_ends_at_a_tile():
-    one = loop(groups=[GroupPages(), GroupPages(10)], tile_size=8, num_pages=1 + 30)
+    one = loop(windows=[None, 10], tile_size=8, num_pages=1 + 30)
     one.add(PROMPT, max_tokens=1)
     assert computed(one) == 30
     for prompt, new in [(PROMPT, 30 - 24), (PROMPT[:24], 24 - 16)]:

@@ -1,4 +1,4 @@
-"""Sequences arrive, grow, fork, end and hit the cache, with any groups and pools. Pages remember their
+"""Sequences arrive, grow, fork, end and hit the cache, with any groups. Pages remember their
 contents.
 """
 
@@ -21,17 +21,17 @@ from jengine.engine.page_events import (
     hash_of,
 )
 from jengine.engine.page_transfer import Lookup
-from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.pages.blocks import BlockManager
+from jengine.scheduling.shape import CacheShape
 from jengine.table.program_table import most_pages
 from tests.scheduling.host_memory import HostMemory
 
 GROUPS = [
-    [GroupPages()],
-    [GroupPages(3)],
-    [GroupPages(), GroupPages(5), GroupPages(5)],
-    [GroupPages(), GroupPages(None, 1)],
-    [GroupPages(4), GroupPages(None, 1), GroupPages(9)],
+    [None],
+    [3],
+    [None, 5, 5],
+    [None, None],
+    [4, None, 9],
 ]
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20)  # few ids: prefixes are often equal
 LONGEST = 40
@@ -48,13 +48,16 @@ class BlocksMachine(RuleBasedStateMachine):
         gives=st.booleans(),
     )
     def start(self, page_size, groups, more, prefix_caching, host_pages, staged, gives):
-        pools = [1 + more] * (1 + max(group.pool for group in groups))
-        for window, pool in groups:
-            pools[pool] += most_pages(LONGEST, window, page_size, 1)
-        host_pages = host_pages if prefix_caching else 0
-        self.blocks = BlockManager(
-            page_size, pools, groups, prefix_caching=prefix_caching, host_pages=host_pages, staged=staged
+        pages = 1 + more + sum(most_pages(LONGEST, window, page_size, 1) for window in groups)
+        cache = CacheShape(
+            page_size=page_size,
+            num_pages=pages,
+            windows=groups,
+            prefix_caching=prefix_caching,
+            host_pages=host_pages if prefix_caching else 0,
+            staged=staged,
         )
+        self.blocks = BlockManager(cache)
         self.changes, self.published = [], set()  # as a subscriber to page events knows them
         self.blocks.watch(self.changes.append)
         self.maker = EventMaker(page_size, [Group("full_attention")] * len(groups))
@@ -70,7 +73,7 @@ class BlocksMachine(RuleBasedStateMachine):
         if self.blocks.tier is not None and gives:
             self.blocks.tier.give = self.give
 
-    def give(self, host, block, group):
+    def give(self, host, block, group, again):
         """The store gets a page, which never changes under its name."""
         content = self.host.page(host)
         assert self.stored.setdefault((digest_of(block), group), content) == content
@@ -79,8 +82,8 @@ class BlocksMachine(RuleBasedStateMachine):
     @rule(tokens=TOKENS, salt=st.sampled_from([None, None, "a"]), lost=st.integers(0, 9))
     def load(self, tokens, salt, lost):
         """Pages of a prompt come from the store, except some."""
-        groups = self.blocks.groups
-        size, windows = self.blocks.page_size, [group.window for group in groups]
+        groups = windows = self.blocks.windows
+        size = self.blocks.page_size
         known = self.blocks.known(tokens, salt)
         known += [[False] * len(groups)] * ((len(tokens) - 1) // size - len(known))
         lookup = Lookup(salt, tokens, known, windows, size, 1)
@@ -129,10 +132,7 @@ class BlocksMachine(RuleBasedStateMachine):
     def places(self, number, group, start):
         """Places of tokens from `start` on: position, and (pool, page, offset)."""
         size, pages = self.blocks.page_size, self.blocks._tables[number].pages[group]
-        return [
-            (at, (self.blocks.groups[group].pool, pages[at // size], at % size))
-            for at in range(start, len(self.tokens[number]))
-        ]
+        return [(at, (0, pages[at // size], at % size)) for at in range(start, len(self.tokens[number]))]
 
     @rule(tokens=TOKENS, salt=st.sampled_from([None, None, "a"]), fetch=st.booleans())
     def come(self, tokens, salt, fetch):
@@ -192,21 +192,17 @@ class BlocksMachine(RuleBasedStateMachine):
         assert all(page > 0 for _, _, page in entries)
         self.swap()
         known += tokens[: end - start]
-        for group, (_, pool) in enumerate(blocks.groups):
+        for group in range(len(blocks.windows)):
             for at, place in self.places(number, group, start):
-                assert blocks.pools[pool].holders(place[1]) == 1, "written while shared"
-                assert not any(
-                    blocks._index.holds(g, place[1])
-                    for g, own in enumerate(blocks.groups)
-                    if own.pool == pool
-                )
+                assert blocks.pools[0].holders(place[1]) == 1, "written while shared"
+                assert not any(blocks._index.holds(g, place[1]) for g in range(len(blocks.windows)))
                 self.held[place] = self.content(number, group, at)
         blocks.commit(number, known, len(known))
         self.read(number, start)
 
     def read(self, number, position):
         """The contents that queries from a position on attend to."""
-        for group, (window, _) in enumerate(self.blocks.groups):
+        for group, window in enumerate(self.blocks.windows):
             for at, place in self.places(
                 number, group, 0 if window is None else max(position - window + 1, 0)
             ):

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from jengine.scheduling.costs.step_costs import StepCosts
-from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.rules.bursts import LONGEST
 from jengine.scheduling.step_plan import NO_WORK
 from jengine.table.program_table import BurstKey
@@ -33,7 +32,7 @@ def test_tokens_are_those_of_single_steps(
     ahead: int, page_size: int, windows: tuple[int | None, ...]
 ) -> None:
     """Sequences end or stop at every position of a burst, and reach the maximum length."""
-    one = loop(page_size=page_size, groups=[GroupPages(window) for window in windows], num_pages=900)
+    one = loop(page_size=page_size, windows=windows, num_pages=900)
     for seed in range(24):
         one.add(
             [seed + 1, 2, 3][: 1 + seed % 3],
@@ -152,10 +151,10 @@ def test_costs_are_learned_and_saved() -> None:
     costs, table = one.scheduler.predictor.costs, one.scheduler.table
     key = table.bursts()[0]
     single = costs.seconds(key.trunk, key.sampler)
-    assert costs.burst_seconds(key) == pytest.approx(8 * single)
+    assert costs.added_seconds(key) == pytest.approx(8 * single)
     for _ in range(40):
         costs.observe_burst(key, NO_WORK, 5 * single)
-    assert costs.burst_seconds(key) == pytest.approx(5 * single, rel=0.05)
+    assert costs.added_seconds(key) == pytest.approx(5 * single, rel=0.05)
     assert costs.seconds(key.trunk, key.sampler) == pytest.approx(single, rel=0.05)
     again = type(costs).from_json(costs.to_json())
     assert {*again.known} == {key} and isinstance(key, BurstKey)

@@ -11,7 +11,6 @@ from jengine.scheduling.costs.draft_costs import all_of_them, most_a_second
 from jengine.scheduling.costs.step_costs import StepCosts
 from jengine.scheduling.drafters.choice import PRIORS, Rates
 from jengine.scheduling.drafters.drafter import Draft
-from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.requests.sequence import Sequence
 from jengine.scheduling.step_plan import NO_WORK
 from jengine.table.program_table import DraftKey, ProgramTable, SamplerKey, TrunkKey
@@ -158,7 +157,7 @@ def test_among_other_requests(seed: int) -> None:
         max_model_len=draw.choice([24, 48, 96]),
         page_size=draw.choice([1, 2, 4]) * 4,
         num_pages=1 + 24 * len(windows) + draw.choice([0, 6, 30]),
-        groups=[GroupPages(window) for window in windows],
+        windows=windows,
         prefix_caching=True,
         host_pages=draw.choice([0, 20]),
         page_buckets=draw.choice([(0,), (1, 24)]),

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from jengine.scheduling.costs.step_costs import SwapCosts
-from jengine.scheduling.pages.block_table import NO_HIT, GroupPages, Hit, PageChange
+from jengine.scheduling.pages.block_table import NO_HIT, Hit, PageChange
 from jengine.scheduling.pages.blocks import BlockManager
+from jengine.scheduling.shape import CacheShape
 from tests.scheduling.strict_device import Loop
 
 PAGE, LENGTH = 4, 24  # tokens of a page; of a prompt
@@ -218,7 +219,8 @@ def test_those_that_begin_alike_fetch_once() -> None:
 
 def test_a_page_of_a_store_that_is_on_the_device_is_left_out() -> None:
     """Its request was slower than another that computed the same prompt."""
-    blocks, tokens = BlockManager(4, [1 + 20], prefix_caching=True, host_pages=8, staged=8), [*range(9)]
+    cache = CacheShape(page_size=4, num_pages=1 + 20, prefix_caching=True, host_pages=8, staged=8)
+    blocks, tokens = BlockManager(cache), [*range(9)]
     assert blocks.tier is not None
     blocks.tier.give = lambda host, block, group: None
     blocks.admit(0, NO_HIT, 9, None)
@@ -239,7 +241,7 @@ def test_two_fetched_prompts_behind_a_window_do_not_wait_for_each_other(pages: i
         num_pages=1 + pages,
         max_num_seqs=4,
         max_num_batched_tokens=36,
-        groups=(GroupPages(None), GroupPages(64)),
+        windows=(None, 64),
         prefix_caching=True,
         host_pages=200,
         staged=16,

@@ -15,8 +15,8 @@ from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.forecasts.expectations import hypothetical
 from jengine.scheduling.requests.images import Images
 from jengine.scheduling.requests.loras import EMPTY, Lora, LoraPlaces
-from jengine.scheduling.scheduler import Scheduler
 from jengine.table.program_table import ProgramTable
+from tests.schedulers import make_scheduler
 from tests.scheduling.embedding_memory import FIRST, with_images
 from tests.scheduling.strict_device import Loop
 from tests.scheduling.test_promises import Linear
@@ -176,7 +176,7 @@ def test_batches_stay_full_when_adapters_take_turns(adapters: int, places: int) 
     costs = Linear(1.0, 0.0, 0.5, 0.0)
     costs.table = table
     engine = VirtualLoop(costs, 1, {})
-    scheduler = Scheduler.of(
+    scheduler = make_scheduler(
         table,
         page_size=4,
         num_pages=2000,

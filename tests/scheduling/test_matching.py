@@ -5,32 +5,29 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.scheduling.pages.block_table import NO_HIT, GroupPages
+from jengine.scheduling.pages.block_table import NO_HIT
 from jengine.scheduling.pages.blocks import BlockManager
+from jengine.scheduling.shape import CacheShape
 from tests.scheduling.strict_device import Loop
 
 PAGES, PAGE_SIZE = 12, 4
-GROUPS = [GroupPages(), GroupPages(9), GroupPages(), GroupPages(21)]
+GROUPS = [None, 9, None, 21]
 TOKENS = list(range(PAGES * PAGE_SIZE + 1))
 
 
 def is_hit(present: list[list[bool]], count: int) -> bool:
     """Whether each group has the tokens that the query after `count` pages attends to."""
     return all(
-        all(
-            pages[
-                (
-                    0 if group.window is None else max(count * PAGE_SIZE - group.window + 1, 0) // PAGE_SIZE
-                ) : count
-            ]
-        )
-        for group, pages in zip(GROUPS, present, strict=True)
+        all(pages[(0 if window is None else max(count * PAGE_SIZE - window + 1, 0) // PAGE_SIZE) : count])
+        for window, pages in zip(GROUPS, present, strict=True)
     )
 
 
 @given(lost=st.sets(st.tuples(st.integers(0, len(GROUPS) - 1), st.integers(0, PAGES - 1))))
 def test_the_hit_is_the_longest_prefix_of_which_each_group_has_what_it_reads(lost):
-    blocks = BlockManager(PAGE_SIZE, [1 + len(GROUPS) * (PAGES + 1)], GROUPS, prefix_caching=True)
+    pages = 1 + len(GROUPS) * (PAGES + 1)
+    cache = CacheShape(page_size=PAGE_SIZE, num_pages=pages, windows=GROUPS, prefix_caching=True)
+    blocks = BlockManager(cache)
     blocks.admit(0, NO_HIT, len(TOKENS), None)
     blocks.grow(0, len(TOKENS))
     blocks.commit(0, TOKENS, len(TOKENS))

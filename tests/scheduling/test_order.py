@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from jengine.core.request import Request, SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.requests import policy
-from jengine.scheduling.scheduler import Scheduler
 from jengine.table.program_table import ProgramTable
+from tests.schedulers import make_scheduler
 from tests.scheduling.test_promises import Linear
 from tests.scheduling.virtual_loop import VirtualLoop
 
@@ -27,7 +27,7 @@ class Run:
 
     def __init__(self, requests, max_num_seqs=SEQS, **options):
         self.engine = VirtualLoop(Linear(10.0, 0.0, 0.0, 0.0))
-        self.scheduler = Scheduler.of(
+        self.scheduler = make_scheduler(
             TABLE,
             page_size=4,
             num_pages=400,

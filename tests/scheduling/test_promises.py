@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from jengine.core.request import Request, SamplingParams
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.costs.step_costs import StepCosts
-from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import NO_WORK, Work
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
+from tests.schedulers import make_scheduler
 from tests.scheduling.strict_device import Loop
 from tests.scheduling.virtual_loop import VirtualLoop
 
@@ -36,7 +36,7 @@ class Linear(StepCosts):
 
 def serve(costs, requests, lengths, options, num_pages=400, ahead=1, budget=SEQS + 8 * TILE, cached=False):
     engine = VirtualLoop(costs, ahead, lengths)
-    scheduler = Scheduler.of(
+    scheduler = make_scheduler(
         TABLE,
         page_size=PAGE,
         num_pages=num_pages,

@@ -10,7 +10,6 @@ import pytest
 from jengine.scheduling.costs.draft_costs import DraftCosts, Rows, all_of_them
 from jengine.scheduling.costs.predictor import ChunkEnd
 from jengine.scheduling.costs.step_costs import StepCosts
-from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.step_plan import NO_WORK, StepPlan, Work, pairs
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 from tests.scheduling.adversaries import knowing
@@ -161,7 +160,7 @@ def test_among_other_requests(seed: int) -> None:
         max_model_len=draw.choice([24, 48]),
         page_size=draw.choice([1, 2, 4]),
         num_pages=1 + 48 * len(windows) + draw.choice([0, 6, 30]),
-        groups=[GroupPages(window) for window in windows],
+        windows=windows,
         prefix_caching=True,
         host_pages=draw.choice([0, 20]),
         strategy=draw.choice(["throughput", "latency", "memory"]),

@@ -16,7 +16,6 @@ from jengine.base.errors import InvalidArgument
 from jengine.core.beam_params import BeamSearchParams
 from jengine.scheduling.costs.draft_costs import all_of_them, most_a_second
 from jengine.scheduling.costs.step_costs import StepCosts
-from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.requests.images import Images
 from jengine.scheduling.step_plan import NO_WORK, Work
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey, most_pages
@@ -134,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             on_late=on_late,
             batching=batching,
             batch_wait_ms=0.0,
-            groups=[GroupPages(window) for window in windows],
+            windows=windows,
             prefix_caching=prefix_caching,
             costs=None if costs is None else random_costs(costs),
             invariant_tiles=invariant_tiles,

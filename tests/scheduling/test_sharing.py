@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.pages.blocks import BlockManager
 from jengine.scheduling.requests.sequence import State
+from jengine.scheduling.shape import CacheShape
 from tests.scheduling.strict_device import Loop
 
 NO_END = {"ignore_eos": True}
@@ -168,14 +168,14 @@ def test_the_least_recently_used_tail_is_evicted_first():
         assert computed(one) == new
 
 
-WINDOWS = [GroupPages(), GroupPages(10)]
+WINDOWS = [None, 10]
 
 
 def test_pages_behind_a_window_are_given_up():
     """A query sees 9 tokens before it: with the 8 that a prefill computes at a time, they lie in at most 5
     pages of 4.
     """
-    long = loop(groups=WINDOWS, max_num_seqs=1, max_num_batched_tokens=1 + 8, prefix_caching=False)
+    long = loop(windows=WINDOWS, max_num_seqs=1, max_num_batched_tokens=1 + 8, prefix_caching=False)
     long.add(PROMPT, max_tokens=30, **NO_END)
     most = 0
     while long.step(ahead=0):
@@ -186,7 +186,7 @@ def test_pages_behind_a_window_are_given_up():
 
 
 def test_a_hit_needs_what_the_window_sees_and_no_more():
-    one = loop(groups=WINDOWS, max_num_batched_tokens=8 + 8)
+    one = loop(windows=WINDOWS, max_num_batched_tokens=8 + 8)
     sequence = one.add(PROMPT, max_tokens=30, **NO_END)
     computed(one)
     before = one.scheduler.blocks.hit_pages.copy()
@@ -200,26 +200,27 @@ def test_a_window_shorter_than_its_hit_is_found_further_back():
     """The window's last pages are gone, the full group's are there: the hit ends where the window's begin to
     be missing.
     """
-    manager = BlockManager(4, [40], [GroupPages(), GroupPages(6)], prefix_caching=True)
+    manager = BlockManager(CacheShape(page_size=4, num_pages=40, windows=[None, 6], prefix_caching=True))
     manager.admit(0, manager.match(PROMPT, None), len(PROMPT), None)
     manager.grow(0, len(PROMPT))
     manager.commit(0, PROMPT, len(PROMPT))
     tail = manager._tables[0].pages[1][5]
     manager.release(0)
     assert manager.match(PROMPT, None).tokens == 28
-    manager._forget(0, tail)
+    manager._forget(range(2), tail)
     assert manager.match(PROMPT, None).tokens == 20
     manager.pools[0]._cached.pop(tail)
     manager.pools[0]._free.append(tail)
     manager.check_integrity()
 
 
-def test_pools_are_counted_apart():
-    manager = BlockManager(4, [10, 4], [GroupPages(), GroupPages(None, 1)], prefix_caching=True)
+def test_pages_and_states_are_counted_apart():
+    manager = BlockManager(CacheShape(page_size=4, num_pages=10, num_states=2, prefix_caching=True))
     hit = manager.match(PROMPT, None)
-    assert manager.needed(hit, 12, 1) == {0: 3, 1: 3} and manager.available(manager.needed(hit, 12, 1))
-    assert not manager.available(manager.needed(hit, 13, 1))
-    manager.admit(0, hit, 12, None)
+    assert manager.needed(hit, 12, 1) == {0: 3, 1: 1} and manager.available(manager.needed(hit, 12, 1))
+    assert not manager.available(manager.needed(hit, 40, 1))
+    manager.admit(0, hit, 12, None, PROMPT)
     assert [pool.available for pool in manager.pools] == [6, 0]
+    assert not manager.available(manager.needed(hit, 4, 1))
     manager.release(0)
     manager.check_integrity()

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from jengine.scheduling.costs.draft_costs import all_of_them
-from jengine.scheduling.pages.block_table import GroupPages
 from tests.scheduling.adversaries import knowing
 from tests.scheduling.answers import VOCAB, alone
 from tests.scheduling.strict_device import Loop
@@ -118,8 +117,7 @@ def test_tokens_are_those_of_single_rows(
     right: float, page_size: int, windows: tuple[int | None, ...]
 ) -> None:
     """Pages behind a window are kept as long as the shortest possible sequence needs them."""
-    groups = [GroupPages(window) for window in windows]
-    one = speculating(right, page_size=page_size, groups=groups, num_pages=900)
+    one = speculating(right, page_size=page_size, windows=windows, num_pages=900)
     for seed in range(24):
         prompt, stops = [seed + 1, 2, 3][: 1 + seed % 3], [seed % 7 + 1] * (seed % 2)
         one.add(prompt, max_tokens=20 + seed, ignore_eos=seed % 3 == 0, stop_token_ids=stops)
@@ -167,7 +165,7 @@ def test_among_other_requests(seed: int, states: bool, steps: int) -> None:
         max_model_len=draw.choice([24, 48, 96]),
         page_size=draw.choice([1, 2, 4]) * 4,
         num_pages=1 + 24 * len(windows) + draw.choice([0, 6, 30]),
-        groups=[GroupPages(window) for window in windows],
+        windows=windows,
         prefix_caching=True,
         host_pages=0 if states else draw.choice([0, 20]),
         num_scheduler_steps=steps,

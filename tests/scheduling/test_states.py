@@ -10,7 +10,6 @@ import pytest
 from jengine.base.errors import InvalidArgument
 from jengine.core.beam_params import BeamSearchParams
 from jengine.scheduling.costs.draft_costs import all_of_them
-from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.pages.states import SPARSE
 from tests.scheduling.adversaries import knowing
 from tests.scheduling.answers import VOCAB
@@ -173,7 +172,7 @@ def test_few_states_make_requests_wait() -> None:
 
 
 def test_windows_beside_states() -> None:
-    one, prompt = loop(groups=[GroupPages(), GroupPages(10)]), tokens(90)
+    one, prompt = loop(windows=[None, 10]), tokens(90)
     assert [cached(one, prompt), cached(one, prompt)] == [0, 88]
 
 

@@ -8,9 +8,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.scheduling.pages.block_table import GroupPages, ahead, meets, next_range, outside
+from jengine.scheduling.pages.block_table import ahead, meets, next_range, outside
 from jengine.scheduling.pages.blocks import BlockManager
 from jengine.scheduling.requests.batching import BatchInvariant, Composition
+from jengine.scheduling.shape import CacheShape
 
 TILE, PAGE = 8, 4
 Cut = tuple[int, list[tuple[int, int]]]
@@ -82,7 +83,10 @@ def test_chunks(prompt: Cut, budgets: list[int], hit: int, invariant: bool) -> N
 def test_hits_end_outside(prompt: Cut, grid: int, window: int | None) -> None:
     length, ranges = prompt
     tokens = [*range(length)]
-    blocks = BlockManager(PAGE, [99], [GroupPages(window)], prefix_caching=True, hit_grid=grid)
+    blocks = BlockManager(
+        CacheShape(page_size=PAGE, num_pages=99, windows=[window], prefix_caching=True),
+        hit_grid=grid,
+    )
     blocks.admit(0, blocks.match(tokens, None), length, None)
     blocks.grow(0, length)
     blocks.commit(0, tokens, length)

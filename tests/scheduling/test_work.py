@@ -5,7 +5,6 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.step_plan import FURTHER, Work, further_work, pairs, rows_work
 from tests.scheduling.strict_device import Loop
 
@@ -21,13 +20,13 @@ def seen(position: int, window: int | None) -> int:
 def test_rows_attend_to_what_they_see(positions, windows):
     context = sum(seen(position, window) for window in windows for position in positions)
     longest = sum(max((seen(position, window) for position in positions), default=0) for window in windows)
-    assert rows_work(positions, windows) == (context // len(windows), longest // len(windows))
+    assert rows_work(positions, windows) == Work(context // len(windows), longest // len(windows))
 
 
 @given(first=st.integers(0, 80), count=st.integers(0, 9), windows=WINDOWS)
 def test_further_rows_cost_a_share(first, count, windows):
-    context, longest = rows_work(range(first, first + count), windows)
-    assert further_work(first, count, windows) == (round(FURTHER * context), longest)
+    work = rows_work(range(first, first + count), windows)
+    assert further_work(first, count, windows) == Work(round(FURTHER * work.context), work.longest)
 
 
 @given(start=st.integers(0, 80), length=st.integers(0, 80), windows=WINDOWS)
@@ -45,7 +44,7 @@ def test_a_plan_says_its_work():
         num_pages=100,
         max_num_seqs=8,
         max_num_batched_tokens=24,
-        groups=[GroupPages(None), GroupPages(8)],
+        windows=[None, 8],
     )
     works = []
     for prompt in [1] * 3, [2] * 20:

@@ -10,7 +10,6 @@ from jengine.capacity.simulation.replay import EngineShape
 from jengine.capacity.simulation.trace import RequestTrace, make_trace
 from jengine.core.scheduling_options import SchedulingOptions
 from jengine.scheduling.costs.step_costs import Slopes, StepCosts
-from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.shape import BatchLimits, CacheShape
 from jengine.table.program_table import ProgramTable
 
@@ -40,7 +39,7 @@ def make_shape(
     num_pages: int = 200,
     max_model_len: int = 128,
     page_buckets: tuple[int, ...] = (0,),
-    groups: Sequence[GroupPages] = (GroupPages(),),
+    windows: Sequence[int | None] = (None,),
     overlap: bool = True,
     prefix_caching: bool = True,
     num_states: int = 0,
@@ -61,7 +60,7 @@ def make_shape(
         cache=CacheShape(
             page_size=page_size,
             num_pages=num_pages,
-            groups=groups,
+            windows=windows,
             num_states=num_states,
             prefix_caching=prefix_caching,
             host_pages=host_pages,

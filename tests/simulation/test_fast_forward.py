@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from jengine.capacity.simulation.replay import EngineShape, replay
 from jengine.capacity.simulation.trace import RequestTrace, make_trace
-from jengine.scheduling.pages.block_table import GroupPages
 from tests.simulation.shapes import make_shape, poisson
 
 LENGTHS = st.tuples(st.sampled_from([0.0, 0.001, 0.02, 0.3]), st.integers(1, 60), st.integers(1, 60))
-GROUPS = st.sampled_from([(GroupPages(),), (GroupPages(8),), (GroupPages(), GroupPages(12))])
+GROUPS = st.sampled_from([(None,), (8,), (None, 12)])
 
 
 def both(shape: EngineShape, trace: RequestTrace) -> tuple[dict, dict]:
@@ -49,7 +48,7 @@ SCHEDULING = st.one_of(
     priorities=st.lists(st.integers(0, 2), min_size=12, max_size=12),
     clients=st.lists(st.sampled_from(["a", "b"]), min_size=12, max_size=12),
     targets=st.lists(st.tuples(TARGETS, TARGETS), min_size=12, max_size=12),
-    groups=GROUPS,
+    windows=GROUPS,
     num_pages=st.sampled_from([32, 36, 48, 400]),
     max_num_seqs=st.sampled_from([1, 2, 4]),
     page_buckets=st.sampled_from([(0,), (4, 8, 32)]),

@@ -18,9 +18,9 @@ from jengine.engine.loop.engine_parts import EngineParts
 from jengine.execution.runner import StepResult
 from jengine.insight.recording.recorder import BLOCK, TraceRecorder
 from jengine.scheduling.requests.sequence import Sequence
-from jengine.scheduling.scheduler import Scheduler
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import ProgramTable
+from tests.schedulers import make_scheduler
 from tests.scheduling.embedding_memory import with_images
 
 SECRET = [12345] * (2 * BLOCK)
@@ -49,7 +49,7 @@ def recorded(tmp_path):
             "max_num_batched_tokens": 36,
             "max_model_len": 512,
         }
-        scheduler = Scheduler.of(table, **limits)
+        scheduler = make_scheduler(table, **limits)
         engine = Engine(model, NoModel(), scheduler, EngineParts(recorder=recorder))  # type: ignore[arg-type]
         engine.add(*requests[:1])
         for request in requests[1:]:

@@ -55,8 +55,7 @@ def test_steps_give_what_whole_sequences_do(variant: str, cuts: tuple[int, ...],
     def compiled(key: TrunkKey) -> tuple[BatchLayout, Any]:
         kinds = {"turns": until is None, "ahead": until is not None}
         layout = BatchLayout.of(key, spec.table, page_size=PAGE, groups=groups, **kinds)
-        device = mesh.devices.flat[0]
-        return layout, jax.jit(make_trunk(spec.model, layout, PAGE, device))
+        return layout, jax.jit(make_trunk(spec, layout))
 
     state: Any = jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), (spec.cache, spec.slots))
     found = []
@@ -73,7 +72,7 @@ def test_steps_give_what_whole_sequences_do(variant: str, cuts: tuple[int, ...],
         entries = [(group, 1, index, 1 + 3 * group + index) for group in range(groups) for index in pages]
         plan = StepPlan(key, spec.table.sampler(key, "greedy"), [span], [Sample(0, 0, 1, 1)], table=entries)
         layout, run = compiled(key)
-        *state, sampled, hidden = run(params, *state, jnp.asarray(layout.pack(plan)))
+        *state, sampled, hidden = run(params, (), *state, jnp.asarray(layout.pack(plan)))
         found.append(np.asarray(hidden[: end - start] if tiles else sampled.hidden[:1]))
     module: Any = spec.model.bind(params)
     whole = jax.jit(module.hidden, static_argnums=2)

@@ -104,7 +104,7 @@ class FastForward:
         """Whether the first waiting sequence can be admitted before a running one ends. Without windows, free
         pages only decrease."""
         first = self._registry.waiting.first
-        windows = any(group.window for group in self._registry.blocks.groups)
+        windows = any(self._registry.blocks.windows)
         if self._admission.strategy != "throughput" or first is None or first.in_flight or windows:
             return True
         return self._scheduler.prompts.may_fit(first)

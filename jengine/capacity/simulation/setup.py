@@ -24,7 +24,7 @@ from jengine.engine.setup.shapes import (
 from jengine.execution.memory import claim_gpu_memory, device_bytes, pages_that_fit
 from jengine.execution.spec import ExecutionSpec
 from jengine.scheduling.costs.step_costs import StepCosts
-from jengine.scheduling.drafters.drafter import Draft
+from jengine.scheduling.drafters.drafter import Draft, Drafter
 from jengine.scheduling.requests.sequence import Sequence
 
 WRONG = 2**31 - 1  # a token that no simulated request generates
@@ -148,7 +148,7 @@ def _stage_pages(config: EngineConfig, spec: ExecutionSpec) -> int:
     return max(pages - device_bytes(spec.weights) // spec.page_bytes, 2)
 
 
-class AssumedDrafts:
+class AssumedDrafts(Drafter):
     """Proposes tokens of which a given share is right.
 
     A simulated request generates one token again and again, so its last one is known to be the next. Which
@@ -160,7 +160,8 @@ class AssumedDrafts:
     """
 
     def __init__(self, right: float, max_drafts: int) -> None:
-        self._right, self.max_drafts = right * SIXTEEN_BITS, max_drafts
+        super().__init__(max_drafts)
+        self._right = right * SIXTEEN_BITS
 
     def draft(self, sequence: Sequence, limit: int) -> Draft | None:
         at, number = len(sequence.tokens), sequence.number
@@ -174,6 +175,3 @@ class AssumedDrafts:
             ],
             source="assumed",
         )
-
-    def forget(self, sequence: Sequence) -> None:
-        """Does nothing: no sequence is remembered."""

@@ -291,9 +291,7 @@ class VirtualEngine:
                 base = times.base(trunk, plan.sampler)
             seconds = times.device(
                 base,
-                Work(context, longest)
-                if whole
-                else Work(*rows_work([at + steps - 1 for at in positions], windows)),
+                Work(context, longest) if whole else rows_work([at + steps - 1 for at in positions], windows),
             )
             scheduler.timeline.plan(self.now, seconds)
             self._host(host.plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 import weakref
@@ -41,6 +42,7 @@ from jengine.engine.loop.turns import (
     take_programs,
     wait_for_work,
 )
+from jengine.engine.page_transfer import CLOSE_SECONDS, PageTransfer
 from jengine.execution.logits import ALL_ALLOWED, mask_words
 from jengine.execution.runner import InFlight, PendingSample, Runner, StepResult
 from jengine.insight.recording.cost_report import CostReport, cost_report
@@ -277,13 +279,20 @@ class Engine:
     def close(self) -> None:
         """Stops compiling and saves step costs. May be called repeatedly."""
         if self.pages is not None:
-            self.pages.save_all(self)
+            self._save_pages(self.pages)
         if self._programs is not None:
             self._programs.stop()
         if self._recorder is not None:
             self._recorder.close()
         for close in self._closing:
             close()
+
+    def _save_pages(self, pages: PageTransfer) -> None:
+        """Steps without requests until pages are saved, for a bounded time, unless the engine sleeps."""
+        until = time.monotonic() + CLOSE_SECONDS
+        with contextlib.suppress(Exception):  # of an engine that has failed
+            while pages.saving and not self.has_requests and self.has_work and time.monotonic() < until:
+                self.step()
 
     def step(self) -> list[Update]:
         """Dispatches the next step, then reads the previous one. Returns its updates."""

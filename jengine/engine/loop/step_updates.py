@@ -35,18 +35,13 @@ from jengine.table.program_table import MOST_DRAFTS, TrunkKey
 AHEAD = 2 * (1 + MOST_DRAFTS)
 
 
-def needs_mask(sequence: Sequence) -> bool:
-    """Whether the next step must wait for the sequence's mask."""
-    mask = sequence.request.mask
-    return mask is not None and mask.free() <= AHEAD
-
-
 def masked_rows(plan: StepPlan, by_number: Mapping[int, Sequence]) -> list[tuple[int, Sequence, List[int]]]:
     """First sampler rows that have a mask, with their sequences, if these have not ended, and drafts."""
     masked = list[tuple[int, Sequence, List[int]]]()
     for row, sample in enumerate(plan.samples):
         sequence, span = by_number.get(sample.seq), plan.spans[sample.span]
-        if sequence is not None and needs_mask(sequence):
+        mask = None if sequence is None else sequence.request.mask
+        if sequence is not None and mask is not None and mask.free() <= AHEAD:  # the next step needs it
             if not span.guesses:
                 masked.append((row, sequence, ()))
             elif not sample.offset:
@@ -151,19 +146,19 @@ def several_updates(
             updates.append(pooled_update(s, version))
             continue
         if s.searches:
-            counts = s.num_preemptions, s.scheduled, s.num_cached
-            updates.append(BeamsFound(s.request_id, s.found, *counts, version))
+            updates.append(BeamsFound(s.request_id, s.found, *facts_of(s, version)))
             continue
-        ends = (None, None) if s.number in later else (s.finish_reason, s.stop_reason)
+        reason, stop_reason = (None, None) if s.number in later else (s.finish_reason, s.stop_reason)
         later.add(s.number)
         count = s.request.params.logprobs
         logprobs = None if count is None or got is None else logprobs_of(got, row, count)
-        updates.append(
-            TokenUpdate(
-                s.request_id, token, *ends, logprobs, s.num_preemptions, s.scheduled, s.num_cached, version
-            )
-        )
+        updates.append(TokenUpdate(s.request_id, token, reason, stop_reason, logprobs, *facts_of(s, version)))
     return updates[::-1]
+
+
+def facts_of(sequence: Sequence, version: Version) -> tuple[int, float, int, Version]:
+    """The last fields of most updates."""
+    return sequence.num_preemptions, sequence.scheduled, sequence.num_cached, version
 
 
 def beam_candidates(plan: StepPlan, result: StepResult, scheduler: Scheduler) -> dict[int, ScoredToken]:
@@ -182,14 +177,7 @@ def pooled_update(sequence: Sequence, version: Version) -> Pooled:
     """The update for a finished embedding request."""
     assert sequence.pooled is not None and sequence.request.pooling is not None
     embedding = sequence.pooled.vector(sequence.request.pooling).tobytes()
-    return Pooled(
-        sequence.request_id,
-        embedding,
-        sequence.num_preemptions,
-        sequence.scheduled,
-        sequence.num_cached,
-        version,
-    )
+    return Pooled(sequence.request_id, embedding, *facts_of(sequence, version))
 
 
 def logprobs_of(got: SampledLogprobs, row: int, count: int) -> TokenLogprobs:
@@ -318,7 +306,15 @@ def load_of(scheduler: Scheduler, at_gate: int, **engine: Any) -> Load:
         engine: fields of Load that the scheduler does not know.
     """
     blocks, tier = scheduler.blocks, scheduler.blocks.tier
-    load = Load(
+    if tier is not None:
+        engine |= {
+            "host_pages": tier.capacity,
+            "host_used": tier.used,
+            "host_spilled": tier.spilled,
+            "host_fetched": tier.fetched,
+            "host_evictions": tier.evictions,
+        }
+    return Load(
         running=scheduler.registry.num_running,
         waiting=scheduler.registry.num_waiting + at_gate,
         free_pages=blocks.capacity - blocks.owned,
@@ -327,6 +323,9 @@ def load_of(scheduler: Scheduler, at_gate: int, **engine: Any) -> Load:
         cached_pages=blocks.cached,
         prefix_queries=scheduler.prefixes.queries,
         prefix_hits=scheduler.prefixes.hits,
+        host_queries=scheduler.prefixes.host_queries,
+        host_hits=scheduler.prefixes.host_hits,
+        host_declined=scheduler.prefixes.host_declined,
         hit_pages=tuple(blocks.hit_pages.values()),
         cache_groups=tuple(blocks.hit_pages),
         evictions=blocks.evictions,
@@ -341,16 +340,4 @@ def load_of(scheduler: Scheduler, at_gate: int, **engine: Any) -> Load:
         accepted_tokens=tuple(scheduler.speculation.accepted),
         page_size=blocks.page_size,
         **engine,
-    )
-    if tier is None:
-        return load
-    return load._replace(
-        host_pages=tier.capacity,
-        host_used=tier.used,
-        host_queries=scheduler.prefixes.host_queries,
-        host_hits=scheduler.prefixes.host_hits,
-        host_declined=scheduler.prefixes.host_declined,
-        host_spilled=tier.spilled,
-        host_fetched=tier.fetched,
-        host_evictions=tier.evictions,
     )

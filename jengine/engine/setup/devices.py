@@ -16,7 +16,7 @@ from jengine.devices.device_defaults import limit_cpu_threads
 from jengine.execution.cache_folders import cache_root
 from jengine.execution.kernel_objects import keep_kernels, keep_lowered
 from jengine.execution.memory import claim_gpu_memory
-from jengine.parallel.link import Follower, Leader, Link, SingleProcess, host_of, join
+from jengine.parallel.link import Follower, Leader, Link, SingleProcess, join
 from jengine.parallel.mesh import make_mesh, one_axis, stage_meshes
 from pallas_kernels.devices import cpu_refused
 
@@ -98,7 +98,7 @@ def connect(config: EngineConfig) -> Link:
         if stages > 1:
             limit = f"times pipeline_parallel_size={stages} {limit}"
         raise InvalidArgument("tensor_parallel_size", config.tensor_parallel_size, limit)
-    host = host_of(config.coordinator)
+    host = config.coordinator.rpartition(":")[0].strip("[]")
     link = Leader(host, config.num_processes) if config.process_id == 0 else Follower(host, config.process_id)
     atexit.register(link.close)
     return link

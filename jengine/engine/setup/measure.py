@@ -55,43 +55,23 @@ PARAMS = {  # typical parameters of requests of each variant
 def measure(runner: Runner, ready: ReadyPrograms, costs: StepCosts, *, progress: Progress) -> set[TableKey]:
     """Adds missing costs of ready programs, and returns these. Must run before the first request."""
     bench, known = Bench(runner, ready), costs.known
-    trunks = [key for key in ready.trunks() if key not in known]
     rows = {runner.spec.table.sample_rows(key) for key in ready.trunks()}
-    samplers = [key for key in ready.samplers() if key not in known and key.rows in rows]
-    bursts = [key for key in ready.bursts() if key not in known]
-    drafts = [key for key in ready.drafts() if key not in known]
-    encoders = [key for key in map(EncoderKey, ready.encoders) if key not in known]
+    samplers = sorted(
+        [key for key in ready.samplers() if key.rows in rows],
+        key=lambda key: (VARIANTS.index(key.variant), key.rows),
+    )
     fitted = any(isinstance(key, TrunkKey) for key in known)
-    with progress_bar(
-        total=len(samplers) + len(trunks) + len(bursts) + len(drafts) + len(encoders),
-        desc="measuring",
-        unit="program",
-        show=progress,
-    ) as bar:
-        for sampler in sorted(samplers, key=lambda key: (VARIANTS.index(key.variant), key.rows)):
-            known[sampler] = Cost(bench.sampler(sampler))
-            bar.update()
-        if trunks and not fitted:
-            costs.slopes = bench.slopes()
-        for trunk in trunks:
-            # requests as the sampler was measured with, since its cost is subtracted
-            variant = ready.sampler(trunk, VARIANTS[0]).variant
-            step = bench.step(trunk, bench.rows_of(trunk), SHORT, variant=variant)
-            known[trunk] = bench.cost(step, costs)
-            bar.update()
-        for burst in bursts:
-            known[burst] = bench.cost(bench.burst(burst), costs)
-            bar.update()
-        for draft in drafts:
-            known[draft] = Cost(bench.drafts(draft))
-            bar.update()
-        for encoder in encoders:
-            known[encoder] = Cost(bench.encoder(encoder))
-            bar.update()
+    # samplers first, since their costs are subtracted from those of trunks
+    every: list[TableKey] = [*samplers, *ready.trunks(), *ready.bursts(), *ready.drafts()]
+    missing = [key for key in [*every, *map(EncoderKey, ready.encoders)] if key not in known]
+    for key in progress_bar(missing, desc="measuring", unit="program", show=progress):
+        if isinstance(key, TrunkKey) and not fitted:
+            costs.slopes, fitted = bench.slopes(), True
+        known[key] = bench.cost(key, costs)
     if runner.spec.host_pages and costs.swaps is None:
         costs.swaps = bench.swaps()
     runner.forget()
-    return {*samplers, *trunks, *bursts, *drafts, *encoders}
+    return {*missing}
 
 
 class Bench:
@@ -184,18 +164,14 @@ class Bench:
             Span(0, 1 + tile % self._spec.max_slots, 0, length, self._tokens(length))
             for tile in range(key.tiles)
         ]
-        return self._plan(
-            key,
-            spans,
-            variant,
-            Work(*rows_work(positions, self._windows), key.tiles * pairs(0, length, self._windows)),
-        )
+        work = Work(attended=key.tiles * pairs(0, length, self._windows))
+        return self._plan(key, spans, variant, work.plus(rows_work(positions, self._windows)))
 
     def burst(self, key: BurstKey) -> StepPlan:
         """All rows, limited by the number of slots, after SHORT tokens."""
         at, rows = max(min(SHORT, self._limit - key.steps), 0), self.rows_of(key.trunk)
         spans = self._rows([at] * rows, key.steps)
-        work = Work(*rows_work([at] * rows, self._windows))
+        work = rows_work([at] * rows, self._windows)
         plan = self._plan(
             key.trunk, spans, key.sampler.variant, Work(work.context * key.steps, work.longest * key.steps)
         )
@@ -214,10 +190,26 @@ class Bench:
         again = replace(plan, resets=[], table=[])  # which the slots have then
         return self._typical(self._runner.dispatch(plan), lambda: self._runner.dispatch(again))
 
-    def cost(self, plan: StepPlan, costs: StepCosts) -> Cost:
-        """The cost of a step's trunk, or of its burst."""
+    def cost(self, key: TableKey, costs: StepCosts) -> Cost:
+        """The cost of a program. Trunks and bursts are measured in steps, without the step's other costs."""
+        match key:
+            case SamplerKey():
+                return Cost(self.sampler(key))
+            case DraftKey():
+                return Cost(self.drafts(key))
+            case EncoderKey():
+                return Cost(self.encoder(key))
+            case BurstKey():
+                plan, sampling = self.burst(key), 0.0
+            case TrunkKey():
+                # requests as the sampler was measured with, since its cost is subtracted
+                variant = self._ready.sampler(key, VARIANTS[0]).variant
+                plan = self.step(key, self.rows_of(key), SHORT, variant=variant)
+                sampling = costs.base(plan.sampler)
+            case _:
+                raise AssertionError(f"{key} is no part of a step's costs")
         seconds = self.seconds(plan)
-        others = costs.slopes.seconds(plan.work) + (costs.base(plan.sampler) if plan.steps == 1 else 0.0)
+        others = costs.slopes.seconds(plan.work) + sampling
         return Cost(max(seconds - others, seconds / 10))
 
     def swaps(self) -> SwapCosts:

@@ -24,13 +24,13 @@ from jengine.core.model_options import sampling_overrides
 from jengine.core.pooling import Embedder, Reranker
 from jengine.core.request import SamplingParams
 from jengine.engine.loop.live_weights import warm, why_not_updatable
-from jengine.engine.page_events import PageNames
-from jengine.engine.page_stores import check_transfer, weights_digest
+from jengine.engine.page_events import PageNames, files_digest
+from jengine.engine.page_stores import check_transfer
 from jengine.engine.setup.devices import Devices, process_root
 from jengine.engine.setup.model_source import ModelSource, load_weights
 from jengine.engine.setup.program_set import EarlyCompilation, ProgramSet, given_programs, make_children
-from jengine.engine.setup.shapes import spec_of, with_expected_pages, with_pages
-from jengine.engine.setup.stages_and_ranks import check_spec, prepare_ranks, refuse_stages
+from jengine.engine.setup.shapes import spec_of, with_pages
+from jengine.engine.setup.stages_and_ranks import prepare_ranks, refuse_stages
 from jengine.execution.cache_folders import cache_limit
 from jengine.execution.device_state import check_host_memory
 from jengine.execution.executor import make_worker
@@ -147,7 +147,8 @@ def prepare(
     claim_gpu_memory(config.gpu_memory_utilization)
     devices = Devices.take(config, link, mesh)
     config, shapes = spec_of(config, source, devices, prebuilt, offline=offline)
-    check_spec(config, shapes)
+    if shapes.ranks > 1 and shapes.images is not None:
+        raise config.refused(f"with data_parallel_size={shapes.ranks}")
     started = _facts(config, source, shapes, seconds)
     if prebuilt is not None:
         # before reading the weights, which may take minutes
@@ -194,7 +195,8 @@ def prepare(
     names = None
     if config.kv_transfer is not None:
         check_transfer(config, config.kv_transfer, source, spec)
-        names = PageNames(spec, weights_digest(config, source))
+        calibration = [] if config.calibration_data is None else [Path(config.calibration_data)]
+        names = PageNames(spec, files_digest(source.folder, calibration))
     if spec.host_pages:
         for stage in spec.local_stages:
             check_host_memory(config.swap_space, stage)
@@ -217,7 +219,7 @@ def _compile_early(
     if children is None:
         return None
     try:
-        spec = with_expected_pages(config, shapes, devices)
+        spec = with_pages(config, shapes, devices, loaded=False)
     except OutOfMemory:  # the weights decide
         return None
     return EarlyCompilation(config, spec, children, open_cache(spec, devices.root, max_bytes))

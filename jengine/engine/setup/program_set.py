@@ -24,7 +24,7 @@ from jengine.execution.background import BackgroundPrograms
 from jengine.execution.cache_folders import cache_root, costs_file
 from jengine.execution.compile_children import CompileChildren, Job, Target, children_count
 from jengine.execution.executor import StagePrograms
-from jengine.execution.kinds import Key, kind_of
+from jengine.execution.kinds import Key
 from jengine.execution.memory import check_room
 from jengine.execution.program_cache import ProgramCache
 from jengine.execution.program_folder import make_private, write_private
@@ -34,6 +34,7 @@ from jengine.execution.programs import (
     by_effort,
     file_name,
     first_keys,
+    of_stage,
     open_cache,
     program_keys,
     running,
@@ -170,7 +171,7 @@ class ProgramSet:
                 or open_cache(stage, self._root, max_bytes, wait=config.num_processes == 1),
                 threads=sizes(config, spec.mesh.devices.flat[0].platform).compile_threads,
                 progress=progress,
-                first=None if only is None else _of_stage(stage, only),
+                first=None if only is None else of_stage(stage, only),
                 children=None if early is None else early.children,
             )
             for stage in spec.local_stages
@@ -220,11 +221,6 @@ class ProgramSet:
         else:
             runner.check(ready)
         return WarmedUp(used, ready, costs, partial(saved.update, costs))
-
-
-def _of_stage(spec: ExecutionSpec, keys: Sequence[Key]) -> list[Key]:
-    """The keys whose programs a stage has."""
-    return [key for key in keys if spec.stage.last or kind_of(key).everywhere]
 
 
 def given_programs(config: EngineConfig) -> tuple[PrebuiltPrograms | None, EngineConfig]:

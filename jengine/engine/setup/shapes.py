@@ -37,7 +37,6 @@ from jengine.models.config import ModelConfig
 from jengine.models.quantized import format_of
 from jengine.parallel.collectives import TENSOR
 from jengine.parallel.link import SingleProcess
-from jengine.scheduling.pages.block_table import GroupPages
 from jengine.scheduling.shape import BatchLimits, CacheShape
 from jengine.table.program_table import ProgramTable
 from jengine.vision.declared import Encoder
@@ -208,43 +207,31 @@ def _with_bursts(config: EngineConfig, platform: str, *, offline: bool) -> Engin
 
 
 def with_pages(
-    config: EngineConfig, spec: ExecutionSpec, devices: Devices, expected: int | None = None
+    config: EngineConfig,
+    spec: ExecutionSpec,
+    devices: Devices,
+    expected: int | None = None,
+    *,
+    loaded: bool = True,
 ) -> ExecutionSpec:
-    """The spec with the number of pages that fit on the devices. expected: number of pages for which programs
-    are being compiled, if any: taken if it is about as many.
+    """The spec with the number of pages that fit on the devices.
+
+    Args:
+        expected: number of pages for which programs are being compiled, if any: taken if it is about as many.
+        loaded: whether the devices hold the weights; if not, about as many, rather fewer, as will fit beside
+            them.
     """
-    stages = [stage for stage in spec.local_stages if stage.page_bytes]
-    fit = min([pages_that_fit(config, stage) for stage in stages] or [sys.maxsize])
-    return dataclasses.replace(
-        spec, num_pages=devices.link.agree(_pages(config, spec, devices, fit, expected), min)
-    )
-
-
-def with_expected_pages(config: EngineConfig, spec: ExecutionSpec, devices: Devices) -> ExecutionSpec:
-    """The spec with about as many pages, rather fewer, as will fit beside weights to be loaded."""
-    stages = [stage for stage in spec.local_stages if stage.page_bytes]
-    each = [
-        pages_that_fit(config, stage, device_bytes((stage.weights, encoder)) * (100 + SLACK) // 100)
-        for stage in stages
-        for encoder in [() if stage.images is None else stage.images.leaves]
-    ]
-    pages = _pages(config, spec, devices, min(each or [sys.maxsize]), None)
-    return dataclasses.replace(spec, num_pages=pages)
-
-
-def _pages(
-    config: EngineConfig, spec: ExecutionSpec, devices: Devices, fit: int, expected: int | None
-) -> int:
-    chosen = (
-        config.num_pages is not None
-        or config.kv_cache_memory is not None
-        or spec.mesh.devices.flat[0].platform == "cpu"
-        or len(spec.stages) > 1
-    )
-    if chosen:
-        return fit
-    saved = saved_page_counts(devices.root, spec.fingerprint())
-    return pages_to_use(fit, [expected] if expected is not None and expected <= fit else saved)
+    fit = sys.maxsize
+    for stage in spec.local_stages:
+        if stage.page_bytes:
+            encoder = () if stage.images is None else stage.images.leaves
+            weights = 0 if loaded else device_bytes((stage.weights, encoder)) * (100 + SLACK) // 100
+            fit = min(fit, pages_that_fit(config, stage, weights))
+    options = config.num_pages is not None or config.kv_cache_memory is not None
+    if not options and spec.mesh.devices.flat[0].platform != "cpu" and len(spec.stages) == 1:
+        saved = saved_page_counts(devices.root, spec.fingerprint())
+        fit = pages_to_use(fit, [expected] if expected is not None and expected <= fit else saved)
+    return dataclasses.replace(spec, num_pages=devices.link.agree(fit, min))
 
 
 def describe(
@@ -457,7 +444,7 @@ def scheduler_shapes(config: EngineConfig, spec: ExecutionSpec) -> tuple[CacheSh
     cache = CacheShape(
         page_size=spec.page_size,
         num_pages=spec.num_pages,
-        groups=[GroupPages(group.window, group.pool) for group in paged(spec.groups)],
+        windows=[group.window for group in paged(spec.groups)],
         num_states=spec.num_states,
         draft_states=spec.draft_states,
         prefix_caching=config.enable_prefix_caching,

@@ -79,12 +79,6 @@ def check_ranks(config: EngineConfig, mesh: Mesh | None) -> None:
             raise InvalidArgument(name, value, f"not with data_parallel_size={count}")
 
 
-def check_spec(config: EngineConfig, spec: ExecutionSpec) -> None:
-    """Rejects models that data parallelism does not support."""
-    if spec.ranks > 1 and spec.images is not None:
-        raise config.refused(f"with data_parallel_size={spec.ranks}")
-
-
 def prepare_ranks(
     config: EngineConfig,
     spec: ExecutionSpec,

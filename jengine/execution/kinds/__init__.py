@@ -4,35 +4,38 @@ from __future__ import annotations
 
 from typing import Any
 
+from jengine.execution.device_state import ALLOCATE_COUNTS, ALLOCATE_LORAS, ALLOCATE_POOL, DeviceState
 from jengine.execution.kinds.cache import (
     Allocate,
-    AllocateCounts,
     Fill,
-    FreeCache,
     MoveWeights,
     PageCopies,
     SlotUpdates,
     Spill,
     Stage,
 )
-from jengine.execution.kinds.inputs import AllocateLoras, AllocatePool, EncodeImages, WriteLora
-from jengine.execution.kinds.kind import CallKind, DeviceCall, Key, Kind, Program
-from jengine.execution.kinds.sampler import Count, Forget, Sampler
+from jengine.execution.kinds.inputs import EncodeImages, WriteLora
+from jengine.execution.kinds.kind import Allocation, CallKind, Freeing
+from jengine.execution.kinds.kind import DeviceCall as DeviceCall
+from jengine.execution.kinds.kind import Key as Key
+from jengine.execution.kinds.kind import Kind as Kind
+from jengine.execution.kinds.sampler import Count, Sampler
 from jengine.execution.kinds.several_steps import Burst, Draft
 from jengine.execution.kinds.tile_results import Pool, Score
 from jengine.execution.kinds.trunk import Trunk
 
-TRUNK, FORGET, STAGE = Trunk(), Forget(), Stage()
-FREE_CACHE, MOVE_WEIGHTS = FreeCache(), MoveWeights()
+TRUNK, STAGE, MOVE_WEIGHTS = Trunk(), Stage(), MoveWeights()
+FORGET = Freeing("forget", DeviceState.forget_counts, everywhere=False)
+FREE_CACHE = Freeing("free-cache", DeviceState.free_cache)
 # calls that a step makes before its trunk
 BEFORE: tuple[Kind[Any], ...] = (Count(), SlotUpdates(), PageCopies())
 AFTER: tuple[Kind[Any], ...] = (Score(), Pool())  # and after it, with results for the host
 KINDS: tuple[Kind[Any], ...] = (
     Allocate(),
-    AllocateCounts(),
-    AllocateLoras(),
+    Allocation(ALLOCATE_COUNTS, lambda spec: spec.counts, everywhere=False),
+    Allocation(ALLOCATE_LORAS, lambda spec: spec.stacks or None),
     WriteLora(),
-    AllocatePool(),
+    Allocation(ALLOCATE_POOL, lambda spec: None if spec.images is None else spec.images.pool),
     EncodeImages(),
     *BEFORE,
     Spill(),
@@ -48,24 +51,6 @@ _NAMED: dict[str, CallKind[Any]] = {
     kind.name: kind for kind in (*KINDS, STAGE, FORGET, FREE_CACHE, MOVE_WEIGHTS)
 }
 _KEYED: dict[type, Kind[Any]] = {kind.key: kind for kind in KINDS if kind.key is not str}
-
-__all__ = [
-    "AFTER",
-    "BEFORE",
-    "FORGET",
-    "FREE_CACHE",
-    "KINDS",
-    "MOVE_WEIGHTS",
-    "STAGE",
-    "TRUNK",
-    "DeviceCall",
-    "Key",
-    "Kind",
-    "Program",
-    "call_kind",
-    "kind_of",
-    "named",
-]
 
 
 def named(name: str) -> CallKind[Any]:

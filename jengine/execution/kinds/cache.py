@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from jengine.execution.batch import BatchLayout
-from jengine.execution.device_state import ALLOCATE, ALLOCATE_COUNTS, PINNED, DeviceState, copied
-from jengine.execution.kinds.kind import CallKind, DeviceCall, Kind, Program, allocation, ints, partitions
+from jengine.execution.device_state import ALLOCATE, PINNED, DeviceState, copied
+from jengine.execution.kinds.kind import CallKind, DeviceCall, Kind, Program, allocation, partitions
 from jengine.execution.kv_cache import COPIES, Page, fill_pages, make_copy, spill_pages
 from jengine.execution.slots import UPDATE_WORDS, pack_updates, update_slots
 from jengine.execution.spec import ExecutionSpec
@@ -32,15 +32,6 @@ class Allocate(Kind[str]):
         state.allocate()
 
 
-class AllocateCounts(Kind[str]):
-    """Allocates the counts when a request first needs them, all zeros."""
-
-    name, while_serving, everywhere = ALLOCATE_COUNTS, False, False
-
-    def program(self, spec: ExecutionSpec, key: str) -> Program:
-        return allocation(key, spec.counts)
-
-
 class PageCopies(Kind[str]):
     """Copies pages of the shared pool, int32 [2, COPIES] of sources and targets."""
 
@@ -51,7 +42,7 @@ class PageCopies(Kind[str]):
         return Program(
             "copy_pages",
             copy,
-            (spec.cache, ints(spec, COPIES), ints(spec, COPIES)),
+            (spec.cache, spec.whole(np.int32, COPIES), spec.whole(np.int32, COPIES)),
             partitions(spec.cache),
             (0,),
         )
@@ -76,7 +67,11 @@ class SlotUpdates(Kind[str]):
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
         return Program(
-            "update_slots", update_slots, (spec.slots, ints(spec, UPDATE_WORDS)), partitions(spec.slots), (0,)
+            "update_slots",
+            update_slots,
+            (spec.slots, spec.whole(np.int32, UPDATE_WORDS)),
+            partitions(spec.slots),
+            (0,),
         )
 
     def run(self, state: DeviceState, key: str, array: np.ndarray) -> None:
@@ -103,7 +98,10 @@ class Spill(Kind[str]):
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
         return Program(
-            "spill_pages", spill_pages, (spec.cache, ints(spec, SWAPS)), [partitions(spec.page)] * SWAPS
+            "spill_pages",
+            spill_pages,
+            (spec.cache, spec.whole(np.int32, SWAPS)),
+            [partitions(spec.page)] * SWAPS,
         )
 
     def run(self, state: DeviceState, key: str, array: np.ndarray) -> list[Page]:
@@ -134,7 +132,7 @@ class Fill(Kind[str]):
         return {key: swap_call(key, []) for key in self.keys(spec)}
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
-        args = spec.cache, [spec.page] * SWAPS, ints(spec, SWAPS)
+        args = spec.cache, [spec.page] * SWAPS, spec.whole(np.int32, SWAPS)
         return Program("fill_pages", fill_pages, args, partitions(spec.cache), (0,))
 
     def run(self, state: DeviceState, key: str, array: np.ndarray) -> None:
@@ -148,15 +146,6 @@ def swap_call(name: str, numbers: Sequence[tuple[int, int]]) -> DeviceCall:
     padded = np.zeros((2, SWAPS), np.int32)
     padded[:, : len(numbers)] = np.array(numbers, np.int32).reshape(-1, 2).T
     return DeviceCall(name, padded)
-
-
-class FreeCache(CallKind[str]):
-    """Frees the cache, the slots, the counts and the host tier's pages."""
-
-    name = "free-cache"
-
-    def run(self, state: DeviceState, key: str, array: None) -> None:
-        state.free_cache()
 
 
 class MoveWeights(CallKind[str]):

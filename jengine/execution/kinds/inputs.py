@@ -10,25 +10,13 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jengine.execution.device_state import ALLOCATE_LORAS, ALLOCATE_POOL, DeviceState
-from jengine.execution.kinds.kind import DeviceCall, Kind, Program, allocation, ints, partitions
+from jengine.execution.device_state import DeviceState
+from jengine.execution.kinds.kind import DeviceCall, Kind, Program, partitions
 from jengine.execution.loras import HEADER, write
 from jengine.execution.spec import ExecutionSpec
 from jengine.scheduling.step_plan import Encoding
 from jengine.table.program_table import EncoderKey
 from jengine.table.ready_programs import ReadyPrograms
-
-
-class AllocateLoras(Kind[str]):
-    """Allocates the stacked adapters, all zeros."""
-
-    name, while_serving = ALLOCATE_LORAS, False
-
-    def keys(self, spec: ExecutionSpec) -> Sequence[str]:
-        return [self.name] if spec.stacks else []
-
-    def program(self, spec: ExecutionSpec, key: str) -> Program:
-        return allocation(key, spec.stacks)
 
 
 class WriteLora(Kind[str]):
@@ -41,7 +29,7 @@ class WriteLora(Kind[str]):
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
         assert spec.adapters is not None
-        args = spec.stacks, spec.adapters.packed, ints(spec, 1)
+        args = spec.stacks, spec.adapters.packed, spec.whole(np.int32, 1)
         return Program("write_adapter", write, args, partitions(spec.stacks), (0,))
 
     def run(self, state: DeviceState, key: str, array: np.ndarray) -> None:
@@ -49,7 +37,7 @@ class WriteLora(Kind[str]):
         like = state.spec.adapters.packed
         numbers = array[HEADER:].view(like.dtype).reshape(like.shape)
         place = state.put(array[:4].view(np.int32) - 1)
-        state.stacks = state.programs[key](state.stacks, state.put_sharded(numbers, like), place)
+        state.stacks = state.programs[key](state.stacks, state.put(numbers, like.sharding), place)
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[str, DeviceCall]:
         if spec.adapters is None or not spec.stacks:
@@ -63,19 +51,6 @@ def write_call(packed: np.ndarray, place: int) -> DeviceCall:
     return DeviceCall(WriteLora.name, packed)
 
 
-class AllocatePool(Kind[str]):
-    """Allocates the pool of embeddings, all zeros."""
-
-    name, while_serving = ALLOCATE_POOL, False
-
-    def keys(self, spec: ExecutionSpec) -> Sequence[str]:
-        return [] if spec.images is None else [self.name]
-
-    def program(self, spec: ExecutionSpec, key: str) -> Program:
-        assert spec.images is not None
-        return allocation(key, spec.images.pool)
-
-
 class EncodeImages(Kind[EncoderKey]):
     """Encodes a packed bucket of patches, see `ImageShapes.pack`, into rows of the pool."""
 
@@ -83,7 +58,7 @@ class EncodeImages(Kind[EncoderKey]):
 
     def program(self, spec: ExecutionSpec, key: EncoderKey) -> Program:
         assert spec.images is not None
-        shapes, packed = spec.images, ints(spec, spec.images.words(key.patches))
+        shapes, packed = spec.images, spec.whole(np.int32, spec.images.words(key.patches))
         args = shapes.leaves, shapes.pool, packed
         return Program(f"encode_{key.patches}", shapes.encode(key.patches), args, PartitionSpec(), (1,))
 

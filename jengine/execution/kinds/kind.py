@@ -20,7 +20,7 @@ from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import DeviceState
 from jengine.execution.loras import lora
 from jengine.execution.spec import ExecutionSpec
-from jengine.execution.trunk import Adapt, unchanged
+from jengine.execution.trunk import Adapt
 from jengine.models import Params
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import TableKey, TrunkKey
@@ -50,13 +50,23 @@ class CallKind[K](ABC):
         everywhere: whether all stages of a pipeline execute it, rather than the last one.
     """
 
-    name: ClassVar[str]
+    name: str
     key: ClassVar[type] = str
-    everywhere: ClassVar[bool] = True
+    everywhere: bool = True
 
     def run(self, state: DeviceState, key: K, array: Any) -> Any:
         """Executes a call without waiting for its result. Returns what the host reads later, if anything."""
         raise NotImplementedError
+
+
+class Freeing(CallKind[str]):
+    """Gives up what `free` frees."""
+
+    def __init__(self, name: str, free: Callable[[DeviceState], None], *, everywhere: bool = True) -> None:
+        self.name, self._free, self.everywhere = name, free, everywhere
+
+    def run(self, state: DeviceState, key: str, array: None) -> None:
+        self._free(state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +134,25 @@ class Kind[K](CallKind[K]):
         return 0, 0
 
 
+class Allocation(Kind[str]):
+    """Makes arrays of zeros.
+
+    Args:
+        arrays: the abstract ones of a spec, with shardings; None: it has none of these.
+    """
+
+    while_serving = False
+
+    def __init__(self, name: str, arrays: Callable[[ExecutionSpec], Any], *, everywhere: bool = True) -> None:
+        self.name, self._arrays, self.everywhere = name, arrays, everywhere
+
+    def keys(self, spec: ExecutionSpec) -> Sequence[str]:
+        return [] if self._arrays(spec) is None else [self.name]
+
+    def program(self, spec: ExecutionSpec, key: str) -> Program:
+        return allocation(key, self._arrays(spec))
+
+
 def allocation(name: str, arrays: Any) -> Program:
     """The program of this key that makes arrays of zeros, from abstract ones with shardings."""
 
@@ -133,45 +162,34 @@ def allocation(name: str, arrays: Any) -> Program:
     return Program(name.replace("-", "_"), allocate, (), partitions(arrays), by_shard=False)
 
 
-def ints(spec: ExecutionSpec, *shape: int) -> jax.ShapeDtypeStruct:
-    """An abstract int32 array on all devices."""
-    return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=spec.replicated)
-
-
 def partitions(tree: Any) -> Any:
     """Partition specs of abstract arrays."""
     return jax.tree.map(lambda x: x.sharding.spec, tree)
 
 
-def of_leaves(spec: ExecutionSpec, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the leaves of its first argument, the parameters, which know the forms of products."""
-    whole = _whole(spec)
+def of_leaves(spec: ExecutionSpec, function: Callable[..., Any], *, both: bool = False) -> Callable[..., Any]:
+    """A function of the leaves of its first argument, the parameters, which know the forms of products.
+
+    Args:
+        both: whether it takes a pair, of the draft model's parameters too, if there is one.
+    """
+    whole, drafting = _whole(spec), _whole(spec.drafting) if both and spec.drafting is not None else None
+    count = len(spec.leaves)
 
     @wraps(function)
     def of(params: Sequence[jax.Array], *others: Any) -> Any:
-        return function(whole(params), *others)
-
-    return of
-
-
-def of_both_leaves(spec: ExecutionSpec, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of the leaves of both models' parameters, which it takes as a pair."""
-    if spec.drafting is None:
-        return of_leaves(spec, function)
-    whole, drafting, count = _whole(spec), _whole(spec.drafting), len(spec.leaves)
-
-    @wraps(function)
-    def of(params: Sequence[jax.Array], *others: Any) -> Any:
+        if drafting is None:
+            return function(whole(params), *others)
         return function((whole(params[:count]), drafting(params[count:])), *others)
 
     return of
 
 
 def lora_of(spec: ExecutionSpec, key: TrunkKey) -> Adapt | None:
-    """What puts adapted weights in the place of parameters, for trunks with adapters."""
+    """What puts adapted weights in the place of a trunk's parameters; None: it has none."""
     if spec.adapters is None or not key.adapted:
         return None
-    return lora(spec.adapters, spec.product_forms, key.adapted, logits=False) or unchanged
+    return lora(spec.adapters, spec.product_forms, key.adapted, logits=False)
 
 
 def head_lora_of(spec: ExecutionSpec) -> Adapt | None:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import DeviceState, start_host_copy
-from jengine.execution.kinds.kind import CallKind, DeviceCall, Kind, Program, head_lora_of, ints, of_leaves
+from jengine.execution.kinds.kind import DeviceCall, Kind, Program, head_lora_of, of_leaves
 from jengine.execution.logits import COUNT_CHUNK, count_chunks, count_tokens, mask_words
 from jengine.execution.memory import sampler_temporaries
 from jengine.execution.sampler import Sampled, SampledLogprobs, make_sampler
@@ -30,21 +30,16 @@ class Sampler(Kind[SamplerKey]):
 
     def program(self, spec: ExecutionSpec, key: SamplerKey) -> Program:
         full, last, adapt = key.variant == "full", spec.slots.last, head_lora_of(spec)
-        stacks = () if adapt is None else (spec.stacks,)
-        args = (last, spec.counts) if full else last, spec.slots.sampling, to_sample(spec, key)
+        state = (last, spec.counts) if full else last
+        args = spec.leaves, spec.head_stacks, state, spec.slots.sampling, to_sample(spec, key)
         sampler = make_sampler(spec.model, key.variant, processed=spec.processed_logprobs, adapt=adapt)
         masks = (mask(spec, key),) if full else ()
-        return Program(
-            f"sampler_{key.rows}_{key.variant}",
-            of_leaves(spec, sampler),
-            (spec.leaves, *stacks, *args, *masks),
-            PartitionSpec(),
-            (1 + len(stacks),),
-        )
+        name = f"sampler_{key.rows}_{key.variant}"
+        return Program(name, of_leaves(spec, sampler), (*args, *masks), PartitionSpec(), (2,))
 
     def run(self, state: DeviceState, key: SamplerKey, array: np.ndarray | None) -> Sampled | SampledLogprobs:
         program, slots = state.programs[key], state.slots
-        weights = state.leaves, *state.head_stacks
+        weights = state.leaves, state.head_stacks
         if key.variant == "full":
             before = slots.last, state.get_counts()
             allowed = state.all_allowed(key.rows) if array is None else state.put(array)
@@ -76,17 +71,13 @@ class Sampler(Kind[SamplerKey]):
 
 def to_sample(spec: ExecutionSpec, key: SamplerKey) -> ToSample:
     """The abstract result of a trunk for this sampler."""
-    hidden = jax.ShapeDtypeStruct(
-        (key.rows, spec.model.config.hidden_size), spec.model.dtype, sharding=spec.replicated
-    )
-    return ToSample(hidden, *[ints(spec, key.rows)] * 3)  # type: ignore[arg-type]
+    hidden = spec.whole(spec.model.dtype, key.rows, spec.model.config.hidden_size)
+    return ToSample(hidden, *[spec.whole(np.int32, key.rows)] * 3)  # type: ignore[arg-type]
 
 
 def mask(spec: ExecutionSpec, key: SamplerKey) -> jax.ShapeDtypeStruct:
     """An abstract token mask."""
-    return jax.ShapeDtypeStruct(
-        (key.rows, mask_words(spec.model.config.vocab_size)), np.uint32, sharding=spec.replicated
-    )
+    return spec.whole(np.uint32, key.rows, mask_words(spec.model.config.vocab_size))
 
 
 class Count(Kind[str]):
@@ -97,7 +88,11 @@ class Count(Kind[str]):
 
     def program(self, spec: ExecutionSpec, key: str) -> Program:
         return Program(
-            "count_tokens", count_tokens, (spec.counts, ints(spec, 3 + COUNT_CHUNK)), PartitionSpec(), (0,)
+            "count_tokens",
+            count_tokens,
+            (spec.counts, spec.whole(np.int32, 3 + COUNT_CHUNK)),
+            PartitionSpec(),
+            (0,),
         )
 
     def run(self, state: DeviceState, key: str, array: np.ndarray) -> None:
@@ -114,13 +109,3 @@ class Count(Kind[str]):
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[str, DeviceCall]:
         [chunk] = count_chunks(0, [0], 1, spec.model.config.vocab_size)
         return {self.name: DeviceCall(self.name, chunk)}
-
-
-class Forget(CallKind[str]):
-    """Frees the counts."""
-
-    name = "forget"
-    everywhere = False
-
-    def run(self, state: DeviceState, key: str, array: None) -> None:
-        state.counts = None  # allocated again when needed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ from jengine.execution.kinds.kind import (
     Kind,
     Program,
     head_lora_of,
-    ints,
     lora_of,
     of_leaves,
     partitions,
@@ -30,8 +28,8 @@ from jengine.execution.memory import sampler_temporaries, trunk_temporaries
 from jengine.execution.sampler import Sampled, make_sampler
 from jengine.execution.slots import SlotState, updated
 from jengine.execution.spec import ExecutionSpec
-from jengine.execution.trunk import Adapt, make_pass, to_sample, without_adapters
-from jengine.models import Model, Params
+from jengine.execution.trunk import make_pass, to_sample
+from jengine.models import Params
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import BurstKey, DraftKey, TrunkKey
 from jengine.table.ready_programs import ReadyPrograms
@@ -39,24 +37,16 @@ from jengine.table.ready_programs import ReadyPrograms
 BurstOut = tuple[Cache, SlotState, Sampled]  # the last is int32 [steps, sampler rows]
 
 
-def make_burst(
-    model: Model,
-    key: BurstKey,
-    layout: BatchLayout,
-    page_size: int,
-    device: jax.Device,
-    adapt: Adapt | None = None,
-    adapt_head: Adapt | None = None,
-) -> Callable[..., BurstOut]:
-    """The function to compile: (params, cache, slots, packed batch and lengths) -> (cache, slots, tokens).
+def make_burst(spec: ExecutionSpec, key: BurstKey) -> Callable[..., BurstOut]:
+    """The function to compile: (params, stacked adapters, cache, slots, packed batch and lengths) -> (cache,
+    slots, tokens).
 
     A row takes part in its first `length` steps; in later steps it is padding. After its first step it takes
     its token and position from its slot. The loop has a fixed length, so it needs no host.
     """
-    run, sample = (
-        make_pass(model, layout.key, page_size, device, adapt),
-        make_sampler(model, key.sampler.variant, adapt=adapt_head),
-    )
+    layout, adapt_head = spec.layout(key.trunk), head_lora_of(spec) if key.trunk.adapted else None
+    run = make_pass(spec, key.trunk, adapt=lora_of(spec, key.trunk))
+    sample = make_sampler(spec.model, key.sampler.variant, adapt=adapt_head)
 
     def burst(params: Params, stacks: Stacks, cache: Cache, slots: SlotState, packed: jax.Array) -> BurstOut:
         batch, lengths = layout.unpack(packed[: layout.size]), packed[layout.size :]
@@ -75,15 +65,14 @@ def make_burst(
                 sample_slots=jnp.where(going[batch.sample_tokens], batch.sample_slots, 0),
             )
             cache, axis, hidden = run(params, cache, slots._replace(last=last), now, stacks=stacks)
-            adapters = () if adapt_head is None else (stacks,)
             to = to_sample(now, axis, hidden)
-            last, sampled = sample(params, *adapters, last, slots.sampling, to)
+            last, sampled = sample(params, stacks, last, slots.sampling, to)
             return (cache, last), sampled.tokens
 
         (cache, last), tokens = lax.scan(step, (cache, slots.last), jnp.arange(key.steps, dtype=jnp.int32))
         return cache, slots._replace(last=last), Sampled(tokens)
 
-    return burst if adapt is not None else partial(without_adapters, burst)
+    return burst
 
 
 def _states(pages: jax.Array, going: jax.Array, number: jax.Array) -> jax.Array:
@@ -113,34 +102,16 @@ class Burst(Kind[BurstKey]):
     each_step = True
 
     def program(self, spec: ExecutionSpec, key: BurstKey) -> Program:
-        layout = spec.layout(key.trunk)
-        burst = make_burst(
-            spec.model,
-            key,
-            layout,
-            spec.page_size,
-            spec.mesh.devices.flat[0],
-            lora_of(spec, key.trunk),
-            head_lora_of(spec) if key.trunk.adapted else None,
-        )
-        stacks = (spec.stacks,) if key.trunk.adapted else ()
-        arrays = spec.cache, spec.slots, ints(spec, layout.size + key.trunk.rows)
+        packed = spec.whole(np.int32, spec.layout(key.trunk).size + key.trunk.rows)
+        args = spec.leaves, spec.stacks if key.trunk.adapted else (), spec.cache, spec.slots, packed
         out = partitions(spec.cache), PartitionSpec(), PartitionSpec()
         name = f"burst_{key.trunk.rows}_{key.sampler.variant}_{key.trunk.pages}"
-        first = 1 + len(stacks)
-        return Program(
-            f"{name}{f'_lora{key.trunk.adapted}' if key.trunk.adapted else ''}",
-            of_leaves(spec, burst),
-            (spec.leaves, *stacks, *arrays),
-            out,
-            (first, first + 1),
-        )
+        name += f"_lora{key.trunk.adapted}" if key.trunk.adapted else ""
+        return Program(name, of_leaves(spec, make_burst(spec, key)), args, out, (2, 3))
 
     def run(self, state: DeviceState, key: BurstKey, array: np.ndarray) -> Sampled:
-        stacks = (state.stacks,) if key.trunk.adapted else ()
-        state.cache, state.slots, sampled = state.programs[key](
-            state.leaves, *stacks, state.cache, state.slots, state.put(array)
-        )
+        args = state.leaves, state.stacks if key.trunk.adapted else (), state.cache, state.slots
+        state.cache, state.slots, sampled = state.programs[key](*args, state.put(array))
         result: Sampled = start_host_copy(sampled)
         return result
 
@@ -158,14 +129,12 @@ class Draft(Kind[DraftKey]):
     each_step = True
 
     def program(self, spec: ExecutionSpec, key: DraftKey) -> Program:
-        assert spec.drafting is not None and spec.draft is not None
-        device = spec.mesh.devices.flat[0]
-        draft = make_draft(spec.model, spec.draft, key, spec.page_size, device)
-        packed = ints(spec, draft_words(key, spec.page_size))
+        assert spec.drafting is not None
+        packed = spec.whole(np.int32, draft_words(key, spec.page_size))
         args = spec.drafting.leaves, spec.cache, spec.slots, packed
         out = partitions(spec.cache), partitions(spec.slots), PartitionSpec()
         name = f"draft_{key.rows}_{key.tokens}_{key.pages}"
-        return Program(name, of_leaves(spec.drafting, draft), args, out, (1, 2))
+        return Program(name, of_leaves(spec.drafting, make_draft(spec, key)), args, out, (1, 2))
 
     def run(self, state: DeviceState, key: DraftKey, array: np.ndarray) -> Sampled:
         state.cache, state.slots, drafts = state.programs[key](

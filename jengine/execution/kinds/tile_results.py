@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jengine.execution.batch import BatchLayout
 from jengine.execution.device_state import DeviceState, start_host_copy
-from jengine.execution.kinds.kind import DeviceCall, Kind, Program, head_lora_of, ints, of_leaves
+from jengine.execution.kinds.kind import DeviceCall, Kind, Program, head_lora_of, of_leaves
 from jengine.execution.memory import sampler_temporaries
 from jengine.execution.sampler import SampledLogprobs, make_scorer
 from jengine.execution.spec import ExecutionSpec
@@ -27,15 +28,13 @@ class Score(Kind[ScoreKey]):
     everywhere = False
 
     def program(self, spec: ExecutionSpec, key: ScoreKey) -> Program:
-        adapt = head_lora_of(spec)
-        stacks = () if adapt is None else (spec.stacks,)
-        scorer = of_leaves(spec, make_scorer(spec.model, spec.table.tile_size, adapt))
-        packed = ints(spec, key.tiles * (spec.table.tile_size + 1))
-        args = spec.leaves, *stacks, spec.slots.sampling, spec.tiles(key.tiles), packed
+        scorer = of_leaves(spec, make_scorer(spec.model, spec.table.tile_size, head_lora_of(spec)))
+        packed = spec.whole(np.int32, key.tiles * (spec.table.tile_size + 1))
+        args = spec.leaves, spec.head_stacks, spec.slots.sampling, spec.tiles(key.tiles), packed
         return Program(f"score_{key.tiles}", scorer, args, PartitionSpec())
 
     def run(self, state: DeviceState, key: ScoreKey, array: np.ndarray) -> SampledLogprobs:
-        weights = state.leaves, *state.head_stacks
+        weights = state.leaves, state.head_stacks
         scores: SampledLogprobs = start_host_copy(
             state.programs[key](*weights, state.slots.sampling, state.tiles, state.put(array))
         )
@@ -53,11 +52,7 @@ class Score(Kind[ScoreKey]):
         yield DeviceCall(ScoreKey(tiles), packed)
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[ScoreKey, StepPlan]:
-        def plan(key: ScoreKey) -> StepPlan:
-            trunk = ready.trunk(0, key.tiles)
-            return StepPlan(trunk, ready.sampler(trunk, "greedy"), [Span(0, 0, 0, 1, [0], [0])] * key.tiles)
-
-        return {key: plan(key) for key in ready.scores()}
+        return {key: _example(ready, key.tiles, targets=[0]) for key in ready.scores()}
 
     def heaviest(self, spec: ExecutionSpec) -> ScoreKey:
         return ScoreKey(spec.table.max_tiles)
@@ -74,7 +69,7 @@ class Pool(Kind[PoolKey]):
     everywhere = False
 
     def program(self, spec: ExecutionSpec, key: PoolKey) -> Program:
-        args = spec.tiles(key.tiles), ints(spec, key.tiles, 2)
+        args = spec.tiles(key.tiles), spec.whole(np.int32, key.tiles, 2)
         return Program(f"pool_{key.tiles}", make_pooler(spec.table.tile_size), args, PartitionSpec())
 
     def run(self, state: DeviceState, key: PoolKey, array: np.ndarray) -> jax.Array:
@@ -92,13 +87,13 @@ class Pool(Kind[PoolKey]):
         yield DeviceCall(PoolKey(len(ranges)), ranges)
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[PoolKey, StepPlan]:
-        def plan(key: PoolKey) -> StepPlan:
-            trunk = ready.trunk(0, key.tiles)
-            return StepPlan(
-                trunk, ready.sampler(trunk, "greedy"), [Span(0, 0, 0, 1, [0], pool=0)] * key.tiles
-            )
+        return {key: _example(ready, key.tiles, pool=0) for key in ready.pools()}
 
-        return {key: plan(key) for key in ready.pools()}
+
+def _example(ready: ReadyPrograms, tiles: int, **wanted: Any) -> StepPlan:
+    """A step with so many tiles of a token, of which something is wanted."""
+    trunk = ready.trunk(0, tiles)
+    return StepPlan(trunk, ready.sampler(trunk, "greedy"), [Span(0, 0, 0, 1, [0], **wanted)] * tiles)
 
 
 def make_pooler(tile_size: int) -> Callable[..., jax.Array]:

@@ -6,12 +6,12 @@ import numpy as np
 
 from jengine.execution.device_state import DeviceState
 from jengine.execution.draft import make_follow
-from jengine.execution.kinds.kind import Kind, Program, lora_of, of_both_leaves, of_leaves, partitions
+from jengine.execution.kinds.kind import Kind, Program, lora_of, of_leaves, partitions
 from jengine.execution.memory import trunk_temporaries
 from jengine.execution.spec import ExecutionSpec
-from jengine.execution.trunk import make_stage_trunk, make_trunk
+from jengine.execution.trunk import make_trunk
 from jengine.scheduling.step_plan import StepPlan
-from jengine.table.program_table import MOST_STATES, TrunkKey
+from jengine.table.program_table import TrunkKey
 from jengine.table.ready_programs import ReadyPrograms
 
 
@@ -22,61 +22,31 @@ class Trunk(Kind[TrunkKey]):
     each_step = True
 
     def program(self, spec: ExecutionSpec, key: TrunkKey) -> Program:
-        if spec.model.stage is not None:
-            return self._of_stage(spec, key)
-        device, invariant = spec.mesh.devices.flat[0], spec.table.batch_invariant
-        trunk = make_trunk(
-            spec.model,
-            spec.layout(key),
-            spec.page_size,
-            device,
-            passed=spec.table.passed_tiles(key.tiles) * spec.table.tile_size,
-            batch_invariant=invariant,
-            following=MOST_STATES if spec.draft_states else 0,
-            follow=None
-            if spec.draft is None
-            else make_follow(spec.model, spec.draft, key, spec.page_size, device),
-            reads=None if spec.draft is None else spec.draft.reads,
-            adapt=lora_of(spec, key),
-            sees=spec.images is not None,
-        )
-        arrays = (
-            spec.cache,
-            spec.slots,
-            spec.packed(key),
-            *(() if spec.images is None else (spec.images.pool,)),
-        )
-        out = partitions(spec.cache), *[spec.by_rank] * 3
-        name = f"trunk_{key.rows}_{key.tiles}_{key.pages}{f'_lora{key.adapted}' if key.adapted else ''}"
-        stacks = (spec.stacks,) if key.adapted else ()
-        first = 1 + len(stacks)
+        stage = spec.stage
+        follow = None if spec.draft is None else make_follow(spec, key)
+        trunk = make_trunk(spec, spec.layout(key), follow=follow, adapt=lora_of(spec, key))
+        pool = () if spec.images is None else (spec.images.pool,)
+        entering = () if stage.first else (spec.entering(key),)
+        args = spec.both_leaves, spec.stacks if key.adapted else (), spec.cache, spec.slots
+        out = partitions(spec.cache), *[spec.by_rank] * (3 if stage.last else 2)
+        name = f"trunk_{key.rows}_{key.tiles}_{key.pages}"
+        name += f"_lora{key.adapted}" if key.adapted else ""
+        name += f"_stage{stage.index}" if spec.model.stage is not None else ""
         return Program(
-            name, of_both_leaves(spec, trunk), (spec.both_leaves, *stacks, *arrays), out, (first, first + 1)
+            name, of_leaves(spec, trunk, both=True), (*args, spec.packed(key), pool, entering), out, (2, 3)
         )
-
-    def _of_stage(self, spec: ExecutionSpec, key: TrunkKey) -> Program:
-        trunk = make_stage_trunk(spec, key)
-        entering = () if spec.stage.first else (spec.entering(key),)
-        args = spec.leaves, spec.cache, spec.slots, spec.packed(key), *entering
-        out = partitions(spec.cache), *[spec.by_rank] * (3 if spec.stage.last else 2)
-        name = f"trunk_{key.rows}_{key.tiles}_{key.pages}_stage{spec.stage.index}"
-        return Program(name, of_leaves(spec, trunk), args, out, (1, 2))
 
     def run(self, state: DeviceState, key: TrunkKey, array: np.ndarray) -> None:
         stage = state.spec.stage
-        if not stage.last or not stage.first:
-            entering = () if stage.first else (state.entering,)
-            outs = state.programs[key](state.leaves, state.cache, state.slots, state.put(array), *entering)
-            state.cache, state.slots, *results = outs
-            if stage.last:
-                state.to_sample, state.tiles = results
-            else:
-                (state.leaving,) = results
-            return
-        stacks = (state.stacks,) if key.adapted else ()
-        arrays = state.cache, state.slots, state.put(array), *(() if state.pool is None else (state.pool,))
-        outs = state.programs[key](state.both_leaves, *stacks, *arrays)
-        state.cache, state.slots, state.to_sample, state.tiles = outs
+        pool = () if state.pool is None else (state.pool,)
+        entering = () if stage.first else (state.entering,)
+        args = state.both_leaves, state.stacks if key.adapted else (), state.cache, state.slots
+        outs = state.programs[key](*args, state.put(array), pool, entering)
+        state.cache, state.slots, *results = outs
+        if stage.last:
+            state.to_sample, state.tiles = results
+        else:
+            (state.leaving,) = results
 
     def examples(self, spec: ExecutionSpec, ready: ReadyPrograms) -> dict[TrunkKey, StepPlan]:
         return {key: StepPlan(key, ready.sampler(key, "greedy")) for key in ready.trunks()}

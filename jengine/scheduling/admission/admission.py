@@ -25,7 +25,6 @@ from jengine.scheduling.promises.acceptance import Acceptance
 from jengine.scheduling.prompts.prefix_lookup import PendingTiles
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence
-from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.rows import Timeline
 from jengine.scheduling.step_plan import Work
 from jengine.table.program_table import most_pages
@@ -46,14 +45,13 @@ class Admission:
     def __init__(
         self,
         registry: Registry,
-        limits: SequenceLimits,
         predictor: StepPredictor,
         acceptance: Acceptance,
         timeline: Timeline,
         rows_or_tiles: RowsOrTiles,
         cohorts: int = 1,
     ) -> None:
-        self._registry, self._limits, self._predictor = registry, limits, predictor
+        self._registry, self._limits, self._predictor = registry, registry.limits, predictor
         self._rows_or_tiles, self._cohorts = rows_or_tiles, cohorts
         self._acceptance, self._timeline = acceptance, timeline
         self.strategy: StrategyName = "throughput"

@@ -63,16 +63,22 @@ def throughput(situation: Situation) -> Decision:
     With 5 tiles pending, 4 in a bucket of 4 may beat 5 in a bucket of 8. Ties go to the larger bucket. At
     least one tile runs, so prompts never starve.
     """
-    best, best_rate = 0, 0.0
-    for bucket in situation.buckets:
-        tiles = min(bucket, situation.pending)
-        rate = (situation.rows + tiles * situation.tile_size) / situation.seconds(situation.rows, tiles)
-        if rate >= best_rate:
-            best, best_rate = tiles, rate
-        if bucket >= situation.pending:
-            break
+    best = best_tiles(*situation[:5])
     lost = _lost_by_waiting(situation, best)
     return Decision(best, "most tokens a second") if lost is None else Decision(0, "prompts gather", lost)
+
+
+def best_tiles(rows: int, pending: int, tile_size: int, buckets: Sequence[int], seconds: Seconds) -> int:
+    """How many of the pending tiles give the most useful tokens a second. Arguments as of `Situation`."""
+    best, best_rate = 0, 0.0
+    for bucket in buckets:
+        tiles = min(bucket, pending)
+        rate = (rows + tiles * tile_size) / seconds(rows, tiles)
+        if rate >= best_rate:
+            best, best_rate = tiles, rate
+        if bucket >= pending:
+            break
+    return best
 
 
 def _lost_by_waiting(situation: Situation, tiles: int) -> float | None:

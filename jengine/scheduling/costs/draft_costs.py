@@ -38,8 +38,8 @@ class Rows(NamedTuple):
             return cls(0, 0, 0, 0, NO_WORK)
         positions = [sequence.num_computed for sequence in sequences]
         rank = max([sequence.variant_rank for sequence in sequences])
-        count, work = len(sequences), Work(*rows_work(positions, windows))
-        return cls(count, count, max(positions) + 1, rank, work)
+        count = len(sequences)
+        return cls(count, count, max(positions) + 1, rank, rows_work(positions, windows))
 
 
 class Likely(NamedTuple):
@@ -148,8 +148,8 @@ class DraftCosts:
     def _counts(self, offer: Offer, likely: List[Likely]) -> list[int]:
         order = list[tuple[float, int, float]]()
         for number, drafts in enumerate(likely):
-            context, _ = further_work(drafts.start, 1, self._windows)
-            seconds = self._predictor.costs.work_seconds(Work(context))
+            work = Work(further_work(drafts.start, 1, self._windows).context)
+            seconds = self._predictor.costs.work_seconds(work)
             order += [(-chance, number, seconds) for chance in drafts.chances]
         order.sort()
         chances, contexts = [-chance for chance, _, _ in order], [seconds for _, _, seconds in order]

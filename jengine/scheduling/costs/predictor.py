@@ -76,7 +76,7 @@ class StepPredictor:
         if steps == 1:
             return seconds
         burst = self.ready.burst(self._trunk(rows, 0, tokens), VARIANTS[rank])
-        return seconds if burst is None else min(seconds, self.costs.burst_seconds(burst) / steps)
+        return seconds if burst is None else min(seconds, self.costs.added_seconds(burst) / steps)
 
     def _trunk(self, rows: int, tiles: int, tokens: int) -> TrunkKey:
         return self.ready.trunk(rows, tiles, self.pages(tokens), adapted=self.adapted)
@@ -152,8 +152,7 @@ class RowsOrTiles:
     def moved(self, work: Work, ends: Sequence[ChunkEnd]) -> Work:
         """A step's work once these ends lie on rows."""
         for length, start in ends:
-            context, longest = rows_work([start], self._windows)
-            further, last = further_work(start + 1, length - 1, self._windows)
-            attended = work.attended - pairs(start, length, self._windows)
-            work = Work(work.context + context + further, max(work.longest, longest, last), attended)
+            work = work.plus(rows_work([start], self._windows))
+            work = work.plus(further_work(start + 1, length - 1, self._windows))
+            work = work.plus(Work(attended=-pairs(start, length, self._windows)))
         return work

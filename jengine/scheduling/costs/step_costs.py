@@ -151,11 +151,9 @@ class StepCosts:
     @property
     def longest_step(self) -> float:
         """Predicted seconds of the most expensive known step, with the cheapest sampler and without work."""
-        single, bursts = self._of(TrunkKey), self._of(BurstKey)
-        longest = max(
-            [*[self.seconds(key) for key, _ in single], *[self.burst_seconds(key) for key, _ in bursts]]
-        )
-        return longest + max([self.added_seconds(key) for key, _ in self._of(DraftKey)], default=0.0)
+        steps = [self.seconds(key) for key, _ in self._of(TrunkKey)]
+        steps += [self.added_seconds(key) for key, _ in self._of(BurstKey)]
+        return max(steps) + max([self.added_seconds(key) for key, _ in self._of(DraftKey)], default=0.0)
 
     @property
     def spread(self) -> float:
@@ -168,12 +166,8 @@ class StepCosts:
             self.base(trunk) + self.base(sampler or self._cheapest(trunk)) + self.slopes.seconds(work)
         )
 
-    def added_seconds(self, key: DraftKey | EncoderKey) -> float:
-        """Predicted device seconds that this program adds to a step."""
-        return self._drift.factor * self.base(key)
-
-    def burst_seconds(self, key: BurstKey, work: Work = NO_WORK) -> float:
-        """Seconds of a whole burst."""
+    def added_seconds(self, key: DraftKey | EncoderKey | BurstKey, work: Work = NO_WORK) -> float:
+        """Predicted device seconds that this program adds to a step, or those of a whole burst."""
         return self._drift.factor * (self.base(key) + self.slopes.seconds(work))
 
     def base(self, key: TableKey) -> float:

@@ -34,7 +34,7 @@ def drafters_of(options: SchedulingOptions) -> tuple[Drafter, ...]:
     return tuple(drafters)
 
 
-class Ngrams:
+class Ngrams(Drafter):
     """Looks for an earlier occurrence of a sequence's last tokens: the longest, and among equally long ones
     the latest. Proposes what followed there; if that reaches the sequence's end, it goes on with itself.
 
@@ -44,7 +44,8 @@ class Ngrams:
     """
 
     def __init__(self, shortest: int, longest: int, max_drafts: int) -> None:
-        self._shortest, self._longest, self.max_drafts = shortest, longest, max_drafts
+        super().__init__(max_drafts)
+        self._shortest, self._longest = shortest, longest
         self._known: dict[Sequence, Places] = {}
 
     def draft(self, sequence: Sequence, limit: int) -> Draft | None:
@@ -63,41 +64,22 @@ class Ngrams:
         self._known.pop(sequence, None)
 
 
-class Forced:
+class Forced(Drafter):
     """Proposes the tokens that a request's mask expects. Wrong where the model spells the same text in other
     tokens.
-
-    Args:
-        max_drafts: see Drafter.
     """
-
-    def __init__(self, max_drafts: int) -> None:
-        self.max_drafts = max_drafts
 
     def draft(self, sequence: Sequence, limit: int) -> Draft | None:
         mask = sequence.request.mask
         tokens = [] if mask is None else mask.forced()[:limit]
         return Draft(tokens, source="grammar") if tokens else None
 
-    def forget(self, sequence: Sequence) -> None:
-        """Remembers nothing."""
 
-
-class DraftModel:
-    """Asks for as many drafts as it may; see `Span.following`.
-
-    Args:
-        max_drafts: see Drafter.
-    """
-
-    def __init__(self, max_drafts: int) -> None:
-        self.max_drafts = max_drafts
+class DraftModel(Drafter):
+    """Asks for as many drafts as it may; see `Span.following`."""
 
     def draft(self, sequence: Sequence, limit: int) -> Draft | None:
         return Draft([*range(-2, -2 - limit, -1)], source="model")
-
-    def forget(self, sequence: Sequence) -> None:
-        """Remembers nothing."""
 
 
 PRIORS: Mapping[str, tuple[float, ...]] = MappingProxyType(

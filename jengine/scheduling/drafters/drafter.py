@@ -40,11 +40,15 @@ class Drafter(Protocol):
 
     max_drafts: int
 
+    def __init__(self, max_drafts: int) -> None:
+        self.max_drafts = max_drafts
+
     def draft(self, sequence: Sequence, limit: int) -> Draft | None:
         """At most `limit` tokens that may follow the sequence's known tokens; None is a normal answer."""
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence gives back its slot and its pages, and may come back later."""
+        return None
 
 
 class Places:

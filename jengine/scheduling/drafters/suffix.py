@@ -9,7 +9,7 @@ from collections.abc import Sequence as List
 from dataclasses import dataclass, field
 
 from jengine.core.speculation import SHORTEST, SuffixDecoding
-from jengine.scheduling.drafters.drafter import AT_ONCE, Draft, Places, agreed, continued
+from jengine.scheduling.drafters.drafter import AT_ONCE, Draft, Drafter, Places, agreed, continued
 from jengine.scheduling.requests.sequence import Sequence
 
 PROBES = 8  # places that a search looks at
@@ -101,7 +101,7 @@ def _zeros(kind: str, count: int) -> memoryview:
 MOST_TOKENS = 2**20  # of earlier outputs, together; 32 MiB
 
 
-class Suffix:
+class Suffix(Drafter):
     """Looks for a sequence's last tokens in its own prompt and output, and in outputs of its tenant's other
     requests, running or ended. A tenant is a client with a cache salt; others' outputs are never found.
 
@@ -114,7 +114,8 @@ class Suffix:
     """
 
     def __init__(self, options: SuffixDecoding, max_drafts: int, most_tokens: int = MOST_TOKENS) -> None:
-        self._options, self.max_drafts = options, max_drafts
+        super().__init__(max_drafts)
+        self._options = options
         self._running: dict[Sequence, _Running] = {}
         self._earlier: EarlierOutputs | None = None
         if options.max_cached_requests:

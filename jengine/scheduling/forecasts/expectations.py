@@ -188,7 +188,7 @@ def _machine(scheduler: Scheduler, running: List[Sequence]) -> Machine:
         max_tokens=scheduler.predictor.max_num_batched_tokens,
         page_size=scheduler.blocks.page_size,
         pages=blocks.capacity - blocks.owned,
-        groups=len(blocks.groups),
+        groups=len(blocks.windows),
         seconds=seconds if scheduler.cohorts.stages == 1 else of_cohorts,
         most_on_rows=scheduler.rows_or_tiles.max_rows,
         start=scheduler.busy_seconds,

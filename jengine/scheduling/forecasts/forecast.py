@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from jengine.scheduling.admission.strategies import best_tiles
 from jengine.scheduling.step_plan import Work
 
 GROUPS = 32  # maximum number of groups of decoding sequences, of begun prompts and of waiting sequences
@@ -240,18 +241,13 @@ class Forecast:
         return tokens * (job.start + tokens // 2)
 
     def _best(self, pending: int) -> int:
-        """Number of tiles with the most useful tokens a second, as in strategies.throughput."""
-        machine, best, best_rate = self._machine, 1, 0.0
-        for bucket in machine.tile_buckets:
-            tiles = min(bucket, pending)
-            rate = (self._rows + tiles * machine.tile_size) / max(
-                machine.seconds(self._rows, tiles, Work(self._context)), LEAST
-            )
-            if rate >= best_rate:
-                best, best_rate = tiles, rate
-            if bucket >= pending:
-                break
-        return best
+        """Number of tiles with the most useful tokens a second, as the throughput strategy has it."""
+        machine = self._machine
+
+        def seconds(rows: int, tiles: int) -> float:
+            return max(machine.seconds(rows, tiles, Work(self._context)), LEAST)
+
+        return best_tiles(self._rows, pending, machine.tile_size, machine.tile_buckets, seconds)
 
     def _steps(self, count: int, tiles: int, attended: int, tokens: int = 0) -> None:
         """Runs equal steps, in each of which every row gets a token.

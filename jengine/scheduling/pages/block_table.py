@@ -49,28 +49,12 @@ HOST: Medium = "CPU"
 Ranges = Sequence[tuple[int, int]]  # start and end of each, ascending and apart
 
 
-class GroupPages(NamedTuple):
-    """The pages that a cache group needs.
-
-    Attributes:
-        window: number of tokens that a query attends to, its own included; earlier pages are released. None:
-            all are kept.
-        pool: index of the pool that supplies its pages.
-    """
-
-    window: int | None = None
-    pool: int = 0
-
-    @property
-    def name(self) -> str:
-        return "full" if self.window is None else f"window[{self.window}]"
-
-
+TOKENS, STATES = 0, 1  # pools: pages of tokens, for all groups with block tables, and of recurrent states
 Entry = tuple[int, int, int]  # an update of a block table: cache group, index, page
 
 
 class Copy(NamedTuple):
-    """Copies the contents of the first page to the second, within one pool."""
+    """Copies the contents of the first page to the second."""
 
     pool: int
     source: int

@@ -9,101 +9,86 @@ from itertools import takewhile
 
 from jengine.scheduling.pages.block_table import (
     NO_HIT,
+    STATES,
+    TOKENS,
     Block,
     BlockTable,
     Changed,
     Copy,
     Entry,
-    GroupPages,
     Hit,
     PagePool,
     Ranges,
     Salt,
 )
 from jengine.scheduling.pages.host_tier import Fetch, HostTier
-from jengine.scheduling.pages.prefix_index import LAST_PAGE, PrefixFinder, PrefixIndex
+from jengine.scheduling.pages.prefix_index import LAST_PAGE, PrefixIndex
 from jengine.scheduling.pages.states import States
-from jengine.table.program_table import SWAPS, most_pages, pages_of
+from jengine.scheduling.shape import CacheShape
+from jengine.table.program_table import most_pages, pages_of
 
 
 class BlockManager:
-    """Block tables by sequence number, over one or more pools of pages.
+    """Block tables by sequence number, over one pool of pages.
 
     Sequences whose tokens are equal up to the end of a page share that page. Only its single holder may write
     to a page. A page can be found once all of its tokens are known and their step is planned: steps run in
     the order in which they are planned, and each layer writes keys and values before it reads any.
 
     Args:
-        page_size: tokens in a page.
-        pools: number of pages in each pool, the null page included.
-        groups: the model's cache groups with block tables.
-        states: whether the model also has recurrent states. They form one more group, in the last pool.
-        draft_states: number of these for drafts.
-        prefix_caching: whether released pages are kept for later requests.
+        cache: sizes and numbers of pages.
         hit_grid: hits are multiples of this number of tokens, which is a multiple of the page size; None: the
             page size.
         generated: whether recurrent states of generated tokens are kept for later requests.
-        host_pages: pages in the host tier, which needs prefix_caching; 0: no host tier.
-        staged: maximum number of pages in flight between device and host, in each direction.
 
     Attributes:
-        tier: the host tier.
+        pools: of pages for tokens and, if the model has any, of recurrent states, which form one more group.
+        tier: the host tier, which needs prefix_caching.
         states: the recurrent states, if the model has them.
     """
 
-    def __init__(
-        self,
-        page_size: int,
-        pools: Sequence[int],
-        groups: Sequence[GroupPages] = (GroupPages(),),
-        *,
-        states: bool = False,
-        draft_states: int = 0,
-        prefix_caching: bool = False,
-        hit_grid: int | None = None,
-        generated: bool = True,
-        host_pages: int = 0,
-        staged: int = SWAPS,
-    ) -> None:
-        self.page_size, self.groups, self.prefix_caching = page_size, tuple(groups), prefix_caching
-        self.hit_grid = hit_grid or page_size
-        self.pools = [PagePool(pages, partial(self._forget, pool)) for pool, pages in enumerate(pools)]
-        self._pool_of = [self.pools[group.pool] for group in self.groups]
-        self._groups_of = Counter(group.pool for group in self.groups)
-        windows = [group.window for group in self.groups] + [LAST_PAGE] * states
-        names = [group.name for group in self.groups] + ["state"] * states
-        self.hit_pages = dict.fromkeys(names, 0)  # pages found, by group name
-        self._windowed = [i for i, group in enumerate(self.groups) if group.window is not None]
-        self._index = PrefixIndex(len(windows), page_size)
-        self._finder = PrefixFinder(self._index, page_size, self.hit_grid, windows)
-        arguments = self.pools[-1], self._index, len(self.groups), page_size, self.commit
-        self.states = States(*arguments, draft_states, generated=generated) if states else None
-        self._token_pools = self.pools[: len(self.pools) - states]
+    def __init__(self, cache: CacheShape, *, hit_grid: int | None = None, generated: bool = True) -> None:
+        self.page_size, self.windows = cache.page_size, tuple(cache.windows)
+        self.prefix_caching, self.hit_grid = cache.prefix_caching, hit_grid or cache.page_size
+        count, recurrent = len(self.windows), cache.num_states > 0
+        self._pool = PagePool(cache.num_pages, partial(self._forget, range(count)))
+        self.pools = [self._pool]
+        names = ["full" if window is None else f"window[{window}]" for window in self.windows]
+        self._names = [*names, "state"] if recurrent else names
+        self.hit_pages = dict.fromkeys(self._names, 0)  # pages found, by group name
+        self._windowed = [i for i, window in enumerate(self.windows) if window is not None]
+        windows = [*self.windows, LAST_PAGE] if recurrent else self.windows
+        self._index = PrefixIndex(self.page_size, windows, self.hit_grid)
         self._tables: dict[int, BlockTable] = {}
-        self.tier = (
-            HostTier(host_pages, min(staged, host_pages), self._index, len(pools)) if host_pages else None
-        )
+        self.states: States | None = None
+        if recurrent:
+            self.pools.append(PagePool(cache.num_states, partial(self._forget, range(count, count + 1))))
+            where = self.pools[STATES], self._index, count, self.page_size, self.commit
+            self.states = States(*where, cache.draft_states, generated=generated)
+        self.tier: HostTier | None = None
+        if cache.host_pages:
+            self.tier = HostTier(cache.host_pages, min(cache.staged, cache.host_pages), self._index)
 
     # --- pages ------------------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
-        """Number of pages for tokens, over all pools, as in the counts below; none of states."""
-        return sum(pool.capacity for pool in self._token_pools)
+        """Number of pages for tokens, as in the counts below; none of states."""
+        return self._pool.capacity
 
     @property
     def owned(self) -> int:
-        return sum(pool.owned for pool in self._token_pools)
+        return self._pool.owned
 
     @property
     def cached(self) -> int:
         """Number of pages that no sequence holds but that can be found."""
-        return sum(pool.cached for pool in self._token_pools)
+        return self._pool.cached
 
     @property
     def evictions(self) -> int:
         """Number of cached pages that were reused for other tokens."""
-        return sum(pool.evictions for pool in self._token_pools)
+        return self._pool.evictions
 
     def watch(self, changed: Changed) -> None:
         """`changed` is called with every change of what can be found, in order."""
@@ -126,11 +111,11 @@ class BlockManager:
     def held(self, number: int) -> int:
         """Number of pages in a sequence's block table, shared ones included. Thread-safe."""
         table = self._tables.get(number)
-        return 0 if table is None else sum(len(table.held(group)) for group in range(len(self.groups)))
+        return 0 if table is None else sum(len(table.held(group)) for group in range(len(self.windows)))
 
     def new_pages(self, count: int) -> Counter[int]:
         """Pages needed from each pool when `count` sequences enter a new page in each group."""
-        return Counter({pool: count * groups for pool, groups in self._groups_of.items()})
+        return Counter({TOKENS: count * len(self.windows)})
 
     def available(self, wanted: Counter[int]) -> bool:
         """Whether every pool can supply the wanted pages."""
@@ -144,17 +129,17 @@ class BlockManager:
         """
         if not self.prefix_caching:
             return NO_HIT
-        blocks = self._finder.longest(tokens, salt, whole=whole)
+        blocks = self._index.longest(tokens, salt, whole=whole)
         return Hit(blocks, len(blocks) * self.page_size)
 
     def match_both(self, tokens: Sequence[int], salt: Salt, hit: Hit, whole: Ranges = ()) -> Hit:
         """The longest prefix on device and host together, if longer than `hit`, on the device alone."""
         if self.tier is None:
             return hit
-        blocks = self._finder.longest(tokens, salt, self.tier.find, whole)
+        blocks = self._index.longest(tokens, salt, self.tier.find, whole)
         length = len(blocks) * self.page_size
         return (
-            Hit(blocks, length, len(self._finder.missing(blocks)), length - hit.tokens)
+            Hit(blocks, length, len(self._index.missing(blocks)), length - hit.tokens)
             if length > hit.tokens
             else hit
         )
@@ -187,7 +172,7 @@ class BlockManager:
         tier = self.tier
         if tier is None or not hit.fetches:
             return False
-        return any(tier.coming(hit.blocks[index], group) for group, index in self._finder.missing(hit.blocks))
+        return any(tier.coming(hit.blocks[index], group) for group, index in self._index.missing(hit.blocks))
 
     def needed(self, hit: Hit, tokens: int, ahead: int) -> Counter[int]:
         """Pages needed from each pool to admit a sequence. Pages of the hit that other sequences own cost
@@ -199,19 +184,19 @@ class BlockManager:
             ahead: minimum number of tokens computed at a time.
         """
         wanted: Counter[int] = Counter()
-        for group, (window, pool) in enumerate(self.groups):
-            first, holders = self._finder.first_seen(group, hit.tokens), self.pools[pool].holders
+        for group, window in enumerate(self.windows):
+            first, holders = self._index.first_seen(group, hit.tokens), self._pool.holders
             shared = sum(holders(block.pages[group]) > 0 for block in hit.blocks[first:])
             limit = most_pages(tokens, window, self.page_size, ahead)
-            wanted[pool] += max(min(self.pages_of(tokens) - first, limit) - shared, 0)
+            wanted[TOKENS] += max(min(self.pages_of(tokens) - first, limit) - shared, 0)
         if self.states is not None:
-            wanted[len(self.pools) - 1] += self.states.needed(hit.blocks)
+            wanted[STATES] += self.states.needed(hit.blocks)
         return wanted
 
     @property
     def forked(self) -> Counter[int]:
         """Pages needed from each pool for one more sample of a prompt."""
-        return Counter() if self.states is None else Counter({len(self.pools) - 1: 2})
+        return Counter() if self.states is None else Counter({STATES: 2})
 
     def admit(self, number: int, hit: Hit, tokens: int, salt: Salt, known: Sequence[int] = ()) -> None:
         """Creates a sequence's block table: the pages of the hit and, for groups without a window, pages for
@@ -223,7 +208,7 @@ class BlockManager:
         Pages of the hit that are on the host are fetched. The sequence waits until they have arrived (see
         `land`).
         """
-        firsts = [self._finder.first_seen(group, hit.tokens) for group in range(len(self.groups))]
+        firsts = [self._index.first_seen(group, hit.tokens) for group in range(len(self.windows))]
         pages = [
             [0] * first + [block.pages[group] for block in hit.blocks[first:]]
             for group, first in enumerate(firsts)
@@ -231,27 +216,27 @@ class BlockManager:
         table = BlockTable(pages, firsts, [*firsts], salt, self.prefix_caching, [*hit.blocks])
         self._enter(number, table)  # first: taking pages could evict those of the hit
         if self.states is not None:
-            branch = self._finder.branch(known, salt) if self.prefix_caching else 0
+            branch = self._index.branch(known, salt) if self.prefix_caching else 0
             self.states.admit(number, hit.blocks, branch, findable=self.prefix_caching)
             self.hit_pages["state"] += bool(hit.blocks)
         for group, first in enumerate(firsts):
-            self.hit_pages[self.groups[group].name] += len(hit.blocks) - first
+            self.hit_pages[self._names[group]] += len(hit.blocks) - first
         if self.tier is not None and hit.fetches:
             self._fetch(self.tier, number, table)
-        for group, (window, _) in enumerate(self.groups):
+        for group, window in enumerate(self.windows):
             if window is None:
                 self._grow(table, group, self.pages_of(tokens))
 
     def _fetch(self, tier: HostTier, number: int, table: BlockTable) -> None:
         """Allocates pages for blocks that are only on the host, and fetches them, the last first."""
-        missing = self._finder.missing(table.blocks)
+        missing = self._index.missing(table.blocks)
         # pin all first: taking pages could evict them too
         hosts = [tier.pin(table.blocks[index], group) for group, index in missing]
         for (group, index), host in zip(missing, hosts, strict=True):
-            (page,) = self._pool_of[group].take(1)
+            (page,) = self._pool.take(1)
             table.pages[group][index] = page
-            self.hit_pages[self.groups[group].name] -= 1
-            tier.fetch(Fetch(number, table.blocks[index], group, self.groups[group].pool, host, page))
+            self.hit_pages[self._names[group]] -= 1
+            tier.fetch(Fetch(number, table.blocks[index], group, host, page))
 
     def fork(self, number: int, child: int) -> None:
         """Gives `child` the same tokens and pages. Both must `unshare` an incomplete page to write to it."""
@@ -291,7 +276,7 @@ class BlockManager:
         if self._windowed:
             table = self._tables[number]
             for group in self._windowed:
-                first = min(self._finder.first_seen(group, position), len(table.pages[group]))
+                first = min(self._index.first_seen(group, position), len(table.pages[group]))
                 for index in range(table.first[group], first):
                     self._release(group, table.pages[group][index])
                     table.pages[group][index] = 0
@@ -301,10 +286,8 @@ class BlockManager:
         """Number of a sequence's tokens, up to `end`, that have pages or can get them."""
         table, pages = self._tables[number], self.pages_of(end)
         while True:
-            missing: Counter[int] = Counter()
-            for group, (_, pool) in enumerate(self.groups):
-                missing[pool] += max(pages - len(table.pages[group]), 0)
-            if self.available(missing):
+            missing = sum([max(pages - len(held), 0) for held in table.pages])
+            if self._pool.available >= missing:
                 return min(end, pages * self.page_size)
             pages -= 1
 
@@ -320,32 +303,28 @@ class BlockManager:
         return entries
 
     def copies(self, writers: Iterable[tuple[int, int]]) -> Counter[int]:
-        """Pages needed from each pool to `unshare` these sequences at these positions, in turn."""
+        """Pages needed to `unshare` these sequences at these positions, in turn."""
         wanted: Counter[int] = Counter()
-        holders: dict[tuple[int, int], int] = {}
+        holders: dict[int, int] = {}
         for number, position in writers:
-            table, index = self._tables[number], position // self.page_size
-            for group, (_, pool) in enumerate(self.groups):
-                if index < len(table.pages[group]):
-                    page = pool, table.pages[group][index]
-                    left = holders.setdefault(page, self.pools[pool].holders(page[1]))
-                    wanted[pool] += left > 1
-                    holders[page] = left - 1
+            index = position // self.page_size
+            for pages in self._tables[number].pages:
+                if index < len(pages):
+                    left = holders.setdefault(pages[index], self._pool.holders(pages[index]))
+                    wanted[TOKENS] += left > 1
+                    holders[pages[index]] = left - 1
         return wanted
 
     def unshare(self, number: int, position: int) -> tuple[list[Copy], list[Entry]]:
         """Copies the page of this position if others share it, so that the sequence may write to it."""
         table, index = self._tables[number], position // self.page_size
         copies, entries = [], []
-        for group, (_, pool) in enumerate(self.groups):
-            if (
-                index < len(table.pages[group])
-                and self.pools[pool].holders(source := table.pages[group][index]) > 1
-            ):
-                (target,) = self.pools[pool].take(1)
+        for group, pages in enumerate(table.pages):
+            if index < len(pages) and self._pool.holders(source := pages[index]) > 1:
+                (target,) = self._pool.take(1)
                 self._release(group, source)
-                table.pages[group][index] = target
-                copies.append(Copy(pool, source, target))
+                pages[index] = target
+                copies.append(Copy(TOKENS, source, target))
                 entries.append((group, index, target))
         return copies, entries
 
@@ -415,8 +394,7 @@ class BlockManager:
         if self.tier is None:
             return []
         complete = self.tier.land(self._hold_fetched)
-        for number, pool in enumerate(self.pools):
-            self.tier.save_ahead(number, pool.capacity, pool.available)
+        self.tier.save_ahead(self._pool.capacity, self._pool.available)
         return complete
 
     def _hold_fetched(self, fetch: Fetch) -> None:
@@ -432,41 +410,36 @@ class BlockManager:
         if self.states is not None:
             assert self.states.numbers == self.numbers, "a sequence has no state, or a state has no sequence"
             self.states.pool.check_integrity(self.states.held())
-        for number, pool in enumerate(self._token_pools):
-            groups = [group for group, kind in enumerate(self.groups) if kind.pool == number]
-            pool.check_integrity(
-                Counter(
-                    page for table in self._tables.values() for group in groups for page in table.held(group)
-                )
-            )
+        groups, tables = range(len(self.windows)), self._tables.values()
+        held = Counter(page for table in tables for group in groups for page in table.held(group))
+        self._pool.check_integrity(held)
 
     def _enter(self, number: int, table: BlockTable) -> None:
         """Adds a sequence as a holder of the pages in its block table."""
         self._tables[number] = table
-        for group, pool in enumerate(self._pool_of):
+        for group in range(len(self.windows)):
             for page in filter(None, table.held(group)):
-                pool.share(page)
+                self._pool.share(page)
                 if self.tier is not None:
-                    self.tier.taken(self.groups[group].pool, page)
+                    self.tier.taken(page)
         if table.blocks:
             self._index.use(table.blocks[-1])
 
     def _grow(self, table: BlockTable, group: int, pages: int) -> None:
         missing = pages - len(table.pages[group])
         if missing > 0:
-            table.pages[group] += self._pool_of[group].take(missing)
+            table.pages[group] += self._pool.take(missing)
 
     def _release(self, group: int, page: int) -> None:
-        pool, keep = self._pool_of[group], self._index.holds(group, page)
+        pool, keep = self._pool, self._index.holds(group, page)
         pool.release(page, keep=keep)
         if self.tier is not None and keep and (self.tier.give is not None or not pool.holders(page)):
-            self.tier.cached(self.groups[group].pool, page, self._index.block(group, page), group)
+            self.tier.cached(page, self._index.block(group, page), group)
 
-    def _forget(self, pool: int, page: int) -> None:
-        """Removes an evicted page from its block."""
-        pools = [group.pool for group in self.groups] + [len(self.pools) - 1] * (self.states is not None)
-        for group, pool_of_group in enumerate(pools):
-            if pool_of_group == pool and self._index.holds(group, page):
+    def _forget(self, groups: range, page: int) -> None:
+        """Removes an evicted page of one of these groups from its block."""
+        for group in groups:
+            if self._index.holds(group, page):
                 if self.tier is not None:
-                    self.tier.evicted(pool, page, self._index.block(group, page), group)
+                    self.tier.evicted(page, self._index.block(group, page), group)
                 self._index.forget(group, page)

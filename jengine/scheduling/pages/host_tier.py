@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from jengine.scheduling.pages.block_table import HOST, Block, PageChange
+from jengine.scheduling.pages.block_table import HOST, TOKENS, Block, PageChange
 from jengine.scheduling.pages.prefix_index import PrefixIndex
 from jengine.scheduling.step_plan import Swaps
 from jengine.table.program_table import SWAPS
@@ -27,7 +27,6 @@ class Fetch:
     number: int | None
     block: Block
     group: int
-    pool: int
     host: int
     page: int
     place: int = 0
@@ -53,7 +52,6 @@ class HostTier:
         pages: number of host pages.
         staged: maximum number of pages in flight, in each direction.
         index: the blocks. A copy on the host counts as a user of its block, so the index keeps the block.
-        pools: number of pools on the device.
 
     Attributes:
         spilled, fetched: numbers of pages copied.
@@ -64,7 +62,7 @@ class HostTier:
             store may have lost. None: there is no store.
     """
 
-    def __init__(self, pages: int, staged: int, index: PrefixIndex, pools: int) -> None:
+    def __init__(self, pages: int, staged: int, index: PrefixIndex) -> None:
         self.capacity, self.staged = pages, staged
         self.spilled = self.fetched = self.evictions = 0
         self.give: Callable[[int, Block, int, bool], object] | None = None
@@ -77,7 +75,7 @@ class HostTier:
         self._pins: Counter[int] = Counter()
         self._landed_pins: list[int] = []  # of fetches that the last plan moved into their pages
         # cached pages without a copy
-        self._unsaved: list[OrderedDict[int, tuple[Block, int]]] = [OrderedDict() for _ in range(pools)]
+        self._unsaved: OrderedDict[int, tuple[Block, int]] = OrderedDict()
         self._queue: deque[Fetch] = deque()
         self._places = [*range(staged, 0, -1)]
         self._under_way: dict[int, Fetch] = {}  # by staging place
@@ -98,42 +96,42 @@ class HostTier:
 
     # --- to the host ------------------------------------------------------------------------------
 
-    def cached(self, pool: int, page: int, block: Block, group: int) -> None:
+    def cached(self, page: int, block: Block, group: int) -> None:
         """A device page that can be found lost a holder: its last one, unless `give` is set."""
         host = self._page.get((block, group))
         if host is None:
-            self._unsaved[pool][page] = block, group
+            self._unsaved[page] = block, group
         elif self.give is not None and host in self._kept:
             self.give(host, block, group, True)
 
-    def taken(self, pool: int, page: int) -> None:
+    def taken(self, page: int) -> None:
         """A cached page got a holder again."""
         if self.give is None:
-            self._unsaved[pool].pop(page, None)
+            self._unsaved.pop(page, None)
 
-    def evicted(self, pool: int, page: int, block: Block, group: int) -> None:
+    def evicted(self, page: int, block: Block, group: int) -> None:
         """A cached page will be overwritten in the step that is being planned."""
         host = self._page.get((block, group))
         if host is None:
-            self._spill(pool, page, block, group)
+            self._spill(page, block, group)
         elif host in self._kept:
             self._kept.move_to_end(host)
-        self._unsaved[pool].pop(page, None)
+        self._unsaved.pop(page, None)
 
-    def save_ahead(self, pool: int, capacity: int, available: int) -> None:
+    def save_ahead(self, capacity: int, available: int) -> None:
         """If too few pages can be reused without losing data, spills the pages that would be evicted next, a
         few per step."""
-        unsaved = self._unsaved[pool]
+        unsaved = self._unsaved
         lacking = len(unsaved)
         if self.give is None:
             lacking = capacity // SAVED_SHARE - (available - len(unsaved))
         for _ in range(min(lacking, len(unsaved), SWAPS)):
             page, (block, group) = next(iter(unsaved.items()))
-            if not self._spill(pool, page, block, group):
+            if not self._spill(page, block, group):
                 return
             del unsaved[page]
 
-    def _spill(self, pool: int, page: int, block: Block, group: int) -> bool:
+    def _spill(self, page: int, block: Block, group: int) -> bool:
         """Returns False if there is no room."""
         host = self._take() if len(self._arriving) < self.staged else 0
         if not host:
@@ -141,7 +139,7 @@ class HostTier:
         self._arriving.add(host)
         self._page[block, group], self._owner[host] = host, (block, group)
         self._index.use(block)
-        self.planned.spills.append((pool, page, host))
+        self.planned.spills.append((TOKENS, page, host))
         self.spilled += 1
         return True
 
@@ -178,7 +176,7 @@ class HostTier:
     @property
     def saving(self) -> bool:
         """Whether pages are still to be given to a store. Thread-safe: none that waited is missed."""
-        return self.give is not None and (any(self._unsaved) or bool(self._arriving))
+        return self.give is not None and bool(self._unsaved or self._arriving)
 
     def _keep(self, host: int) -> None:
         self._kept[host] = None
@@ -231,14 +229,6 @@ class HostTier:
         """Whether any sequence is waiting for pages."""
         return bool(self._missing)
 
-    def start(self) -> None:
-        """Starts fetches while staging places are free."""
-        while self._queue and self._places:
-            fetch = self._queue.popleft()
-            fetch.place = self._places.pop()
-            self._under_way[fetch.place] = fetch
-            self.planned.fetches.append((fetch.host, fetch.place))
-
     def landed(self, places: Iterable[int]) -> None:
         """The pages of these staging places have arrived."""
         self._landed += [self._under_way.pop(place) for place in places]
@@ -264,7 +254,7 @@ class HostTier:
             if number is None:
                 continue
             self.fetched += 1
-            self.planned.fills.append((fetch.pool, fetch.place, fetch.page))
+            self.planned.fills.append((TOKENS, fetch.place, fetch.page))
             hold(fetch)
             self._unwant(fetch)
             self._missing[number] -= 1
@@ -293,15 +283,18 @@ class HostTier:
             del self._wanted[key]
 
     def take_swaps(self) -> Swaps:
-        """Returns the swaps planned since the last call."""
-        self.start()
+        """Returns the swaps planned since the last call. Starts fetches while staging places are free."""
+        while self._queue and self._places:
+            fetch = self._queue.popleft()
+            fetch.place = self._places.pop()
+            self._under_way[fetch.place] = fetch
+            self.planned.fetches.append((fetch.host, fetch.place))
         swaps, self.planned = self.planned, Swaps()
         return swaps
 
     def reset(self) -> None:
         """Forgets all blocks, which the index has already forgotten."""
-        for unsaved in self._unsaved:
-            unsaved.clear()
+        self._unsaved.clear()
         for host in [*self._owner]:
             self._disown(host)
         self._free += [host for host in self._kept if host not in self._pins]

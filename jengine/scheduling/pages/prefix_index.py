@@ -9,20 +9,39 @@ from jengine.scheduling.pages.block_table import CLEARED, Block, Changed, PageCh
 Find = Callable[[Block, int], int]  # looks up a block's page of a cache group elsewhere; 0 if there is none
 
 
+LAST_PAGE = 2  # window of a group that needs only the last page of a hit: a state at its end
+
+
+def first_seen(window: int | None, position: int, page_size: int) -> int:
+    """Index of the first page that a query at this position attends to."""
+    return 0 if window is None else max(position - window + 1, 0) // page_size
+
+
 class PrefixIndex:
     """Blocks by parent and tokens. Parents are compared by identity, so a block belongs to exactly one prefix
     and salt.
 
     A block is kept while it has a page or a user, so a chain can be followed past evicted pages.
 
+    Args:
+        page_size: tokens in a page.
+        windows: one for each cache group.
+        hit_grid: hits are multiples of this number of tokens, which is a multiple of the page size; None: the
+            page size.
+
     Attributes:
         changed: called when a page becomes findable or stops being so; None: nobody watches.
     """
 
-    def __init__(self, groups: int, page_size: int) -> None:
-        self._groups, self._page_size = groups, page_size
+    def __init__(
+        self, page_size: int, windows: Sequence[int | None] = (None,), hit_grid: int | None = None
+    ) -> None:
+        self._groups, self._page_size, self._windows = len(windows), page_size, windows
+        self._grid = (hit_grid or page_size) // page_size
+        self._windowed = [i for i, window in enumerate(windows) if window is not None]
+        self._unwindowed = [i for i, window in enumerate(windows) if window is None]
         self._blocks: dict[tuple[Block | Salt, tuple[int, ...]], Block] = {}
-        self._holding: list[dict[int, Block]] = [{} for _ in range(groups)]  # by group: page -> block
+        self._holding: list[dict[int, Block]] = [{} for _ in windows]  # by group: page -> block
         self.version = 0  # changes when pages are added or removed
         self.changed: Changed | None = None
 
@@ -106,58 +125,6 @@ class PrefixIndex:
             if isinstance(parent, Block):
                 parent.users -= 1
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless blocks, pages and users agree."""
-        users: dict[Block, int] = {}
-        for (parent, tokens), block in self._blocks.items():
-            assert (block.parent, block.tokens) == (parent, tokens)
-            if isinstance(parent, Block):
-                assert self._blocks.get((parent.parent, parent.tokens)) is parent, (
-                    "a block without its parent"
-                )
-                users[parent] = users.get(parent, 0) + 1
-            for group, page in enumerate(block.pages):
-                assert not page or self._holding[group].get(page) is block, "a page of two blocks"
-        assert all(block.users >= users.get(block, 0) for block in self._blocks.values()), (
-            "users are miscounted"
-        )
-        assert all(any(block.pages) or block.users for block in self._blocks.values()), (
-            "a block without pages and users"
-        )
-        held = sum(len(pages) for pages in self._holding)
-        assert held == sum(page > 0 for block in self._blocks.values() for page in block.pages), (
-            "a page without its block"
-        )
-
-
-LAST_PAGE = 2  # window of a group that needs only the last page of a hit: a state at its end
-
-
-def first_seen(window: int | None, position: int, page_size: int) -> int:
-    """Index of the first page that a query at this position attends to."""
-    return 0 if window is None else max(position - window + 1, 0) // page_size
-
-
-class PrefixFinder:
-    """Finds cached prefixes in an index.
-
-    Args:
-        hit_grid: hits are multiples of this number of tokens, which is a multiple of the page size.
-        windows: one for each cache group.
-    """
-
-    def __init__(
-        self, index: PrefixIndex, page_size: int, hit_grid: int, windows: Sequence[int | None]
-    ) -> None:
-        self._index, self._page_size, self._grid, self._windows = (
-            index,
-            page_size,
-            hit_grid // page_size,
-            windows,
-        )
-        self._windowed = [i for i, window in enumerate(windows) if window is not None]
-        self._unwindowed = [i for i, window in enumerate(windows) if window is None]
-
     def longest(
         self, tokens: Sequence[int], salt: Salt, find: Find | None = None, whole: Ranges = ()
     ) -> list[Block]:
@@ -169,7 +136,7 @@ class PrefixFinder:
             whole: ranges of tokens that it does not end within.
         """
         size = self._page_size
-        chain = self._index.chain(salt, tokens, (len(tokens) - 1) // size, self._unwindowed, find)
+        chain = self.chain(salt, tokens, (len(tokens) - 1) // size, self._unwindowed, find)
         self._shorten(chain, len(chain), whole)
         while chain and self._windowed:
             firsts = [self.first_seen(group, len(chain) * size) for group in range(len(self._windows))]
@@ -196,8 +163,7 @@ class PrefixFinder:
     def branch(self, tokens: Sequence[int], salt: Salt) -> int:
         """Number of tokens with pages in all groups without a window. At least as long as the hit."""
         return (
-            len(self._index.chain(salt, tokens, len(tokens) // self._page_size, self._unwindowed))
-            * self._page_size
+            len(self.chain(salt, tokens, len(tokens) // self._page_size, self._unwindowed)) * self._page_size
         )
 
     def first_seen(self, group: int, position: int) -> int:
@@ -215,3 +181,26 @@ class PrefixFinder:
             for group, first in enumerate(firsts)
             if index >= first and not blocks[index].pages[group]
         ]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless blocks, pages and users agree."""
+        users: dict[Block, int] = {}
+        for (parent, tokens), block in self._blocks.items():
+            assert (block.parent, block.tokens) == (parent, tokens)
+            if isinstance(parent, Block):
+                assert self._blocks.get((parent.parent, parent.tokens)) is parent, (
+                    "a block without its parent"
+                )
+                users[parent] = users.get(parent, 0) + 1
+            for group, page in enumerate(block.pages):
+                assert not page or self._holding[group].get(page) is block, "a page of two blocks"
+        assert all(block.users >= users.get(block, 0) for block in self._blocks.values()), (
+            "users are miscounted"
+        )
+        assert all(any(block.pages) or block.users for block in self._blocks.values()), (
+            "a block without pages and users"
+        )
+        held = sum(len(pages) for pages in self._holding)
+        assert held == sum(page > 0 for block in self._blocks.values() for page in block.pages), (
+            "a page without its block"
+        )

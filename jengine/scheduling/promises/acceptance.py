@@ -13,7 +13,6 @@ from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.promises.promises import EPSILON, Outlook, Prompt, Stream, best_way
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
-from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.rows import PlanBuilder
 from jengine.scheduling.step_plan import Work, pairs, rows_work
 
@@ -42,8 +41,8 @@ class Acceptance:
         new: waiting requests that were not judged yet.
     """
 
-    def __init__(self, registry: Registry, limits: SequenceLimits, predictor: StepPredictor) -> None:
-        self._registry, self._limits, self._predictor = registry, limits, predictor
+    def __init__(self, registry: Registry, predictor: StepPredictor) -> None:
+        self._registry, self._limits, self._predictor = registry, registry.limits, predictor
         self._blocks, self._rejects = registry.blocks, registry.options.on_late == "reject"
         self.goodput, self.lengths = Goodput(), OutputLengths()
         self.rejected: list[Sequence] = []
@@ -150,7 +149,7 @@ class Acceptance:
         lengths = [
             s.max_len if self._rejects else min(len(s.tokens) + s.in_flight + 1, s.max_len) for s in everyone
         ]
-        context, longest = rows_work([length - 1 for length in lengths], windows)
+        context, longest, _ = rows_work([length - 1 for length in lengths], windows)
         tokens, rank = (
             max(lengths, default=1),
             max([sequence.variant_rank for sequence in everyone], default=0),

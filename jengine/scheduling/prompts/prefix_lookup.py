@@ -6,10 +6,8 @@ from collections.abc import Iterator
 
 from jengine.scheduling.costs.predictor import ChunkEnd, StepPredictor
 from jengine.scheduling.pages.block_table import NO_HIT, Hit
-from jengine.scheduling.pages.blocks import BlockManager
-from jengine.scheduling.requests.batching import Composition
+from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence
-from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.step_plan import Windows, Work, pairs
 
 REMEMBERED = 256  # hits
@@ -24,11 +22,9 @@ class PrefixLookup:
         resumptions: counts for preempted sequences; see Load.resumptions.
     """
 
-    def __init__(
-        self, blocks: BlockManager, limits: SequenceLimits, composition: Composition, predictor: StepPredictor
-    ) -> None:
-        self._blocks, self._limits = blocks, limits
-        self._composition, self._predictor = composition, predictor
+    def __init__(self, registry: Registry, predictor: StepPredictor) -> None:
+        self._blocks, self._windows = registry.blocks, registry.limits.windows
+        self._composition, self._predictor = registry.composition, predictor
         self.queries = self.hits = 0
         self.host_queries = self.host_hits = self.host_declined = 0
         self.resumptions = 0, 0, 0
@@ -75,7 +71,7 @@ class PrefixLookup:
 
     def compute_seconds(self, start: int, end: int) -> float:
         """Predicted seconds to compute a prompt's tokens at [start, end) alone."""
-        work = Work(attended=pairs(start, end - start, self._limits.windows))
+        work = Work(attended=pairs(start, end - start, self._windows))
         return self._predictor.prompt_seconds(end - start) + self._predictor.costs.work_seconds(work)
 
     def note_hit(self, sequence: Sequence, tokens: int, now: float, hit: Hit = NO_HIT) -> None:

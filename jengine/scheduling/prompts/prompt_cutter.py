@@ -8,14 +8,12 @@ from jengine.core.beam_outputs import sampling_of
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.pages.block_table import Hit, ahead, meets, next_range
 from jengine.scheduling.prompts.prefix_lookup import PendingTiles, PrefixLookup
-from jengine.scheduling.requests.batching import Composition
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
-from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.rows import PlanBuilder, Rows
 from jengine.scheduling.rules.beam_searches import BeamSearches
 from jengine.scheduling.rules.repeats import Repeats
-from jengine.scheduling.step_plan import Sample, SlotReset, Span, pairs
+from jengine.scheduling.step_plan import Sample, SlotReset, Span, Work, pairs
 
 
 class PromptCutter:
@@ -27,18 +25,16 @@ class PromptCutter:
     def __init__(
         self,
         registry: Registry,
-        limits: SequenceLimits,
-        composition: Composition,
         predictor: StepPredictor,
         prefixes: PrefixLookup,
         rows: Rows,
         searches: BeamSearches,
         repeats: Repeats,
     ) -> None:
-        self._registry, self._blocks, self._limits = registry, registry.blocks, limits
-        self._composition, self._predictor, self._prefixes = composition, predictor, prefixes
+        self._registry, self._blocks, self._limits = registry, registry.blocks, registry.limits
+        self._composition, self._predictor, self._prefixes = registry.composition, predictor, prefixes
         self._rows, self._searches, self._repeats = rows, searches, repeats
-        self._tile_size = limits.tile_size
+        self._tile_size = registry.limits.tile_size
         self.admitting = 0
         # running; their pages have arrived, but their slots are not set yet
         self._landed: dict[Sequence, None] = {}
@@ -202,9 +198,7 @@ class PromptCutter:
         span = Span(number, sequence.slot, start, end - start, inputs, *wanted, states=states)
         span.ahead = ahead(sequence.whole, start, end)
         plan.spans.append(span)
-        plan.work = plan.work._replace(
-            attended=plan.work.attended + pairs(start, end - start, self._limits.windows)
-        )
+        plan.work = plan.work.plus(Work(attended=pairs(start, end - start, self._limits.windows)))
         plan.longest = max(plan.longest, end)
         plan.adapted = max(plan.adapted, sequence.place)
         sequence.num_computed = end

@@ -11,10 +11,8 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
-from typing import Protocol
 
-from jengine.core.scheduling_options import Policy
-from jengine.scheduling.requests.sequence import Order, Sequence
+from jengine.scheduling.requests.sequence import Sequence
 
 # idle clients whose virtual time is kept; beyond that, the half that was served least is forgotten
 REMEMBERED = 4096
@@ -26,56 +24,15 @@ by_order = attrgetter("order")
 NO_DEADLINE = 1e6
 
 
-def order_of(
-    sequence: Sequence, policy: Policy, ageing: float, by_slack: bool = False, promised: bool = True
-) -> Order:
-    """A sequence's place in the order; smaller comes first.
-
-    If waiting time counts, one level of priority is worth `ageing` seconds of waiting. The request with the
-    lower sum of priority * ageing and arrival comes first. (With by_slack, the time by which it must start
-    replaces arrival.) The sum is constant while requests wait, so each request is overtaken only by requests
-    that arrive within a bounded time after it. A late request counts as one level lower.
-
-    Args:
-        ageing: seconds; 0: priorities are strict.
-        by_slack: order requests of one priority by the time at which they must start to meet their target,
-            not by arrival.
-        promised: whether the sequence's targets were accepted; it then comes before all sequences without
-            accepted targets.
-    """
-    level = (sequence.request.priority if policy == "priority" else 0) + sequence.late
-    when = (min(sequence.start_by, sequence.arrival + NO_DEADLINE)) if by_slack else sequence.arrival
-    if ageing and (by_slack or policy == "priority"):
-        return not promised, 0, when + level * ageing, sequence.number
-    return not promised, level, when if by_slack else 0.0, sequence.number
-
-
 def victim(running: Iterable[Sequence]) -> Sequence:
     """The sequence to preempt: the last in the order."""
     return max(running, key=by_order)
 
 
-class Waiting(Protocol):
-    """Waiting sequences. Iteration yields them in admission order."""
-
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[Sequence]: ...
-
-    @property
-    def first(self) -> Sequence | None: ...
-
-    def push(self, sequence: Sequence) -> None: ...
-
-    def remove(self, sequence: Sequence) -> None:
-        """Raises ValueError if the sequence is not waiting here."""
-
-    def admit(self, sequence: Sequence) -> None:
-        """Removes a sequence that starts to run."""
-
-
 class WaitingQueue:
-    """Waiting sequences in a sorted list. Moving ten thousand pointers takes microseconds."""
+    """Waiting sequences in a sorted list, in admission order. Moving ten thousand pointers takes
+    microseconds.
+    """
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
@@ -156,7 +113,6 @@ class FairQueue:
         self._length += 1
 
     def remove(self, sequence: Sequence) -> None:
-        """Raises ValueError if the sequence is not waiting here."""
         queue = self._queues.get(sequence.client, WaitingQueue())  # an empty one raises
         queue.remove(sequence)
         self._length -= 1
@@ -179,6 +135,9 @@ class FairQueue:
             idle = sorted(self.served.keys() - self._queues.keys(), key=lambda client: self.served[client])
             for client in idle[: -REMEMBERED // 2]:
                 del self.served[client]
+
+
+Waiting = WaitingQueue | FairQueue
 
 
 def charge(sequence: Sequence) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
-from typing import Protocol
 
 from jengine.base.errors import InvalidArgument
 from jengine.core.request import FinishReason, Request
@@ -14,15 +13,9 @@ from jengine.scheduling.requests.batching import Batches, Composition
 from jengine.scheduling.requests.beams import Beams
 from jengine.scheduling.requests.images import Images
 from jengine.scheduling.requests.loras import Lora, LoraPlaces
-from jengine.scheduling.requests.policy import FairQueue, Waiting, WaitingQueue, order_of
+from jengine.scheduling.requests.policy import NO_DEADLINE, FairQueue, Waiting, WaitingQueue
 from jengine.scheduling.requests.sequence import Order, Sequence, State
-
-
-class Rememberer(Protocol):
-    """A part of the scheduler that remembers something about running sequences."""
-
-    def forget(self, sequence: Sequence) -> None:
-        """The sequence gives back its slot and its pages."""
+from jengine.scheduling.requests.sequence_limits import SequenceLimits
 
 
 class PreemptionNeeded(Exception):
@@ -38,6 +31,8 @@ class Registry:
     reason, a page may be shared as soon as the step that fills it is planned.
 
     Args:
+        limits: of one sequence.
+        composition: what a step may combine.
         max_num_seqs: maximum number of running sequences. They own slots 1 to max_num_seqs; slot 0 is the
             null slot.
         places: of adapters on the devices.
@@ -52,7 +47,7 @@ class Registry:
         releases: how often a sequence gave back its slot and pages.
         by_slack: whether the order depends on targets.
         may_preempt: whether `preempt` preempts; otherwise it raises PreemptionNeeded.
-        rememberers: parts to notify of each release.
+        forgets: called with each sequence that gives back its slot and its pages.
         loras: loaded adapters.
         incoming: numbers of waiting sequences for which pages are being loaded from a store.
     """
@@ -60,6 +55,7 @@ class Registry:
     def __init__(
         self,
         blocks: BlockManager,
+        limits: SequenceLimits,
         composition: Composition,
         max_num_seqs: int,
         *,
@@ -68,13 +64,13 @@ class Registry:
         images: Images | None = None,
     ) -> None:
         self.blocks, self.max_num_seqs, self.options = blocks, max_num_seqs, options
-        self._composition = composition
+        self.limits, self.composition = limits, composition
         self.num_preemptions = self.releases = 0
         self.ended: list[Sequence] = []
         self.incoming = set[int]()
         self.loras, self.images = LoraPlaces(places), images or Images(0, 0)
         self.by_slack, self.may_preempt = False, True
-        self.rememberers: List[Rememberer] = ()
+        self.forgets: List[Callable[[Sequence], object]] = ()
         self.fair = FairQueue() if options.policy == "fair" else None
         self.waiting: Waiting = WaitingQueue() if self.fair is None else self.fair
         self.held = Batches(options.batching, max_num_seqs, options.batch_wait_ms / 1e3)
@@ -198,9 +194,22 @@ class Registry:
                 yield sequence
 
     def order(self, sequence: Sequence) -> Order:
-        options, sequence = self.options, sequence.leader
-        promised = sequence.accepted or not self.by_slack
-        return order_of(sequence, options.policy, options.priority_ageing, self.by_slack, promised)
+        """A sequence's place in the order; smaller comes first.
+
+        If waiting time counts, one level of priority is worth priority_ageing seconds of waiting. The request
+        with the lower sum of priority * priority_ageing and arrival comes first. (If the order depends on
+        targets, the time by which it must start replaces arrival, and sequences whose targets were accepted
+        come before all others.) The sum is constant while requests wait, so each request is overtaken only by
+        requests that arrive within a bounded time after it. A late request counts as one level lower.
+        """
+        options, sequence, by_slack = self.options, sequence.leader, self.by_slack
+        ageing, by_priority = options.priority_ageing, options.policy == "priority"
+        unpromised = by_slack and not sequence.accepted
+        level = (sequence.request.priority if by_priority else 0) + sequence.late
+        when = min(sequence.start_by, sequence.arrival + NO_DEADLINE) if by_slack else sequence.arrival
+        if ageing and (by_slack or by_priority):
+            return unpromised, 0, when + level * ageing, sequence.number
+        return unpromised, level, when if by_slack else 0.0, sequence.number
 
     def push(self, sequence: Sequence) -> None:
         """Queues a sequence at its place in the order."""
@@ -255,11 +264,11 @@ class Registry:
         self.images.forget(sequence)
         for member in [sequence] if sequence.beams is None else sequence.beams.members:
             del self.running[member]
-            for part in self.rememberers:
-                part.forget(member)
+            for forget in self.forgets:
+                forget(member)
             # Known tokens that are planned are certain: only later ones may not come.
             self.blocks.commit(
-                member.number, member.keys, min(member.num_computed, self._composition.prefilled(member))
+                member.number, member.keys, min(member.num_computed, self.composition.prefilled(member))
             )
             self.blocks.release(member.number)
             self.free_slots.append(member.slot)

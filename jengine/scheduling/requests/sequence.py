@@ -15,7 +15,7 @@ from jengine.scheduling.requests.beams import Beams
 from jengine.scheduling.requests.loras import Lora
 from jengine.table.program_table import VARIANTS, sampler_variant
 
-Order = tuple[int, int, float, int]  # place in the order, see order_of; smaller comes first, no two are equal
+Order = tuple[int, int, float, int]  # place in the order, see Registry; smaller comes first, no two are equal
 
 
 class State(Enum):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.requests.registry import Registry
-from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.rows import PlanBuilder
 from jengine.scheduling.rules.rule import Rule
 from jengine.scheduling.step_plan import Work
@@ -21,13 +20,8 @@ class Bursts(Rule):
     stream's tokens arrive together.
     """
 
-    def __init__(self, registry: Registry, limits: SequenceLimits, predictor: StepPredictor) -> None:
-        self._registry, self._blocks, self._limits, self._predictor = (
-            registry,
-            registry.blocks,
-            limits,
-            predictor,
-        )
+    def __init__(self, registry: Registry, predictor: StepPredictor) -> None:
+        self._registry, self._blocks, self._predictor = registry, registry.blocks, predictor
         self._steps, self._auto = predictor.ready.table.steps, registry.options.num_scheduler_steps == "auto"
 
     def lengthen(self, plan: PlanBuilder) -> None:
@@ -51,7 +45,7 @@ class Bursts(Rule):
         trunk = ready.trunk(
             len(rows),
             0,
-            blocks.pages_of(self._limits.longest_after(plan.longest, steps)),
+            blocks.pages_of(self._registry.limits.longest_after(plan.longest, steps)),
             len(rows),
             adapted=plan.adapted,
         )
@@ -62,7 +56,7 @@ class Bursts(Rule):
             plan.work.context * steps + len(rows) * steps * (steps - 1) // 2,
             (plan.work.longest + steps // 2) * steps,
         )
-        if self._auto and self._predictor.costs.burst_seconds(burst, work) > LONGEST:
+        if self._auto and self._predictor.costs.added_seconds(burst, work) > LONGEST:
             return
         ends = [s.num_computed + length for s, length in zip(rows, lengths, strict=True)]
         growing = [

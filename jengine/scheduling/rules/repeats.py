@@ -5,7 +5,6 @@ from __future__ import annotations
 from jengine.scheduling.costs.predictor import StepPredictor
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence
-from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.rows import PlanBuilder
 from jengine.scheduling.rules.rule import Rule, add_rows
 from jengine.scheduling.step_plan import Sample
@@ -20,10 +19,8 @@ class Repeats(Rule):
             recurrent state.
     """
 
-    def __init__(
-        self, registry: Registry, limits: SequenceLimits, predictor: StepPredictor, *, several: bool
-    ) -> None:
-        self._registry, self._blocks, self._windows = registry, registry.blocks, limits.windows
+    def __init__(self, registry: Registry, predictor: StepPredictor, *, several: bool) -> None:
+        self._registry, self._blocks, self._windows = registry, registry.blocks, registry.limits.windows
         self._predictor, self._several = predictor, several
         self._repeating = dict[Sequence, None]()
 

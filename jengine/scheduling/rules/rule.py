@@ -37,9 +37,7 @@ def add_rows(plan: PlanBuilder, span: Span, tokens: list[int], blocks: BlockMana
         return 0
     plan.enter(span.slot, blocks.grow(span.seq, end))
     span.length, span.following = 1 + count, tokens[:count]
-    context, longest = further_work(start, count, windows)
-    context, longest = plan.work.context + context, max(plan.work.longest, longest)
-    plan.work = plan.work._replace(context=context, longest=longest)
+    plan.work = plan.work.plus(further_work(start, count, windows))
     plan.longest, plan.lengthened = max(plan.longest, end), True
     plan.more_rows += count
     return count

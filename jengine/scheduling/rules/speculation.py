@@ -11,7 +11,6 @@ from jengine.scheduling.drafters.choice import BestDraft
 from jengine.scheduling.drafters.drafter import Drafter
 from jengine.scheduling.requests.registry import Registry
 from jengine.scheduling.requests.sequence import Sequence, State
-from jengine.scheduling.requests.sequence_limits import SequenceLimits
 from jengine.scheduling.rows import PlanBuilder, Timeline
 from jengine.scheduling.rules.rule import Rule, add_rows
 from jengine.scheduling.step_plan import Sample, Span
@@ -44,16 +43,15 @@ class Speculation(Rule):
     def __init__(
         self,
         registry: Registry,
-        limits: SequenceLimits,
         predictor: StepPredictor,
         timeline: Timeline,
         drafters: List[Drafter],
         how_many: HowMany,
     ) -> None:
-        self._registry, self._blocks, self._windows = registry, registry.blocks, limits.windows
-        self._timeline, self._costs = timeline, DraftCosts(predictor, limits.windows, how_many)
+        self._registry, self._blocks, self._windows = registry, registry.blocks, registry.limits.windows
+        self._timeline, self._costs = timeline, DraftCosts(predictor, self._windows, how_many)
         self._drafter = BestDraft(drafters) if drafters else None
-        limit = MOST_STATES if limits.recurrent else MOST_DRAFTS
+        limit = MOST_STATES if registry.limits.recurrent else MOST_DRAFTS
         self.max_drafts = limit if self._drafter is None else min(self._drafter.max_drafts, limit)
         self.drafts = self.tokens = self.right = 0
         self.accepted = [0] * MOST_DRAFTS

@@ -165,7 +165,7 @@ def test_without_a_replay(tmp_path: Path) -> None:
 
 def test_messages() -> None:
     changes: list[PageChange] = []
-    index = PrefixIndex(1, 4)
+    index = PrefixIndex(4)
     index.changed = changes.append
     image = CONTENT + 7
     parent = index.get(LoraSalt(3, "french", "secret"), (1, 2, image, image + 1))
