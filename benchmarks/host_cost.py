@@ -40,10 +40,10 @@ from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
 from jengine.scheduling.scheduler import Scheduler
+from jengine.scheduling.shape import BatchLimits, CacheShape
 from jengine.table.program_table import ProgramTable, SamplerKey, TrunkKey
 from jengine.text.completion import CompletionBuilder, StopAutomaton
 from jengine.text.tokenizer import Tokenizer
-from tests.schedulers import make_scheduler
 
 try:
     from jengine.engine.loop.step_updates import StepClock
@@ -85,11 +85,13 @@ class NoPrograms:
             return self._sampler
         return lambda state, *_: state  # slots or pages
 
-    def _trunk(self, params: Any, cache: Any, slots: Any, packed: jax.Array) -> tuple[Any, Any, Any, Any]:
+    def _trunk(self, params: Any, *args: Any) -> tuple[Any, Any, Any, Any]:
+        cache, slots = args[1:3] if len(args) == 6 else args[:2]  # older checkouts give no adapters
         return cache, slots, None, None
 
-    def _sampler(self, params: Any, last: Any, sampling: Any, to_sample: Any) -> tuple[Any, Sampled]:
+    def _sampler(self, params: Any, *args: Any) -> tuple[Any, Sampled]:
         self._calls += 1
+        last = args[-3]
         return last, Sampled(self._supply[self._calls % len(self._supply)])
 
 
@@ -147,15 +149,11 @@ def make_engine(sequences: int, tokens: int, **more: Any) -> Engine:
         page_size=PAGE_SIZE,
         num_pages=1 + sequences * -(-tokens // PAGE_SIZE),
     )
-    options = {"prefix_caching": True, **more}
-    scheduler = make_scheduler(
+    scheduler = Scheduler(
         spec.table,
-        page_size=PAGE_SIZE,
-        num_pages=spec.num_pages,
-        max_num_seqs=sequences,
-        max_num_batched_tokens=budget,
-        max_model_len=tokens,
-        **options,
+        CacheShape(page_size=PAGE_SIZE, num_pages=spec.num_pages, prefix_caching=True),
+        BatchLimits(max_num_seqs=sequences, max_num_batched_tokens=budget, max_model_len=tokens),
+        **more,
     )
     return Engine(model, WaitingRunner(Worker(spec, NoPrograms(spec), params=None)), scheduler)  # type: ignore[arg-type]
 

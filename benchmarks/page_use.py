@@ -74,7 +74,10 @@ def bytes_at_8k(page_size: int) -> dict[str, Any]:
             held[how] = {"most_mb": round(most * one / 1e6, 1), "end_mb": round(last * one / 1e6, 1)}
         before, after = every_layer / 1e6, max(held[how]["most_mb"] for how in held)
         found[name] = {
-            "groups": [f"{group.window or 'full'}: {len(group.layers)} layers" for group in groups],
+            "groups": [
+                f"{f'window[{group.window}]' if group.window else 'full'}: {len(group.layers)} layers"
+                for group in groups
+            ],
             "every_layer_keeps_all_mb": round(before, 1),
             **held,
             "ratio": round(after / before, 3),

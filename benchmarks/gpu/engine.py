@@ -36,9 +36,10 @@ from jengine.execution.runner import Runner
 from jengine.execution.spec import ExecutionSpec
 from jengine.models import build
 from jengine.parallel.mesh import make_mesh
+from jengine.scheduling.scheduler import Scheduler
+from jengine.scheduling.shape import BatchLimits, CacheShape
 from jengine.scheduling.step_plan import StepPlan
 from jengine.table.program_table import ProgramTable
-from tests.schedulers import make_scheduler
 
 DECODE_GOAL, PREFILL_GOAL = 0.8, 0.6
 ROUNDS = 3  # measured rounds of prefill
@@ -133,13 +134,14 @@ def make_engine(size: Load, how: How, devices: int = 1) -> tuple[ExecutionSpec, 
         )
     params = random_params(spec)
     runner = Runner(Worker(spec, compiled(spec, how.threads), params))  # type: ignore[arg-type]
-    scheduler = make_scheduler(
+    scheduler = Scheduler(
         spec.table,
-        page_size=spec.page_size,
-        num_pages=spec.num_pages,
-        max_num_seqs=spec.max_slots,
-        max_num_batched_tokens=rows[-1] + size.chunk,
-        max_model_len=max_model_len,
+        CacheShape(page_size=spec.page_size, num_pages=spec.num_pages),
+        BatchLimits(
+            max_num_seqs=spec.max_slots,
+            max_num_batched_tokens=rows[-1] + size.chunk,
+            max_model_len=max_model_len,
+        ),
     )
     return spec, Engine(facts, runner, scheduler)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from jengine.base.errors import ModelError
 from jengine.base.model_files import read_object
 from jengine.checkpoints import pickled, safetensors
-from jengine.checkpoints.in_memory import Tensors
+from jengine.checkpoints.in_memory import CONSTANTS, Tensors
 from jengine.checkpoints.stored import Tensor
 from jengine.hub.files import is_within
 
@@ -17,28 +17,16 @@ FORMATS: dict[str, Reader] = {
     "model.safetensors": safetensors.read_file,
     "pytorch_model.bin": pickled.read_file,
 }  # the first one is preferred
-# Constants in older checkpoints, perhaps in unsupported dtypes: frequencies, positions, and masks of GPT-2
-# and GPT-NeoX.
-CONSTANTS = (
-    "rotary_emb.inv_freq",
-    "rotary_pos_emb.inv_freq",
-    ".embeddings.position_ids",
-    ".attn.bias",
-    ".attn.masked_bias",
-    ".attention.bias",
-    ".attention.masked_bias",
-    "t2d",  # the inverse of an EAGLE-3 head's d2t
-)
 
 
 def found_tensors(path: Path, tensors: Tensors | None) -> dict[str, Tensor]:
-    """All tensors of a folder by name, or those given in their place, without constants.
+    """All tensors of a folder by name, without constants, or those given in their place.
 
     Raises:
         ModelError: a file is missing, truncated or corrupt.
     """
     if tensors is not None:
-        return {name: tensor for name, tensor in tensors.items() if not name.endswith(CONSTANTS)}
+        return dict(tensors)
     for name, read in FORMATS.items():
         if (path / name).exists():
             return read(path / name, CONSTANTS)

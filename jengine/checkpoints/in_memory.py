@@ -25,6 +25,18 @@ from jengine.models.pieces import Piece, pieces_of
 from pallas_kernels.products.weights import stored
 
 PLACE = Path("params")  # in errors, the place of the file
+# Constants in older checkpoints, perhaps in unsupported dtypes: frequencies, positions, and masks of GPT-2
+# and GPT-NeoX.
+CONSTANTS = (
+    "rotary_emb.inv_freq",
+    "rotary_pos_emb.inv_freq",
+    ".embeddings.position_ids",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+    "t2d",  # the inverse of an EAGLE-3 head's d2t
+)
 Tensors = Mapping[str, Tensor]
 Parameter = Any  # as programs take it: an array, or the numbers and scales of a quantized one
 Target = Any  # its abstract form, with shardings
@@ -32,7 +44,7 @@ Places = tuple[tuple[int, Piece], ...]
 
 
 def in_memory(params: Any) -> Tensors:
-    """Arrays by name: tensors of a checkpoint, or parameters of `Model.params`.
+    """Arrays by name: tensors of a checkpoint, without constants, or parameters of `Model.params`.
 
     Args:
         params: a mapping of names to numpy or JAX arrays; the same nested, whose names are joined by dots; an
@@ -45,6 +57,8 @@ def in_memory(params: Any) -> Tensors:
     """
     tensors: dict[str, Tensor] = {}
     for name, array in _named(params):
+        if isinstance(name, str) and name.endswith(CONSTANTS):
+            continue
         leaf = array.leaf if isinstance(array, LeafTensor) else array
         if not isinstance(name, str) or not isinstance(leaf, np.ndarray | jax.Array):
             limit = "must map names of a checkpoint's tensors to numpy or JAX arrays"

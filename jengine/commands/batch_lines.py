@@ -166,9 +166,11 @@ class OutputFile(Output):
         """
         if not self.failed:
             return
-        whole = self._file
-        with self._writing():
-            self._file = Path(f"{self._path}.retry").open("w+b")  # noqa: SIM115 (__exit__ closes it)
+        whole, retry = self._file, Path(f"{self._path}.retry")
+        try:
+            self._file = retry.open("w+b")
+        except OSError as wrong:
+            raise InvalidArgument("output", str(retry), f"cannot be written: {wrong.strerror}") from None
         with whole, self._writing():
             self._lock()
             self.done.clear()

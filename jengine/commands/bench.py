@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from jengine import InvalidArgument, SamplingParams
 from jengine.base.progress import progress_bar
 from jengine.commands.connection import add_connection, client_options
 from jengine.commands.flags import add_engine, add_flags, engine_fields
-from jengine.commands.terminal import check_output, note, write, write_json
+from jengine.commands.terminal import check_output, json_text, note, write, write_json
 
 if TYPE_CHECKING:
     from jengine.capacity.bench.endpoints import ServerUnderTest
@@ -391,4 +390,4 @@ def _rank(text: str) -> float:
 
 def _save(path: Path | None, result: dict[str, Any]) -> None:
     if path is not None:
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        path.write_text(json_text(result, indent=1))

@@ -42,10 +42,11 @@ def add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     clear = actions.add_parser(
         "clear",
         help="delete them",
-        description="Delete compiled programs. The next start compiles them again.",
+        description="Delete compiled programs, measurements and quantized weights. The next start makes them"
+        " again.",
     )
     _add_root(clear, default=argparse.SUPPRESS)
-    add_flags(clear, ("--older-than", "DAYS", "only programs that were not used for this number of days"))
+    add_flags(clear, ("--older-than", "DAYS", "only what was not used for this number of days"))
     clear.add_argument("--yes", action="store_true", help="do not ask")
     clear.set_defaults(run=_clear)
 

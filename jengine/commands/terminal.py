@@ -23,10 +23,15 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
+def json_text(values: dict[str, Any], indent: int | None = None) -> str:
+    """JSON that ends with a newline. Infinity and NaN, which JSON lacks, become null."""
+    finite = json.loads(json.dumps(values), parse_constant=lambda name: None)
+    return json.dumps(finite, indent=indent) + "\n"
+
+
 def write_json(values: dict[str, Any]) -> None:
-    """Writes one line of JSON to stdout. Infinity and NaN, which JSON lacks, become null."""
-    text = json.dumps(values)
-    write(json.dumps(json.loads(text, parse_constant=lambda name: None)) + "\n")
+    """Writes one line of JSON to stdout."""
+    write(json_text(values))
 
 
 def note(text: str) -> None:

@@ -325,8 +325,7 @@ class SharedExperts(Experts):
         self.shared_gate = matrix(gate, dtype, (None, None), piece, exact=True, adaptable=True)
 
     def own_part(self, x: jax.Array) -> jax.Array:
-        if self.shared is None:
-            return self.chosen_part(x)
+        assert self.shared is not None
         gate = jax.nn.sigmoid(dense(x, self.shared_gate[...], dtype=jnp.float32)).astype(x.dtype)
         return self.chosen_part(x) + gate * self.shared.own_part(x)
 

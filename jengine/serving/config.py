@@ -206,11 +206,22 @@ def _from_file(path: Path, where: str) -> Sourced:
         raise InvalidArgument(
             "config", str(path), f"must be TOML, lines such as max_model_len = 4096; this is YAML ({where})"
         )
-    table = {name.replace("-", "_"): value for name, value in _toml("config", path, f" ({where})").items()}
-    for name, value in table.items():
+    table = _named(_toml("config", path, f" ({where})"), str(path))
+    for name, (value, _) in table.items():
         if name not in KINDS and name not in SERVE_SETTINGS:
             raise InvalidArgument(name, value, f"there is no such option ({path}){_similar(name)}")
-    return {name: (value, str(path)) for name, value in table.items()}
+    return table
+
+
+def _named(options: Mapping[str, Any], where: str) -> Sourced:
+    """A file's options by their names, in which hyphens are underscores."""
+    table: Sourced = {}
+    for text, value in options.items():
+        name = text.replace("-", "_")
+        if name in table and table[name][0] != value:
+            raise InvalidArgument(name, value, f"is given as {table[name][0]!r} too ({where})")
+        table[name] = value, where
+    return table
 
 
 def _toml(option: str, path: Path, where: str = "") -> dict[str, Any]:
@@ -315,7 +326,7 @@ def resolve_models(
 
 
 def _tables(file: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Names of models, with their options."""
+    """Names of models, with their options. Raises InvalidArgument, naming the file."""
     content = _toml("model_config", file)
     models = content.pop("models", None)
     if content or not isinstance(models, dict) or not models:
@@ -326,10 +337,11 @@ def _tables(file: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _table(where: str, options: Any) -> dict[str, Any]:
+    """A model's options, under jengine's names."""
     if not isinstance(options, dict) or not isinstance(options.get("model"), str):
         raise InvalidArgument("model", None, f'must be given as model = "..." ({where})')
-    table: Sourced = {option.replace("-", "_"): (value, where) for option, value in options.items()}
-    entries = {option: value for option, (value, _) in _translated(table, lambda _: None, HINTS).items()}
+    table = _translated(_named(options, where), lambda _: None, HINTS)
+    entries = {option: value for option, (value, _) in table.items()}
     for option, value in entries.items():
         if option not in HINTS:
             hint = suggestion(option, HINTS)

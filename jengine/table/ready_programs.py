@@ -115,7 +115,7 @@ class ReadyPrograms:
         return [key for key in self.table.bursts() if key in self._keys]
 
     def drafts(self) -> list[DraftKey]:
-        return self._drafts
+        return [*self._drafts]
 
     def scores(self) -> list[ScoreKey]:
         passed = {self.table.passed_tiles(key.tiles) for key in self._trunks}

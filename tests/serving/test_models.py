@@ -262,6 +262,8 @@ def test_options_of_each_model(tmp_path: Path) -> None:
         ('[models.a]\nmodel = "x"\nport = 1\n', "there is no such option"),
         ('[models.a]\nmodel = "x"\nssl_keyfile = "k"\n', "is no option of an engine"),
         ('[models.a]\nmodel = "x"\nmax_num_seqs = 0\n', r"model a\)"),
+        ('[models.a]\nmodel = "x"\nblock_size = 8\npage_size = 16\n', "is given as 8 too"),
+        ('[models.a]\nmodel = "x"\nmax-model-len = 8\nmax_model_len = 9\n', "is given as 8 too"),
         ("port = 1\n", r"must have tables \[models\.NAME\] only"),
         ('[models.demo]\nmodel = "x"\n', "is the name of two models"),
         (

@@ -31,7 +31,7 @@ from jengine.serving.playground.app import (
     Viewer,
     assets,
     percentiles,
-    show,
+    queue_event,
 )
 from jengine.spi import Readers
 from tests.mocks.mock_engine import MockEngine
@@ -305,7 +305,7 @@ def test_a_viewer_that_does_not_read_keeps_the_newest() -> None:
     async def run() -> None:
         viewer = Viewer(MOST_EVENTS)
         for i in range(100):
-            show(viewer, b"%d" % i)
+            queue_event(viewer, b"%d" % i)
         assert [await viewer.get() for _ in range(MOST_EVENTS)] == [
             b"%d" % i for i in range(100 - MOST_EVENTS, 100)
         ]

@@ -127,8 +127,8 @@ def test_the_engines_death(run: Callable[..., None]) -> None:
 
 
 def test_samples_share_one_stop_automaton(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    made, compile = [], completion._automaton
-    monkeypatch.setattr(completion, "_automaton", lambda stops: (made.append(stops), compile(stops))[1])
+    made, of = [], completion.StopAutomaton.of
+    monkeypatch.setattr(completion.StopAutomaton, "of", lambda stops: (made.append(stops), of(stops))[1])
 
     async def test(llm: AsyncLLM) -> None:
         [*_, last] = [

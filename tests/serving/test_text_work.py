@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
-from jengine.serving.calls.errors import Busy, refusal
+from jengine.serving.calls.errors import Busy, Refusal, refusal
+from jengine.serving.requests.answers import PatientWriter
 from jengine.serving.requests.service import LONG_TEXT, MAX_CLIENT_BYTES, THREADS, TextWork
 
 
@@ -136,6 +138,23 @@ def test_statuses() -> None:
         "text_work",
         1.5,
     )
+
+
+def test_a_message_that_is_not_read_in_time_ends_its_answer() -> None:
+    async def main() -> None:
+        abandoned: list[bool] = []
+        context = SimpleNamespace(write=lambda message: asyncio.sleep(0.1), peer=lambda: "ipv4:127.0.0.1:1")
+        answer = SimpleNamespace(abandon=lambda: abandoned.append(True))
+        with pytest.raises(Refusal, match="not read within") as slow:
+            await PatientWriter(context, 0.01, answer).write("x")  # type: ignore[arg-type]
+        assert (slow.value.code, slow.value.cause, slow.value.retry_seconds) == (
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "slow_reader",
+            None,
+        ), "not to be tried again"
+        assert abandoned == [True]
+
+    run(main())
 
 
 def test_errors_are_the_callers() -> None:

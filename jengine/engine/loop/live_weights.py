@@ -15,7 +15,6 @@ from jengine.base.errors import InvalidArgument, ModelError
 from jengine.base.gguf_file import is_gguf
 from jengine.checkpoints.converted import is_converted
 from jengine.checkpoints.encoder import encoder_makers
-from jengine.checkpoints.files import found_tensors
 from jengine.checkpoints.in_memory import PLACE, Tensors, assemble_on_devices, in_memory, own_names, places_of
 from jengine.checkpoints.weights import is_source, makers
 from jengine.core.weights import FIRST_VERSION, Version
@@ -83,7 +82,6 @@ class LiveWeights(FixedWeights):
     def check(self, weights: Any, *, check_finite: bool) -> NewWeights:
         model, tensors = self._spec.model, in_memory(weights)
         if not (shared := own_names(model, tensors)):
-            tensors = found_tensors(PLACE, tensors)
             _check_dtypes(model, tensors)
         made, images = makers(self._folder, model, self._spec.params, tensors), self._spec.images
         encoder = None

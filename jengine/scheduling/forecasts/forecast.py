@@ -247,7 +247,7 @@ class Forecast:
         def seconds(rows: int, tiles: int) -> float:
             return max(machine.seconds(rows, tiles, Work(self._context)), LEAST)
 
-        return best_tiles(self._rows, pending, machine.tile_size, machine.tile_buckets, seconds)
+        return best_tiles(self._rows, pending, machine.tile_size, machine.tile_buckets, seconds) or 1
 
     def _steps(self, count: int, tiles: int, attended: int, tokens: int = 0) -> None:
         """Runs equal steps, in each of which every row gets a token.

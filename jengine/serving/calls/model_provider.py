@@ -194,7 +194,7 @@ class PagesInfo(NamedTuple):
 NO_PAGES = PagesInfo()
 
 
-class EngineInfo(msgspec.Struct, array_like=True, gc=False):
+class EngineInfo(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Facts about an engine that has started, mostly from jengine.Started. Sent by its process."""
 
     tokenizer_folder: str | None = None
@@ -218,7 +218,7 @@ class EngineInfo(msgspec.Struct, array_like=True, gc=False):
     pages: PagesInfo = NO_PAGES  # how it exchanges pages with others
 
 
-class ModelInfo(EngineInfo, kw_only=True):
+class ModelInfo(EngineInfo, frozen=True, kw_only=True):
     """Facts about the model, available as long as the server runs, even without an engine: those of its
     engine, and more.
 

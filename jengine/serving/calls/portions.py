@@ -20,8 +20,8 @@ class LogprobPositions(Protocol):
 
 
 class Portions:
-    """The values of all answers. Between two portions, the event loop runs everything that is ready. Belongs
-    to one event loop.
+    """Cuts the values of all answers into portions. Between two, the event loop runs everything that is
+    ready. Belongs to one event loop.
     """
 
     def __init__(self) -> None:

@@ -141,8 +141,8 @@ class Tls:
 def read(
     config: ServerConfig,
 ) -> tuple[grpc.ServerCertificateConfiguration, ssl.SSLContext, datetime.datetime]:
-    """Reads and validates the files: for gRPC and for HTTP, and when they expire. Warns of certificates that
-    expire soon, and of private keys that others can read.
+    """Reads and validates the files. Returns them for gRPC and for HTTP, with their earliest expiry. Warns of
+    certificates that expire soon, and of private keys that others can read.
 
     Raises:
         InvalidArgument: a file cannot be read or is not a PEM file of its kind, the key does not match the

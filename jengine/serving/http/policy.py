@@ -182,8 +182,8 @@ def fields(policy: Policy, outcome: Outcome) -> frozenset[str]:
 
 
 def names_after(start: str, policy: Policy, outcome: Outcome) -> frozenset[str]:
-    """What follows this in names with this outcome: `FIELD.` for a field's members, `FIELD: ` for its values,
-    or the types of its parts.
+    """What follows `start` in names with this outcome: `FIELD.` for a field's members, `FIELD: ` for its
+    values, or the types of its parts.
     """
     return frozenset(name.removeprefix(start) for name in policy[outcome] if name.startswith(start))
 

@@ -107,7 +107,8 @@ class ToolFormat(NamedTuple):
     Attributes:
         parser: makes a parser, for the tools that may be called.
         marks: in the chat templates of its models.
-        begin: at the beginning of a call, or of all, where a thought may end; or empty.
+        begin: the marker before a call, or before all, which also ends a thought that was not closed; empty:
+            none does.
         special: whether its markers are special tokens, which texts normally omit.
     """
 

@@ -174,7 +174,7 @@ def _shorten(records: dict[int, Any], limit: int) -> None:
 Viewer = asyncio.Queue[bytes]  # the events that wait for an open page
 
 
-def show(viewer: Viewer, event: bytes) -> None:
+def queue_event(viewer: Viewer, event: bytes) -> None:
     """Queues an event; if too many wait, the oldest is dropped."""
     if viewer.full():
         viewer.get_nowait()
@@ -225,7 +225,7 @@ class LiveFeed:
         while True:
             event = msgspec.json.encode(await self._event())
             for viewer in self._viewers:
-                show(viewer, event)
+                queue_event(viewer, event)
             await asyncio.sleep(INTERVAL)
 
     async def _event(self) -> dict[str, Any]:

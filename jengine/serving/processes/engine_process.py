@@ -235,7 +235,7 @@ class EngineProcess:
                         self.load, self.totals = message.load, StepTotals()
                     elif isinstance(message, StepUpdates):  # that came with it
                         self.load = message.load
-                    elif isinstance(message, Failed):
+                    elif isinstance(message, Failed) and not ready:
                         raise error_of(message)
                 if ready:
                     break

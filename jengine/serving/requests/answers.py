@@ -193,8 +193,8 @@ class PatientWriter:
         finally:
             timer.cancel()
         if self._stalled:
-            message = f"slow reader: a message was not read within {self._seconds} s"
-            raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, message, cause="slow_reader")
+            limit = f"slow reader: a message was not read within {self._seconds} s"
+            raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, limit, cause="slow_reader")
 
     def _stall(self) -> None:
         self._stalled = True
