@@ -170,7 +170,8 @@ class OutputFile(Output):
         try:
             self._file = retry.open("w+b")
         except OSError as wrong:
-            raise InvalidArgument("output", str(retry), f"cannot be written: {wrong.strerror}") from None
+            limit = f"{retry.name} cannot be written beside it: {wrong.strerror}"
+            raise InvalidArgument("output", str(self._path), limit) from None
         with whole, self._writing():
             self._lock()
             self.done.clear()

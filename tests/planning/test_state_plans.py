@@ -91,7 +91,7 @@ def test_simulations_have_as_many_states_as_engines(tmp_path: Path) -> None:
     assert spec.draft_states == shape.cache.draft_states == 16
     shape = Setup(config, spec, StepCosts(spec.table)).shape(max_num_seqs=256, speculative_config="none")
     assert (shape.cache.num_states, shape.cache.draft_states) == (1 + 256 + 64, 0)
-    assert [group.window for group in shape.cache.groups] == [None]
+    assert [*shape.cache.windows] == [None]
 
 
 def test_a_cache_without_room_names_the_states(tmp_path: Path) -> None:
