@@ -171,13 +171,14 @@ def run(sequences: int, steps: int) -> Iterator[dict[str, float]]:
     tokenizer = Tokenizer.load(resolve("demo"))
     plain, stopping = {}, {}
     stops: tuple[str, ...] = ("\n\n\n\n", "Question: ")
+    automaton: Any = getattr(StopAutomaton, "of", StopAutomaton)  # the class in older checkouts
     for i in range(sequences):
         prompt = rng.integers(2, engine.model.vocab_size, rng.integers(PROMPT[0], PROMPT[1] + 1)).tolist()
         params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
         request = Request(request_id=str(i), prompt_token_ids=prompt, params=params)
         engine.add(request)
-        plain[str(i)] = CompletionBuilder(tokenizer, request, StopAutomaton())
-        stopping[str(i)] = CompletionBuilder(tokenizer, request, StopAutomaton.of(stops))
+        plain[str(i)] = CompletionBuilder(tokenizer, request, automaton(()))
+        stopping[str(i)] = CompletionBuilder(tokenizer, request, automaton(stops))
     while len(engine.step()) < sequences:
         pass  # until all prompts are computed
     with Clock() as clock:
