@@ -192,7 +192,7 @@ def check_mixed(
     both: str = "some have full and some linear attention",
     field: str = "layer_types",
 ) -> None:
-    """Raises ModelError, unless there is a type of these for each layer, and a layer of both."""
+    """Raises ModelError unless each layer has one of these types, and both types occur."""
     check_kinds(types, *known)
     if len(types) != layers or len({*types}) < 2:
         raise ModelError(f"{field} must name {layers} layers, num_hidden_layers, of which {both}")

@@ -26,7 +26,7 @@ from pallas_kernels.products.weights import weight_of
 
 Block = Callable[[jax.Array], jax.Array]  # a module [N, hidden] -> [N, hidden]
 Stream = jax.Array | Sum  # the residual stream [N, hidden], whose last sum the next product may compute
-GATED, W = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")  # names of gate, up and down
+GATED, GATED_W = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")  # gate, up, down
 Axes = tuple[str | None, ...]  # a logical name per axis; parallel/mesh.py defines which are sharded
 
 

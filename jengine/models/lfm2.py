@@ -13,7 +13,7 @@ from jengine.models.cache import CacheEntry
 from jengine.models.config import ModelConfig
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import check_mixed, decoder
-from jengine.models.layers import Attend, Mixer, Recur, W, dense, matrix, param, row_parallel_dense
+from jengine.models.layers import GATED_W, Attend, Mixer, Recur, dense, matrix, param, row_parallel_dense
 from jengine.models.llama import Llama
 from jengine.models.pieces import EVERY, Piece
 from jengine.models.qwen import Qwen3Attention
@@ -59,7 +59,7 @@ class ShortConvolution(nnx.Module):
 
 class Lfm2(Llama):
     attention = Lfm2Attention
-    mlp_name, mlp_parts = "feed_forward", W
+    mlp_name, mlp_parts = "feed_forward", GATED_W
     norm_name, norm_names = "embedding_norm", ("operator_norm", "ffn_norm")
 
     def mixer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Mixer:

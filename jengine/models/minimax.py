@@ -21,12 +21,12 @@ from jengine.models.deepseek import AHEAD, DeepseekExperts, GroupRouting
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import check_mixed, partly_rotated
 from jengine.models.layers import (
+    GATED_W,
     Attend,
     Layer,
     Mixer,
     Recur,
     Stream,
-    W,
     dense,
     matrix,
     param,
@@ -115,7 +115,7 @@ class MiniMaxLayer(Layer):
 
 class MiniMax(Llama):
     layer_type = MiniMaxLayer
-    mlp_name, mlp_parts = "block_sparse_moe", W
+    mlp_name, mlp_parts = "block_sparse_moe", GATED_W
 
     def mixer(self, config: ModelConfig, dtype: jax.typing.DTypeLike, name: str, index: int) -> Mixer:
         if index in config.part(LinearAttention).layers:
@@ -199,7 +199,7 @@ class MiniMaxExperts(DeepseekExperts):
 
 class MiniMaxM2(Llama):
     attention, experts = OlmoAttention, MiniMaxExperts
-    mlp_name, mlp_parts = "block_sparse_moe", W
+    mlp_name, mlp_parts = "block_sparse_moe", GATED_W
 
 
 def read_minimax_m2(hf: Fields) -> dict[str, Any]:

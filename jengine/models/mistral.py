@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jengine.base.errors import ModelError
 from jengine.models.family import Family, Fields, TextPart
 from jengine.models.hf_config import decoder, rope_fields, window_everywhere
-from jengine.models.layers import Attend, W
+from jengine.models.layers import GATED_W, Attend
 from jengine.models.llama import Llama
 from jengine.models.moe import MixtureOfExperts, experts_everywhere
 from pallas_kernels.attention.options import AttentionOptions
@@ -30,7 +30,7 @@ class QueryScaling:
 
 
 class Mixtral(Llama):
-    mlp_name, mlp_parts = "block_sparse_moe", W
+    mlp_name, mlp_parts = "block_sparse_moe", GATED_W
 
 
 class Ministral3(Llama):

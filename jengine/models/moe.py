@@ -91,9 +91,9 @@ class Experts(nnx.Module):
 
     Attributes:
         router_name, shared_name: in the checkpoint.
-        stacked: names of the two tensors with gate and up, [experts, 2 * size, hidden], and with down,
-            [experts, hidden, size], of all experts; None: each expert has tensors of its own.
-        transposed, either: of these tensors, as in Piece; the last two axes are the other way round.
+        stacked: names of the two tensors that hold all experts: gate and up [experts, 2 * size, hidden], and
+            down [experts, hidden, size]. None: the checkpoint has separate tensors for each expert.
+        transposed, either: whether the last two axes of these tensors are, or may be, swapped; see Piece.
     """
 
     router_name, shared_name = "gate", "shared_experts"

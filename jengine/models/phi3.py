@@ -15,7 +15,7 @@ from jengine.base.errors import ModelError
 from jengine.models.config import OutputHead
 from jengine.models.family import Family, Fields
 from jengine.models.hf_config import attention_biases, decoder, partly_rotated, rope_fields, window_everywhere
-from jengine.models.layers import Attention, GatedMlp, LayerNorm, W, dense
+from jengine.models.layers import GATED_W, Attention, GatedMlp, LayerNorm, dense
 from jengine.models.llama import Llama
 from jengine.models.moe import Experts, MixtureOfExperts, experts_everywhere
 from jengine.models.pieces import Part, Piece, stacked
@@ -69,7 +69,7 @@ class SparseMixer(Experts):
 
 class PhiMoe(Llama):
     norm_type, experts = LayerNorm, SparseMixer
-    mlp_name, mlp_parts = "block_sparse_moe", W
+    mlp_name, mlp_parts = "block_sparse_moe", GATED_W
 
 
 def read_phi_moe(hf: Fields) -> dict[str, Any]:

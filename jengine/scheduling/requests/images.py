@@ -257,7 +257,7 @@ class Images:
                 span.turns[: len(part)] = part
 
     def forget(self, sequence: Sequence) -> None:
-        """Free the rows of a sequence whose prompt is computed, or that gives up its pages."""
+        """Frees the rows of a sequence whose prompt is computed, or that gives up its pages."""
         held = self._held.pop(sequence, None)
         if held is not None:
             for part in held.parts:
