@@ -69,7 +69,7 @@ def throughput(situation: Situation) -> Decision:
 
 
 def best_tiles(rows: int, pending: int, tile_size: int, buckets: Sequence[int], seconds: Seconds) -> int:
-    """The number of pending tiles with the most useful tokens a second. Arguments are fields of `Situation`."""
+    """The number of pending tiles with the most useful tokens a second. Arguments: fields of `Situation`."""
     best, best_rate = 0, 0.0
     for bucket in buckets:
         tiles = min(bucket, pending)
